@@ -1,0 +1,113 @@
+"""The whole error tree of hasten, and the one warning category.
+
+    HastenError
+    ├── ConfigError (ValueError)          a setting is wrong, unknown or contradicts another
+    ├── MissingPackageError (ImportError) an optional package is absent or too old
+    ├── TopologyError                     the environment describes an impossible set of processes
+    ├── LaunchError                       processes could not be started or ended badly
+    ├── CommError                         a collective cannot be carried out
+    │   ├── MismatchError                 ranks disagree on the operation, structure, shape or dtype
+    │   ├── MissingRanksError             some ranks never arrived
+    │   └── PeerFailedError               another rank raised
+    ├── DeviceError                       the device is absent or cannot do what was asked
+    ├── PrepareError (ValueError)         an object cannot be prepared as given
+    ├── PrecisionError (ValueError)       a precision the device or model cannot run
+    ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
+    ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
+    ├── CheckpointError                   a checkpoint cannot be written or read
+    │   ├── IncompleteCheckpointError     never committed, or a file is missing
+    │   ├── CorruptCheckpointError        size, checksum, structure or shape is not what was written
+    │   ├── UnsafeCheckpointError         reading it would run code or leave its folder
+    │   └── CheckpointVersionError        written by a version this one cannot read
+    └── TrackerError                      an experiment tracker is unknown or cannot start
+
+A message has three parts: what happened with the values, why it matters, what to do.
+"""
+
+
+class HastenError(Exception):
+    """Base of every error hasten raises on purpose."""
+
+
+class HastenWarning(UserWarning):
+    """The one category of hasten's warnings."""
+
+
+class ConfigError(HastenError, ValueError):
+    """A setting is wrong, unknown or contradicts another."""
+
+
+class MissingPackageError(HastenError, ImportError):
+    """An optional package is absent or too old."""
+
+
+class TopologyError(HastenError):
+    """The environment describes an impossible set of processes."""
+
+
+class LaunchError(HastenError):
+    """Processes could not be started or ended badly."""
+
+
+class CommError(HastenError):
+    """A collective cannot be carried out."""
+
+
+class MismatchError(CommError):
+    """Ranks disagree on the operation, structure, shape or dtype of a collective."""
+
+
+class MissingRanksError(CommError):
+    """Some ranks never arrived at a collective."""
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class PeerFailedError(CommError):
+    """Another rank raised while this one was waiting for it."""
+
+
+class DeviceError(HastenError):
+    """The device is absent or cannot do what was asked."""
+
+
+class PrepareError(HastenError, ValueError):
+    """An object cannot be prepared as given."""
+
+
+class PrecisionError(HastenError, ValueError):
+    """A precision the device or model cannot run."""
+
+
+class StepError(HastenError, RuntimeError):
+    """Backward, step or clip used in an order that has no meaning."""
+
+
+class DataError(HastenError):
+    """A loader, sampler or stream is wrong, or inconsistent over ranks."""
+
+
+class CheckpointError(HastenError):
+    """A checkpoint cannot be written or read."""
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """A checkpoint was never committed, or one of its files is missing."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Size, checksum, structure or shape is not what was written."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """Reading the checkpoint would run code or leave its folder."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """The checkpoint was written by a version this one cannot read."""
+
+
+class TrackerError(HastenError):
+    """An experiment tracker is unknown or cannot start."""

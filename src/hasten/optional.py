@@ -1,0 +1,66 @@
+"""One gate for optional packages: present and new enough, or an error that says what to install."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from importlib import metadata
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from hasten.errors import MissingPackageError
+
+_EXTRAS = (  # import name -> extra of hasten that brings it
+    ("huggingface_hub", "hub"),
+    ("deepspeed", "deepspeed"),
+    ("megatron", "megatron"),
+    ("torch_xla", "tpu"),
+    ("torchao", "fp8"),
+    ("fsspec", "remote"),
+    ("torchdata", "data"),
+    ("datasets", "data"),
+)
+
+
+def installed_version(module: str) -> str | None:
+    """The installed version of the distribution that provides `module`, or None when it is absent."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    for name in (module, module.replace("_", "-"), *metadata.packages_distributions().get(module, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "0"
+
+
+def available(module: str, spec: str = "") -> bool:
+    """Whether `module` can be imported and satisfies `spec` (for example ">=0.16")."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name is absent
+        return False
+    if not found or not spec:
+        return found
+    version = installed_version(module.partition(".")[0])
+    return version is not None and SpecifierSet(spec).contains(version, prereleases=True)
+
+
+def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module is foreign and untyped here
+    """The imported module.
+
+    Raises: MissingPackageError saying what is installed, what is needed and the command that brings it.
+    """
+    root = module.partition(".")[0]
+    purpose = f" for {why}" if why else ""
+    extra = dict(_EXTRAS).get(root)
+    remedy = f"pip install 'hasten[{extra}]'" if extra else f"pip install '{root}{spec}'"
+    if not available(root):
+        raise MissingPackageError(f"the package {root!r} is not installed; it is needed{purpose}. Run: {remedy}")
+    if spec and not available(root, spec):
+        version = installed_version(root)
+        raise MissingPackageError(
+            f"{root} {version} is installed, but {root}{spec} is needed{purpose}. Run: pip install '{root}{spec}'"
+        )
+    return importlib.import_module(module)
