@@ -1,0 +1,38 @@
+"""Public names of hasten, each loaded from its room on first use.
+
+`import hasten` costs next to nothing: no torch, no room, only this table. To add a public name, write one line in
+the `TYPE_CHECKING` block (for type checkers and editors) and one in `_PUBLIC` (for the running program), both in
+alphabetical order of rooms; tests/arch compares the two and the committed snapshot of names.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    pass
+
+__version__: Final = "0.1.0"
+
+# public name -> the module that defines it
+_PUBLIC: Final = MappingProxyType[str, str]({})
+
+__all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __dir__() -> list[str]:
+    """Return every public name, loaded or not."""
+    return sorted(__all__)
+
+
+if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any attribute
+
+    def __getattr__(name: str) -> object:
+        """Load the room that defines `name` and keep the result for the next access."""
+        if (module := _PUBLIC.get(name)) is None:
+            raise AttributeError(f"module 'hasten' has no attribute {name!r}; public names are listed in hasten.__all__")
+        value = getattr(import_module(module), name)
+        globals()[name] = value
+        return value
