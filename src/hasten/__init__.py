@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     pass
 
-__version__: Final = "0.1.0"
+__version__ = "0.1.0"
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str]({})
