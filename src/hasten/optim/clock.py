@@ -1,0 +1,269 @@
+"""The step clock: which micro-step ends a window, and what each loss in the window weighs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError, StepError
+
+if TYPE_CHECKING:
+    from hasten.comm.base import Comm
+
+Key = tuple[int, ...]
+Number = int | float | Tensor
+
+
+@dataclass(slots=True)
+class LoaderCursor:
+    """Where one prepared loader stands; moved by the loader, read by everyone else."""
+
+    epoch: int = 0
+    batch: int = 0
+    """Batches handed to the user in this epoch."""
+    at_end: bool = False
+    """The batch now in the user's hands is the epoch's last."""
+    num_real: int | None = None
+    """Rows of the current batch on this rank that are not padding; None means all of them."""
+
+
+@dataclass(slots=True)
+class Window:
+    """One accumulation window: the micro-steps whose gradients go into one update."""
+
+    every: int
+    serial: int
+    micro: int = 0
+    missing: int = 0
+    """Micro-steps whose gradients were lost with an interrupted run."""
+    closed: bool = False
+    weighted: bool | None = None
+    """None until the first backward of the window."""
+    weight: Number = 0
+    factor: float | Tensor | None = None
+    """The weighted correction, once the ranks have agreed on it."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """A loader's stay on the clock's stack; leaves the right place even when loaders end out of order."""
+
+    stack: list[LoaderCursor]
+    cursor: LoaderCursor
+
+    def __enter__(self) -> LoaderCursor:
+        self.stack.append(self.cursor)
+        return self.cursor
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for index in range(len(self.stack) - 1, -1, -1):
+            if self.stack[index] is self.cursor:
+                del self.stack[index]
+                return
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Counts micro-steps into windows, one window per group of models, and weighs their losses.
+
+    The gradient that reaches the optimizer is the mean over the window (or the weighted mean over the window and
+    all ranks). Losses are weighed by what is known when they arrive; what only the window's end can tell is applied
+    to the gradients once, there, by whoever touches them first (see `correction`).
+    """
+
+    every: int = 1
+    comm: Comm | None = None
+    """The ranks gradients are averaged over; None is this process alone."""
+    sync_with_dataloader: bool = True
+    boundary: bool = True
+    """The current micro-step ends its window: gradients are synchronised and optimizers act."""
+    pending: bool = False
+    """The current window's gradients must be multiplied by `correction()` before use."""
+    unit: float | None = None
+    """What the run's first weight rounds to: weights are divided by it to keep scaled losses in fp16's range."""
+    _windows: dict[Key | None, Window] = field(default_factory=dict)
+    _current: Window = field(init=False)
+    _cursors: list[LoaderCursor] = field(default_factory=list)
+    _serial: int = 0
+
+    def __post_init__(self) -> None:
+        check_every(self.every)
+        self._current = self._open(None)
+
+    @property
+    def active(self) -> LoaderCursor | None:
+        """The innermost loader being iterated."""
+        return self._cursors[-1] if self._cursors else None
+
+    @property
+    def micro(self) -> int:
+        """The number of micro-steps the current window has begun."""
+        return self._current.micro
+
+    @property
+    def serial(self) -> int:
+        """A number that tells the current window from every other one."""
+        return self._current.serial
+
+    def watching(self, cursor: LoaderCursor) -> _Watch:
+        """A context in which `cursor` is the active loader, until a loader inside it starts."""
+        return _Watch(self._cursors, cursor)
+
+    def tick(self, key: Key = ()) -> bool:
+        """Begin a micro-step of the window named by `key`; true when it is the window's last.
+
+        A change of `every` acts from the next window on.
+        """
+        window = self._windows.get(key)
+        if window is None or window.closed:
+            window = self._open(key)
+        window.micro += 1
+        self._current = window
+        cursors = self._cursors
+        if window.micro >= window.every:
+            window.closed = self.boundary = True
+        else:
+            window.closed = self.boundary = bool(cursors and self.sync_with_dataloader and cursors[-1].at_end)
+        self.pending = self.boundary and self.correction_due()
+        return self.boundary
+
+    def weigh(self, loss: Tensor, weight: Number | None = None) -> Tensor:
+        """The loss to backpropagate: divided by the window's length, or multiplied by its share of the weight.
+
+        Raises: StepError when weighted and unweighted losses meet in one window.
+        """
+        window = self._current
+        if window.micro == 0 and window.closed:  # no accumulate(): an optimizer has used up the last window
+            window = self._current = self._open(None)
+            self.pending = False
+        if window.weighted is None:
+            window.weighted = weight is not None
+        elif window.weighted is (weight is None):
+            raise StepError(
+                "backward() got losses with and without weight= in one accumulation window; their gradients have no "
+                "common denominator. Give every backward() of a window a weight, or none."
+            )
+        if weight is None:
+            return loss if window.every == 1 else loss / window.every
+        return self._weigh_in(window, loss, weight)
+
+    def correction(self) -> float | Tensor | None:
+        """What the current window's gradients must be multiplied by before they are used; None is nothing.
+
+        Ranks: every rank of the loss axes, because a weighted window agrees on its total weight here (once).
+        """
+        window = self._current
+        if window.weighted:
+            if window.factor is None:
+                window.factor = self._weighted_factor(window)
+            return window.factor
+        length = window.micro - window.missing
+        return None if window.micro == 0 or length in (0, window.every) else window.every / length
+
+    def force(self, boundary: bool) -> None:
+        """Make the current micro-step a boundary, or not, whatever the count says."""
+        window = self._current
+        self.boundary = boundary
+        if window.micro > 0:
+            window.closed = boundary
+        self.pending = boundary and self.correction_due()
+
+    def correction_due(self) -> bool:
+        """Whether the current window, if it ended here, would need a correction."""
+        window = self._current
+        return bool(window.weighted) or (window.micro > 0 and window.micro - window.missing != window.every)
+
+    def used(self) -> None:
+        """Say that an optimizer has used the current gradients: without accumulate(), the window ends here."""
+        if self._current.micro == 0:
+            self._current.closed = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where each open window stands, as plain JSON values."""
+        opened = [(key, window) for key, window in self._windows.items() if key is not None and not window.closed]
+        return {
+            "every": self.every,
+            "unit": self.unit,
+            "windows": [{"key": list(key), "micro": window.micro, "every": window.every} for key, window in opened],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the windows back where they stood; gradients they had gathered are counted as missing."""
+        self.unit = state["unit"]
+        self._windows.clear()
+        for saved in state["windows"]:
+            window = self._open(tuple(saved["key"]))
+            window.every = saved["every"]
+            window.micro = window.missing = saved["micro"]
+        self._current = self._open(None)
+        self.boundary, self.pending = True, False
+
+    def _open(self, key: Key | None) -> Window:
+        check_every(self.every)
+        self._serial += 1
+        window = self._windows[key] = Window(self.every, self._serial)
+        return window
+
+    def _weigh_in(self, window: Window, loss: Tensor, weight: Number) -> Tensor:
+        if isinstance(weight, Tensor):
+            if weight.numel() != 1:
+                raise ConfigError(
+                    f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
+                    f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
+                )
+            weight = weight.detach().reshape(())
+        elif not (weight >= 0 and math.isfinite(weight)):
+            raise ConfigError(
+                f"backward(weight={weight}) is not a count; it would turn the mean into something else. "
+                f"Pass the number of tokens or samples the loss was averaged over."
+            )
+        if self.unit is None:
+            self.unit = self._agree_on_unit(weight)
+        if window.factor is not None:
+            raise StepError(
+                "backward() came after this window's gradients were clipped, unscaled or stepped; its share would be "
+                "wrong. Call backward() for every loss of the window first."
+            )
+        window.weight = window.weight + weight
+        self.pending = self.boundary
+        return loss * (weight / (self.unit * window.every))
+
+    def _agree_on_unit(self, weight: Number) -> float:
+        first = float(weight)
+        if self.comm is not None and self.comm.size > 1:
+            first = float(self.comm.all_reduce(torch.tensor(first, device=self.comm.device), "max"))
+        return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
+
+    def _weighted_factor(self, window: Window) -> float | Tensor:
+        total, ranks = window.weight, 1
+        if self.comm is not None and self.comm.size > 1:
+            ranks = self.comm.size
+            total = self.comm.all_reduce(_as_scalar(total, self.comm.device))
+        assert self.unit is not None, "a weighted window has a unit"
+        scale = ranks * self.unit * window.every
+        if isinstance(total, Tensor):  # a window that weighs nothing has zero gradients: leave them
+            return torch.where(total == 0, torch.ones_like(total), scale / total)
+        return scale / total if total else 1.0
+
+
+def _as_scalar(value: Number, device: torch.device) -> Tensor:
+    """`value` as a one-element tensor on `device`, in a type that counts exactly."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def check_every(every: object) -> None:
+    """Raise unless `every` can be a window's length."""
+    if not isinstance(every, int) or every < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1; a window of that length "
+            f"never ends. Set it to 1 to update after every backward()."
+        )
