@@ -32,7 +32,9 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
     def __getattr__(name: str) -> object:
         """Load the room that defines `name` and keep the result for the next access."""
         if (module := _PUBLIC.get(name)) is None:
-            raise AttributeError(f"module 'hasten' has no attribute {name!r}; public names are listed in hasten.__all__")
+            raise AttributeError(
+                f"module 'hasten' has no attribute {name!r}; public names are listed in hasten.__all__"
+            )
         value = getattr(import_module(module), name)
         globals()[name] = value
         return value

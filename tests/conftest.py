@@ -1,0 +1,186 @@
+"""Run every test in order, against the clock, and leave the process as it was found."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+# Two threads per process on two cores make distributed tests three times slower; torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT: Final = Path(__file__).parent
+TIERS: Final = ("arch", "unit", "dist", "examples", "golden", "device")
+TIMEOUT_S: Final = 120.0
+GRACE_S: Final = 2.0  # threads and children that were told to stop may need a moment
+IGNORED_VARIABLES: Final = frozenset({"PYTEST_CURRENT_TEST"})
+IGNORED_FILES: Final = ("/dev/null", "/dev/urandom", "/dev/random", "/proc/", "/sys/", "/dev/nvidia")
+IGNORED_CHILDREN: Final = ("resource_tracker", "forkserver", "semaphore_tracker")
+WATCHED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Leak police: a picture before and after each test; what is new and stays is a failure that names it.
+# ---------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What one process holds at one moment."""
+
+    variables: dict[str, str]
+    threads: frozenset[threading.Thread]
+    files: dict[int, str]
+    children: dict[int, str]
+    groups: bool
+    folder: str
+    signals: tuple[object, ...]
+
+
+def take_picture() -> Picture:
+    """Return what this process holds now."""
+    distributed = sys.modules.get("torch.distributed")
+    return Picture(
+        variables={k: v for k, v in os.environ.items() if k not in IGNORED_VARIABLES},
+        threads=frozenset(threading.enumerate()),
+        files=open_files(),
+        children=child_processes(),
+        groups=bool(distributed and distributed.is_available() and distributed.is_initialized()),
+        folder=str(Path.cwd()),
+        signals=tuple(signal.getsignal(s) for s in WATCHED_SIGNALS),
+    )
+
+
+def open_files() -> dict[int, str]:
+    """Return descriptor -> target for the files, pipes and sockets this process holds; empty where /proc is missing."""
+    found: dict[int, str] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except FileNotFoundError:
+        return found
+    for name in names:
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # closed since it was listed, such as the listing's own descriptor
+            continue
+        if not target.startswith(IGNORED_FILES):
+            found[int(name)] = target
+    return found
+
+
+def child_processes() -> dict[int, str]:
+    """Return pid -> command line of the children of this process, whichever thread started them."""
+    found: dict[int, str] = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = task.read_text().split()
+        except OSError:  # the thread ended in the meantime
+            continue
+        for pid in pids:
+            try:
+                command = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
+            except OSError:  # reaped in the meantime
+                continue
+            if not any(word in command for word in IGNORED_CHILDREN):
+                found[int(pid)] = command or "(ended, never waited for)"
+    return found
+
+
+def leaks(before: Picture, after: Picture) -> list[str]:
+    """Return one line for each thing that `after` holds and `before` did not."""
+    lines = []
+    for name in sorted(before.variables.keys() | after.variables.keys()):
+        old, new = before.variables.get(name), after.variables.get(name)
+        if old != new:
+            lines.append(f"environment variable {name}: {old!r} became {new!r}")
+    lines += sorted(f"thread {thread.name!r} still runs" for thread in after.threads - before.threads)
+    lines += [
+        f"file descriptor {fd} is open: {what}" for fd, what in after.files.items() if before.files.get(fd) != what
+    ]
+    lines += [
+        f"child process {pid} is alive: {what}" for pid, what in after.children.items() if pid not in before.children
+    ]
+    if after.groups and not before.groups:
+        lines.append("the default process group is still initialised")
+    if after.folder != before.folder:
+        lines.append(f"the working folder moved from {before.folder} to {after.folder}")
+    for sig, old_handler, new_handler in zip(WATCHED_SIGNALS, before.signals, after.signals, strict=True):
+        if old_handler != new_handler:
+            lines.append(f"the handler of {sig.name} changed from {old_handler!r} to {new_handler!r}")
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def leak_police(request: pytest.FixtureRequest) -> Generator[None]:
+    """Fail the test that leaves something behind.
+
+    Being function-scoped and automatic, it starts after wider fixtures (a session's worker pool is no leak) and ends
+    after the test's own fixtures are undone.
+    """
+    before = take_picture()
+    yield
+    found = leaks(before, take_picture())
+    deadline = time.monotonic() + GRACE_S
+    while found and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        found = leaks(before, take_picture())
+    if found:
+        pytest.fail(f"{request.node.nodeid} left behind:\n  " + "\n  ".join(found), pytrace=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Clock: an alarm in the test first; pytest's faulthandler_timeout ends the run if the alarm cannot be served.
+# ---------------------------------------------------------------------------------------------------------------
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Stop a test that takes longer than its `timeout` mark, or two minutes, with the stacks of all threads."""
+    mark = item.get_closest_marker("timeout")
+    seconds = float(mark.args[0]) if mark else TIMEOUT_S
+
+    def stop(signum: int, frame: object) -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        pytest.fail(f"took longer than {seconds:g} s; the stacks of all threads are in the captured stderr")
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Order and choice
+# ---------------------------------------------------------------------------------------------------------------
+def tier(path: Path) -> int:
+    """Return the position of a test file's tier: cheap and general first."""
+    first = path.relative_to(ROOT).parts[0] if path.is_relative_to(ROOT) else ""
+    return TIERS.index(first) if first in TIERS else len(TIERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort tests by tier, and skip device tests where no accelerator is present."""
+    items.sort(key=lambda item: tier(item.path))
+    on_device = [item for item in items if item.get_closest_marker("device")]
+    if on_device and not has_accelerator():
+        for item in on_device:
+            item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+
+
+def has_accelerator() -> bool:
+    """Say whether torch sees an accelerator; asked only when a device test was collected."""
+    torch = pytest.importorskip("torch")
+    available: Callable[[], bool] = torch.accelerator.is_available
+    return available()
