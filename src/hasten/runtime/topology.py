@@ -1,0 +1,419 @@
+"""The place of this process in the job, parsed once from what the launcher left in the environment; no torch.
+
+Looked at in this order, the first that speaks wins: RANK and WORLD_SIZE (torchrun, the Kubernetes torch operator, anything that
+speaks torch's own variables), MPI (Open MPI, MVAPICH, MPICH and Intel MPI, Cray PALS), LSF's jsrun, SLURM's srun, bare PMI,
+XLA, PET_* (a Kubernetes pod in which torchrun was not called). MPI comes before SLURM because mpirun inside a SLURM job
+starts its daemons with srun, whose variables then describe the daemons, not the workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Self, assert_never
+
+from hasten.errors import TopologyError
+from hasten.runtime.nodelist import expand_hosts, expand_tasks
+
+Source = Literal["single", "torch", "kubernetes", "slurm", "mpi", "lsf", "xla"]
+
+DEFAULT_PORT: Final = 29500
+_LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Who this process is among how many. `rendezvous` is where the world meets, None if nothing says."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    rendezvous: str | None = None
+    source: Source = "single"
+    agent_store: bool = False
+    """The launcher's agent already serves the store at `rendezvous`; rank 0 must not serve it a second time."""
+    restart_count: int = 0
+    """How often the launcher has restarted the workers: part of every key in a store that outlives them."""
+    note: str = ""
+    """Why the environment was read as it was, where that may surprise."""
+
+    def __post_init__(self) -> None:
+        _check_range("rank", self.rank, "world_size", self.world_size, self.source)
+        _check_range("local_rank", self.local_rank, "local_world_size", self.local_world_size, self.source)
+        if self.local_world_size > self.world_size:
+            raise TopologyError(
+                f"local_world_size={self.local_world_size} exceeds world_size={self.world_size} (read from "
+                f"{self.source} variables): a node cannot hold more processes than the job. "
+                f"Make the variables agree, or unset those that another launcher left behind."
+            )
+        if self.node_rank < 0:
+            raise TopologyError(f"node_rank={self.node_rank} is negative; nodes are counted from 0.")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Self:
+        """The topology described by `env`; a single process if nothing describes one.
+
+        Raises: TopologyError naming the variable and its value if one is not a number, missing beside its
+        companion, or contradicts another.
+        """
+        for parse in (_torch, _mpi, _lsf, _slurm, _pmi, _xla, _pod):
+            found = parse(env)
+            if found is not None:
+                return cls(**{name: getattr(found, name) for name in cls.__slots__})
+        return cls()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the rank with the highest number."""
+        return self.rank == self.world_size - 1
+
+    def meeting_point(self) -> str:
+        """The address of the rendezvous, as init_process_group takes it.
+
+        Raises: TopologyError if several processes were announced without one.
+        """
+        if self.rendezvous is None:
+            raise TopologyError(
+                f"rank {self.rank} of {self.world_size} ({self.source}) has no address at which the processes could meet. "
+                f"Export MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there) on every node."
+            )
+        return self.rendezvous
+
+
+def _torch(env: Mapping[str, str]) -> Topology | None:
+    """RANK and WORLD_SIZE, with or without LOCAL_RANK."""
+    if "RANK" not in env and "LOCAL_RANK" not in env:
+        return None  # WORLD_SIZE alone is set by some clusters on login nodes and says nothing about this process
+    rank, world_size = _companion(env, "RANK", "LOCAL_RANK"), _companion(env, "WORLD_SIZE", "RANK")
+    node_rank = _first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
+    if "LOCAL_RANK" not in env:
+        return _torch_without_local_rank(env, rank, world_size)
+    local_world_size = _local_world_size(env, world_size)
+    groups = _number(env, "GROUP_WORLD_SIZE")
+    if node_rank is not None and groups is not None and node_rank >= groups:
+        raise _contradiction(env, "GROUP_RANK", "GROUP_WORLD_SIZE", "a node's number is below the number of nodes")
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_companion(env, "LOCAL_RANK", "RANK"),
+        local_world_size=local_world_size,
+        node_rank=rank // local_world_size if node_rank is None else node_rank,
+        rendezvous=_rendezvous(env, alone=local_world_size == world_size),
+        source="torch",
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
+    )
+
+
+def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int) -> Topology:
+    """One process per pod, or several started by hand on one machine."""
+    per_node = env.get("PET_NPROC_PER_NODE", "1")
+    if per_node != "1":
+        raise TopologyError(
+            f"RANK={rank} numbers this pod, and PET_NPROC_PER_NODE={per_node!r} asks for several processes in it, but LOCAL_RANK "
+            f"is not set: the pod's command did not start them. Run the script under torchrun or `hasten launch`."
+        )
+    here = env.get("MASTER_ADDR") in _LOOPBACK and "KUBERNETES_SERVICE_HOST" not in env
+    note = "RANK is set without LOCAL_RANK: "
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if here else 0,
+        local_world_size=world_size if here else 1,
+        node_rank=0 if here else rank,
+        rendezvous=_rendezvous(env, alone=world_size == 1),
+        source="torch" if here else "kubernetes",
+        note=note + ("MASTER_ADDR is this machine, so every rank is on it" if here else "one process on each node"),
+    )
+
+
+def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
+    """How many ranks share this node, from whatever says so."""
+    given = _first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    if given is not None:
+        return given
+    if world_size == 1 or env.get("MASTER_ADDR") in _LOOPBACK:
+        return world_size
+    nodes = _first(env, "GROUP_WORLD_SIZE", "NNODES", "PET_NNODES")
+    if nodes and world_size % nodes == 0:
+        return world_size // nodes
+    tasks, node = _slurm_tasks(env), _number(env, "SLURM_NODEID")
+    if sum(tasks) == world_size and node is not None and node < len(tasks):
+        return tasks[node]
+    raise TopologyError(
+        f"RANK={env['RANK']}, WORLD_SIZE={world_size} and LOCAL_RANK={env['LOCAL_RANK']} are set, but nothing says how many "
+        f"processes share this node. Export LOCAL_WORLD_SIZE, or start the script with torchrun or `hasten launch`."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The variables of one MPI: world rank and size, rank and size on the node."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_MPI: Final = (
+    _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+)
+_JSM: Final = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+
+
+def _mpi(env: Mapping[str, str]) -> Topology | None:
+    if _JSM.rank in env:
+        return None  # jsrun sets Open MPI's names too, and its own know the hosts
+    names = next((n for n in _MPI if n.rank in env and n.local_rank in env), None)
+    return _from_names(env, names, "mpi") if names else None
+
+
+def _lsf(env: Mapping[str, str]) -> Topology | None:
+    if _JSM.rank not in env:
+        return None
+    found = _from_names(env, _JSM, "lsf")
+    hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
+    # The first host of an LSF job runs the batch script; where it is a launch node it holds no ranks (one slot only).
+    slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
+    first = next((h for h, n in zip(hosts, slots, strict=False) if n != "1"), hosts[0] if hosts else None)
+    port = _job_port(env, "LSB_JOBID", None)
+    return replace(found, rendezvous=found.rendezvous or _address(env, first, port))
+
+
+def _pmi(env: Mapping[str, str]) -> Topology | None:
+    """PMI without a rank on the node, which only a lone process can do without."""
+    if "PMI_RANK" not in env:
+        return None
+    if _companion(env, "PMI_SIZE", "PMI_RANK") == 1:
+        return Topology(source="mpi")
+    raise TopologyError(
+        f"PMI_RANK={env['PMI_RANK']} and PMI_SIZE={env['PMI_SIZE']} are set, but neither MPI_LOCALRANKID nor PMI_LOCAL_RANK: "
+        f"without its rank on the node a process would take a device of its neighbour. "
+        f"Export MPI_LOCALRANKID and MPI_LOCALNRANKS, or use torchrun, srun or `hasten launch`."
+    )
+
+
+def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topology:
+    rank, world_size = _companion(env, names.rank, names.size), _companion(env, names.size, names.rank)
+    local_rank, local_world_size = _number(env, names.local_rank), _number(env, names.local_size)
+    if local_rank is None or local_world_size is None:
+        raise TopologyError(
+            f"{names.rank}={rank} is set without {names.local_rank} and {names.local_size}, so the place of this process on "
+            f"its node is unknown. Export both, or use torchrun, srun or `hasten launch`."
+        )
+    node_rank = _first(env, "NODE_RANK", "GROUP_RANK")
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=rank // max(local_world_size, 1) if node_rank is None else node_rank,
+        rendezvous=_rendezvous(env, alone=local_world_size == world_size),
+        source=source,
+    )
+
+
+def _slurm(env: Mapping[str, str]) -> Topology | None:
+    """A task of srun. The batch script itself has SLURM_PROCID=0 as well, but no step: it is one process."""
+    if "SLURM_PROCID" not in env:
+        return None
+    if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
+        asked = env.get("SLURM_NTASKS", "1")
+        note = f"SLURM_NTASKS={asked}, but srun did not start this process: it is alone" if asked != "1" else ""
+        return Topology(source="single", note=note)
+    rank, world_size = _companion(env, "SLURM_PROCID", "SLURM_NTASKS"), _slurm_size(env)
+    local_rank, node_rank = (_companion(env, name, "SLURM_PROCID") for name in ("SLURM_LOCALID", "SLURM_NODEID"))
+    tasks = _slurm_tasks(env)
+    if tasks and (node_rank >= len(tasks) or sum(tasks) != world_size):
+        raise TopologyError(
+            f"SLURM_NODEID={node_rank} and a step of {world_size} tasks contradict SLURM_STEP_TASKS_PER_NODE="
+            f"{env['SLURM_STEP_TASKS_PER_NODE']!r}: the variables come from different steps. Start the script with srun itself, "
+            f"and do not export SLURM_* by hand."
+        )
+    local_world_size = tasks[node_rank] if tasks else world_size // (_number(env, "SLURM_NNODES") or 1)
+    list_name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), None)
+    host = _expanded_hosts(env, list_name)[0] if list_name else None
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        rendezvous=_address(env, host, _job_port(env, "SLURM_JOB_ID", "SLURM_STEP_ID")),
+        source="slurm",
+    )
+
+
+def _slurm_size(env: Mapping[str, str]) -> int:
+    size = _first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if size is None:
+        raise _missing(env, "SLURM_NTASKS", "SLURM_PROCID")
+    return size
+
+
+def _slurm_tasks(env: Mapping[str, str]) -> list[int]:
+    text = env.get("SLURM_STEP_TASKS_PER_NODE")
+    if not text:
+        return []
+    try:
+        return expand_tasks(text)
+    except ValueError as error:
+        raise TopologyError(
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} cannot be read ({error}); expected e.g. '4(x2),1'."
+        ) from error
+
+
+def _expanded_hosts(env: Mapping[str, str], name: str) -> list[str]:
+    try:
+        return expand_hosts(env[name])
+    except ValueError as error:
+        raise TopologyError(
+            f"{name}={env[name]!r} cannot be read as a node list ({error}), so the host of rank 0 is unknown. "
+            f"Export MASTER_ADDR and MASTER_PORT, or correct {name}."
+        ) from error
+
+
+def _xla(env: Mapping[str, str]) -> Topology | None:
+    """PJRT: hosts are numbered by TPU_WORKER_ID, processes on a host by PJRT_LOCAL_PROCESS_RANK."""
+    if not env.get("PJRT_DEVICE"):
+        return None
+    local_rank = _number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
+    local_world_size = _number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
+    hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
+    node_rank = _number(env, "TPU_WORKER_ID") or 0
+    num_hosts = max(len(hosts), 1)
+    if node_rank >= num_hosts:
+        raise _contradiction(
+            env, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "a worker's number is below the number of hosts"
+        )
+    return Topology(
+        rank=node_rank * local_world_size + local_rank,
+        world_size=num_hosts * local_world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        rendezvous="xla://",
+        source="xla",
+    )
+
+
+def _pod(env: Mapping[str, str]) -> Topology | None:
+    """A pod whose PET_* variables were meant for torchrun, but whose command ran the script itself."""
+    nodes, per_node = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
+    if nodes == "1" and not (per_node.isdigit() and int(per_node) > 1):
+        return None
+    if nodes.isdigit() and per_node == "1":
+        rank, world_size = _companion(env, "PET_NODE_RANK", "PET_NNODES"), int(nodes)
+        address = _address(env, env.get("PET_MASTER_ADDR"), _number(env, "PET_MASTER_PORT") or DEFAULT_PORT)
+        return Topology(rank=rank, world_size=world_size, node_rank=rank, rendezvous=address, source="kubernetes")
+    raise TopologyError(
+        f"PET_NNODES={nodes!r} and PET_NPROC_PER_NODE={per_node!r} ask for more processes than this one, but RANK is not set: "
+        f"nothing started them. Run the script under torchrun or `hasten launch`, or unset the PET_* variables."
+    )
+
+
+def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
+    """The address in MASTER_ADDR; this machine if the whole world is on it."""
+    return _address(env, "127.0.0.1" if alone else None, DEFAULT_PORT)
+
+
+def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
+    """tcp://host:port, where MASTER_ADDR and MASTER_PORT win over what was derived."""
+    host = env.get("MASTER_ADDR") or host
+    given = _number(env, "MASTER_PORT")
+    if given is not None and not 0 < given < 65536:
+        raise TopologyError(f"MASTER_PORT={given} is not a port; choose a free one between 1024 and 65535.")
+    if host is None:
+        return None
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{given or port}"
+
+
+def _job_port(env: Mapping[str, str], job: str, step: str | None) -> int:
+    """A port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
+    number = (_number(env, job) or 0) * 31 + ((_number(env, step) or 0) if step else 0)
+    return 12000 + number % 20000
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    """The whole number in `name`, None if it is not set."""
+    value = env.get(name)
+    if value is None:
+        return None
+    if not value.strip().isdecimal():
+        raise TopologyError(
+            f"{name}={value!r} is not a whole number, so this process does not know its place in the job. "
+            f"Correct {name}, or unset it if it is left over from another launcher."
+        )
+    return int(value)
+
+
+def _first(env: Mapping[str, str], *names: str) -> int | None:
+    return next((number for name in names if (number := _number(env, name)) is not None), None)
+
+
+def _companion(env: Mapping[str, str], name: str, beside: str) -> int:
+    """The number in `name`, which must be there because `beside` is."""
+    value = _number(env, name)
+    if value is None:
+        raise _missing(env, name, beside)
+    return value
+
+
+def _missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
+    return TopologyError(
+        f"{beside}={env.get(beside)} is set but {name} is not, so the place of this process in the job is unclear. "
+        f"Export {name} as well, or unset {beside} to run alone."
+    )
+
+
+def _contradiction(env: Mapping[str, str], name: str, other: str, why: str) -> TopologyError:
+    return TopologyError(
+        f"{name}={env.get(name)} contradicts {other}={env.get(other)}: {why}. "
+        f"Make them agree, or unset those that another launcher left behind."
+    )
+
+
+def _check_range(name: str, value: int, size_name: str, size: int, source: Source) -> None:
+    if size < 1 or not 0 <= value < size:
+        variables = _variables(source, local=name.startswith("local"))
+        raise TopologyError(
+            f"{name}={value} with {size_name}={size} is impossible (read from {variables}): ranks count from 0 to {size_name}-1. "
+            f"Make the variables agree, or unset those that another launcher left behind."
+        )
+
+
+def _variables(source: Source, local: bool) -> str:
+    """The names a user has to look at."""
+    match source:
+        case "torch":
+            return "LOCAL_RANK and LOCAL_WORLD_SIZE" if local else "RANK and WORLD_SIZE"
+        case "kubernetes":
+            return "RANK and WORLD_SIZE, or PET_NODE_RANK and PET_NNODES"
+        case "slurm":
+            return "SLURM_LOCALID and SLURM_STEP_TASKS_PER_NODE" if local else "SLURM_PROCID and SLURM_NTASKS"
+        case "mpi":
+            return "OMPI_COMM_WORLD_*, MV2_COMM_WORLD_*, PMI_* and MPI_LOCAL*"
+        case "lsf":
+            return "JSM_NAMESPACE_*"
+        case "xla":
+            return "PJRT_LOCAL_PROCESS_RANK, PJRT_LOCAL_PROCESS_COUNT, TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
+        case "single":
+            return "the arguments"
+        case other:
+            assert_never(other)
