@@ -1,0 +1,60 @@
+"""Settings of starting processes: how many, where, how they meet."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from hasten.config.base import Section, setting, settings
+
+Rendezvous = Literal["static", "c10d", "etcd", "etcd-v2"]
+
+
+@settings
+class InitProcessGroupKwargs(Section):
+    """Options of torch.distributed.init_process_group."""
+
+    backend: str | None = setting(None, "communication backend (default: by device, nccl or gloo)")
+    init_method: str | None = setting(None, "URL where processes meet (default: environment)")
+    timeout: timedelta | None = setting(None, "longest wait of a collective in training")
+    init_timeout: timedelta | None = setting(None, "longest wait for all processes at the start")
+
+
+@settings
+class LaunchConfig(Section):
+    """Machines, processes and the meeting point."""
+
+    num_processes: int | None = setting(None, "processes over all machines (default: one per device)", minimum=1)
+    num_machines: int = setting(1, "machines", minimum=1)
+    nnodes: str | None = setting(None, "elastic number of machines, min:max (instead of num_machines)")
+    machine_rank: int | None = setting(None, "number of this machine, from 0 (default: from the cluster)", minimum=0)
+    main_process_ip: str | None = setting(None, "address of machine 0")
+    main_process_port: int | None = setting(None, "port on machine 0 (0 = a free one)", minimum=0)
+    multi_gpu: bool = setting(False, "use all devices of this machine")
+    tpu: bool = setting(False, "train on TPUs")
+    gpu_ids: tuple[int, ...] | Literal["all"] = setting("all", "devices used on this machine, such as 0,1")
+    num_cpu_threads_per_process: int | None = setting(
+        None, "OMP threads of a process (default: cores / processes)", minimum=1
+    )
+    enable_cpu_affinity: bool = setting(False, "bind each process to the cores near its device")
+    same_network: bool = setting(True, "machines reach each other directly")
+    rdzv_backend: Rendezvous = setting("static", "how machines meet")
+    rdzv_endpoint: str | None = setting(None, "host:port of the meeting point (default: main_process_ip:port)")
+    rdzv_id: str | None = setting(None, "name of the meeting")
+    rdzv_conf: str | None = setting(None, "further options of the meeting, key=value,…")
+    max_restarts: int = setting(0, "restarts after a failed process", minimum=0)
+    monitor_interval: float = setting(0.1, "seconds between looks at the processes", minimum=0)
+    role: str = setting("default", "role name of the processes")
+    log_dir: str | None = setting(None, "folder of one log file per process")
+    tee: str | None = setting(None, "also print logs: 0 none, 1 stdout, 2 stderr, 3 both, or rank:n,…")
+    module: bool = setting(False, "the script is a module name, as in python -m")
+    no_python: bool = setting(False, "the script is a program, not run by Python")
+    quiet: bool = setting(False, "print less")
+    launcher: Literal["auto", "single", "torchrun", "slurm", "mpi", "deepspeed", "xla"] = setting(
+        "auto", "what starts the processes"
+    )
+    mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines")
+    mpirun_ccl: int | None = setting(None, "oneCCL worker threads under mpirun", minimum=0)
+    submit: Literal["slurm"] | None = setting(None, "write and submit a batch script")
+    submit_options: Mapping[str, Any] = setting(
+        factory=dict, help="options of the batch script, such as partition and time"
+    )

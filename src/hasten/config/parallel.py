@@ -1,0 +1,103 @@
+"""Settings of parallelism over processes: the mesh, its handlers, and plain data parallel."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from hasten.config.base import Section, setting, settings
+
+CommHook = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]
+PipelineSchedule = Literal[
+    "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "loop_bfs"
+]
+
+
+@settings
+class TorchTensorParallelConfig(Section):
+    """Options of tensor parallelism."""
+
+    enable_async_tp: bool = setting(False, "overlap tensor-parallel communication with matrix products")
+    sequence_parallel: bool = setting(
+        False, "shard norms and dropouts along the sequence between tensor-parallel layers"
+    )
+    loss_parallel: bool = setting(False, "keep logits sharded over the vocabulary in the loss")
+
+
+@settings
+class TorchContextParallelConfig(Section):
+    """Options of context parallelism (one long sequence over several processes)."""
+
+    cp_comm_strategy: Literal["allgather", "alltoall"] = setting(
+        "allgather", "how keys and values travel between ranks"
+    )
+    load_balance: bool = setting(True, "give every rank an equal share of a causal mask's work")
+
+
+@settings
+class DeepSpeedSequenceParallelConfig(Section):
+    """Options of DeepSpeed's sequence parallelism (Ulysses)."""
+
+    sp_seq_length: int | None = setting(None, "length of the sequences, when fixed", minimum=1)
+    sp_seq_length_is_variable: bool = setting(True, "sequences differ in length from batch to batch")
+    sp_attn_implementation: Literal["sdpa", "flash_attention_2", "flash_attention_3"] = setting(
+        "sdpa", "attention kernel used under sequence parallelism"
+    )
+
+
+@settings
+class PipelineParallelConfig(Section):
+    """Options of pipeline parallelism."""
+
+    schedule: PipelineSchedule = setting("1f1b", "order of forward and backward passes over micro-batches")
+    num_microbatches: int | None = setting(None, "micro-batches per step (default: one per stage)", minimum=1)
+    split_points: tuple[str, ...] | None = setting(
+        None, "names of the modules that begin a new stage (default: even split)"
+    )
+
+
+@settings
+class ParallelismConfig(Section):
+    """Sizes of the mesh's axes; their product is the number of processes. -1 fills an axis with what is left.
+
+    A data-parallel size that is not given (None) is filled by the strategy: replicas for DDP, shards for FSDP.
+    """
+
+    dp_replicate_size: int | None = setting(
+        None, "copies of the model (DDP, or the outer axis of HSDP)", minimum=1, also=(-1,)
+    )
+    dp_shard_size: int | None = setting(None, "processes one copy is sharded over (FSDP)", minimum=1, also=(-1,))
+    tp_size: int = setting(1, "processes one layer is split over (tensor parallel)", minimum=1, also=(-1,))
+    cp_size: int = setting(1, "processes one sequence is split over (context parallel)", minimum=1, also=(-1,))
+    pp_size: int = setting(1, "stages the layers are divided into (pipeline parallel)", minimum=1, also=(-1,))
+    sp_size: int = setting(1, "processes one sequence is split over by DeepSpeed (Ulysses)", minimum=1)
+    cp_backend: Literal["torch"] = setting("torch", "implementation of context parallelism")
+    sp_backend: Literal["deepspeed"] = setting("deepspeed", "implementation of sequence parallelism")
+    tp_handler: TorchTensorParallelConfig = setting(
+        factory=TorchTensorParallelConfig, help="options of tensor parallelism"
+    )
+    cp_handler: TorchContextParallelConfig = setting(
+        factory=TorchContextParallelConfig, help="options of context parallelism"
+    )
+    pp_handler: PipelineParallelConfig = setting(factory=PipelineParallelConfig, help="options of pipeline parallelism")
+    sp_handler: DeepSpeedSequenceParallelConfig = setting(
+        factory=DeepSpeedSequenceParallelConfig, help="options of sequence parallelism"
+    )
+
+
+@settings
+class DistributedDataParallelKwargs(Section):
+    """Options of torch's DistributedDataParallel."""
+
+    dim: int = setting(0, "batch dimension of inputs scattered over devices", minimum=0)
+    broadcast_buffers: bool = setting(True, "copy buffers from rank 0 before each forward")
+    init_sync: bool = setting(True, "copy parameters and buffers from rank 0 at the start")
+    bucket_cap_mb: float = setting(25, "size of a gradient bucket in MiB", minimum=0)
+    find_unused_parameters: bool = setting(False, "allow parameters that take no part in the loss")
+    check_reduction: bool = setting(False, "accepted by torch, without effect")
+    gradient_as_bucket_view: bool = setting(False, "gradients are views of the buckets: less memory")
+    static_graph: bool = setting(False, "the same parameters take part in every step")
+    skip_all_reduce_unused_params: bool = setting(False, "do not reduce parameters unused on every rank")
+    comm_hook: CommHook = setting("no", "compression of gradients on the wire")
+    comm_wrapper: Literal["no", "fp16", "bf16"] = setting("no", "cast around a PowerSGD hook")
+    comm_state_option: Mapping[str, Any] = setting(
+        factory=dict, help="options of the PowerSGD state, such as matrix_approximation_rank"
+    )

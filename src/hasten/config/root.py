@@ -1,0 +1,47 @@
+"""The whole of the settings in one tree."""
+
+from typing import Literal
+
+from hasten.config.base import Section, setting, settings
+from hasten.config.checkpoint import ProjectConfiguration
+from hasten.config.compiling import TorchDynamoPlugin
+from hasten.config.data import DataLoaderConfiguration
+from hasten.config.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.launch import InitProcessGroupKwargs, LaunchConfig
+from hasten.config.optim import GradientAccumulationPlugin
+from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.tracking import ProfileKwargs, TrackingConfig
+
+StrategyName = Literal["auto", "none", "ddp", "fsdp", "deepspeed", "megatron", "xla"]
+
+
+@settings
+class Config(Section):
+    """Every setting of a run."""
+
+    mixed_precision: PrecisionType = setting("no", "numbers of forward and backward: no, fp16, bf16, fp8")
+    strategy: StrategyName = setting("auto", "how training is spread (auto: ddp with several processes, else none)")
+    cpu: bool = setting(False, "train on the CPU although an accelerator is present")
+    debug: bool = setting(False, "check every collective and print the start-up banner")
+    device_placement: bool = setting(True, "move models and batches to the process's device")
+    step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
+    rng_types: tuple[str, ...] | None = setting(None, "random generators made equal on all processes at each epoch")
+    launch: LaunchConfig = setting(factory=LaunchConfig, help="processes and machines")
+    process_group: InitProcessGroupKwargs = setting(factory=InitProcessGroupKwargs, help="communication")
+    parallelism: ParallelismConfig = setting(factory=ParallelismConfig, help="the mesh")
+    ddp: DistributedDataParallelKwargs = setting(factory=DistributedDataParallelKwargs, help="plain data parallel")
+    fsdp: FullyShardedDataParallelPlugin = setting(factory=FullyShardedDataParallelPlugin, help="sharded data parallel")
+    deepspeed: DeepSpeedPlugin = setting(factory=DeepSpeedPlugin, help="DeepSpeed")
+    megatron: MegatronLMPlugin = setting(factory=MegatronLMPlugin, help="Megatron-LM")
+    xla: XLAConfig = setting(factory=XLAConfig, help="TPU")
+    gradient_accumulation: GradientAccumulationPlugin = setting(factory=GradientAccumulationPlugin, help="accumulation")
+    autocast: AutocastKwargs = setting(factory=AutocastKwargs, help="autocast")
+    scaler: GradScalerKwargs = setting(factory=GradScalerKwargs, help="loss scaling")
+    fp8: FP8Config = setting(factory=FP8Config, help="fp8")
+    dynamo: TorchDynamoPlugin = setting(factory=TorchDynamoPlugin, help="torch.compile")
+    dataloader: DataLoaderConfiguration = setting(factory=DataLoaderConfiguration, help="data")
+    project: ProjectConfiguration = setting(factory=ProjectConfiguration, help="project and checkpoints")
+    tracking: TrackingConfig = setting(factory=TrackingConfig, help="trackers")
+    profile: ProfileKwargs = setting(factory=ProfileKwargs, help="profiler")
