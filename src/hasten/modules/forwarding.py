@@ -1,0 +1,105 @@
+"""Replacing a module's forward, reversibly: the only file that does so.
+
+A replaced forward is an object, not a closure: it copies and pickles together with its module (a copied module calls
+its own weights, not the original's), keeps the signature of what it replaces, and traces as one graph under
+`torch.compile`. Replacements stack; each is taken off by its tag.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_FORWARD = "forward"
+
+
+class Forward:
+    """A forward that stands in for another one; subclasses override `__call__` and call `self.inner`."""
+
+    tag = "plain"
+    inner: Callable[..., Any]
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+        return self.inner(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.inner)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.inner
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if not isinstance(state["inner"], Forward) and _FORWARD not in _overridden(self.module):
+            state["inner"] = None  # the class's own forward: found again through the module
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["inner"] is None:
+            self.__dict__["inner"] = getattr(type(self.module), _FORWARD).__get__(self.module)
+
+
+def _overridden(module: nn.Module) -> dict[str, Any]:
+    """What `module` had in its own dictionary under `forward` before the first replacement."""
+    first: Any = module.__dict__.get(_FORWARD)
+    while isinstance(first, Forward):
+        first = first.inner
+    own = getattr(first, "__func__", None) is getattr(type(module), _FORWARD)
+    return {} if first is None or own else {_FORWARD: first}
+
+
+def replace(module: nn.Module, forward: Forward) -> None:
+    """Make `forward` the module's forward, around the one it has now."""
+    forward.module = module
+    forward.inner = module.forward
+    module.__dict__[_FORWARD] = forward
+
+
+def find(module: nn.Module, tag: str) -> Forward | None:
+    """The replacement with `tag` on this module itself, or None."""
+    forward = module.__dict__.get(_FORWARD)
+    while isinstance(forward, Forward):
+        if forward.tag == tag:
+            return forward
+        forward = forward.inner
+    return None
+
+
+def restore(module: nn.Module, tag: str) -> bool:
+    """Take the replacement with `tag` off this module; true when there was one."""
+    outer: Forward | None = None
+    forward = module.__dict__.get(_FORWARD)
+    while isinstance(forward, Forward):
+        if forward.tag == tag:
+            if outer is not None:
+                outer.inner = forward.inner
+            else:
+                _put_back(module, forward.inner)
+            return True
+        outer, forward = forward, forward.inner
+    return False
+
+
+def restore_all(module: nn.Module) -> int:
+    """Take every replacement off `module` and its children; the number taken off."""
+    count = 0
+    for part in module.modules():
+        while isinstance(forward := part.__dict__.get(_FORWARD), Forward):
+            _put_back(part, forward.inner)
+            count += 1
+    return count
+
+
+def _put_back(module: nn.Module, forward: Callable[..., Any]) -> None:
+    if getattr(forward, "__func__", None) is getattr(type(module), _FORWARD):
+        del module.__dict__[_FORWARD]
+    else:
+        module.__dict__[_FORWARD] = forward
