@@ -1,0 +1,63 @@
+"""The Comm protocol: what every group of processes can do with single tensors and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+ReduceKind = Literal["sum", "mean", "min", "max"]
+
+
+class Comm(Protocol):
+    """A group of processes. Every method is a call for every member, in the same order.
+
+    Positions (`rank`, `src`) count inside the group; `ranks` holds the members' global ranks.
+    Results come back on the device of the argument; arguments are never changed.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
+        """The elementwise sum, mean, min or max over the members. Booleans sum to int64 counts; means are floats."""
+        ...
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every member's tensor, stacked as `(size, *x.shape)`. Shapes must be equal."""
+        ...
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        """The tensor of member `src`. Shape and dtype must be equal everywhere."""
+        ...
+
+    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
+        """This member's part of `parts`, which only `src` gives; `like` has the shape and dtype of one part."""
+        ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every member's object, in order of rank. Any: objects are the caller's."""
+        ...
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """The object of member `src`. Any: objects are the caller's."""
+        ...
+
+    def barrier(self, label: str, timeout_s: float | None = None) -> None:
+        """Wait until every member is at the barrier with this label.
+
+        Raises: MissingRanksError naming the ranks that did not come in time and where they are instead.
+        """
+        ...
+
+    def twin(self) -> Comm:
+        """A second, independent group over the same members, for a background thread."""
+        ...

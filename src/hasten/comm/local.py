@@ -1,0 +1,63 @@
+"""LocalComm: the group of one process, in which every collective is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.comm.base import ReduceKind
+from hasten.errors import CommError
+
+
+class LocalComm:
+    """The group of one process."""
+
+    def __init__(self, device: torch.device | str = "cpu", rank: int = 0) -> None:
+        self.rank = 0
+        self.size = 1
+        self.ranks = (rank,)
+        self.device = torch.device(device)
+
+    def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
+        if kind == "mean" and not (x.is_floating_point() or x.is_complex()):
+            return x.float()
+        if kind == "sum" and x.dtype == torch.bool:
+            return x.long()
+        return x.clone()
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0).clone()
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        _only_member(src)
+        return x.clone()
+
+    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
+        _only_member(src)
+        if parts is None or len(parts) != 1:
+            raise CommError(
+                f"scatter in a group of one got {None if parts is None else len(parts)} parts; it needs exactly one. "
+                "Give one tensor per member of the group."
+            )
+        return parts[0].clone()
+
+    def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
+        return [obj]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
+        _only_member(src)
+        return obj
+
+    def barrier(self, label: str, timeout_s: float | None = None) -> None:
+        return None
+
+    def twin(self) -> LocalComm:
+        return LocalComm(self.device, self.ranks[0])
+
+
+def _only_member(src: int) -> None:
+    if src != 0:
+        raise CommError(f"src={src} is not a member of a group of one process; use src=0.")

@@ -1,0 +1,225 @@
+"""Collectives on trees: gather, reduce, broadcast, scatter and pad nested structures of tensors.
+
+Before data moves, the ranks compare a digest of the operation, the structure, the shapes and the dtypes. A difference
+where there must be none is a MismatchError on every rank with a table of who has what, never a hang or garbage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten import trees
+from hasten.comm.base import Comm, ReduceKind
+from hasten.errors import CommError, MismatchError
+from hasten.trees import Tree
+
+_HEADER_SIZES = 15
+
+
+def gather(tree: Tree, comm: Comm) -> Tree:
+    """Every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
+    _verify("gather", tree, comm)
+    if comm.size == 1:
+        return trees.map_tensors(_rows, tree)
+    return trees.map_tensors(lambda x: comm.all_gather(_rows(x)).flatten(0, 1), tree)
+
+
+def gather_ragged(tree: Tree, comm: Comm) -> Tree:
+    """Like `gather`, for ranks whose tensors differ in the size of the first dimension."""
+    if comm.size == 1:
+        return trees.map_tensors(_rows, tree)
+    sizes = iter(_verify("gather_ragged", tree, comm, free_dim=0).T.tolist())
+    return trees.map_tensors(lambda x: _gather_rows(_rows(x), next(sizes), comm), tree)
+
+
+def _gather_rows(x: Tensor, sizes: Sequence[int], comm: Comm) -> Tensor:
+    most = max(sizes)
+    if min(sizes) == most:
+        return comm.all_gather(x).flatten(0, 1)
+    padded = x.new_zeros((most, *x.shape[1:]))
+    padded[: x.shape[0]] = x
+    return torch.cat([part[:size] for part, size in zip(comm.all_gather(padded), sizes, strict=True)])
+
+
+def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0) -> Tree:
+    """Every tensor summed, averaged, or its min or max taken over the ranks, times `scale`."""
+    if kind not in ("sum", "mean", "min", "max"):
+        raise CommError(f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'.")
+    _verify(f"reduce {kind}", tree, comm)
+    if scale == 1.0:
+        return trees.map_tensors(lambda x: comm.all_reduce(x, kind), tree)
+    return trees.map_tensors(lambda x: comm.all_reduce(x, kind) * scale, tree)
+
+
+def broadcast(tree: Tree, comm: Comm, src: int = 0) -> Tree:
+    """The tensors of rank `src`, given that every rank has tensors of the same shapes."""
+    _verify(f"broadcast from {src}", tree, comm)
+    return trees.map_tensors(lambda x: comm.broadcast(x, src), tree)
+
+
+def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
+    """This rank's tree out of the list of one tree per rank that `src` gives; the others pass None.
+
+    The trees may differ in structure and shape. Each rank receives its own bytes only, in one message, on the
+    device of the group. Ranks: every rank; an error on `src` is raised everywhere.
+    """
+    if comm.size == 1:
+        return _own_parts(parts, comm)[0]
+    plan: Any = None  # Any: (largest byte count, one skeleton a rank), or the text of an error
+    packed: list[Tensor] | None = None
+    if comm.rank == src:
+        try:
+            packs = [_pack(part) for part in _own_parts(parts, comm)]
+            largest = max(buffer.numel() for buffer, _ in packs)
+            plan = (largest, [skeleton for _, skeleton in packs])
+            packed = [_padded(buffer, largest).to(comm.device) for buffer, _ in packs]
+        except CommError as error:
+            plan = str(error)
+    plan = comm.broadcast_object(plan, src)
+    if isinstance(plan, str):
+        raise CommError(plan)
+    largest, skeletons = plan
+    like = torch.empty(largest, dtype=torch.uint8, device=comm.device)
+    return _unpack(comm.scatter(packed, like, src), skeletons[comm.rank])
+
+
+def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+    """Every tensor padded with `pad_index` along `dim` to the largest size any rank has there."""
+    sizes = iter(_verify(f"pad_across dim {dim}", tree, comm, free_dim=dim).T.tolist())
+
+    def pad(x: Tensor) -> Tensor:
+        most = max(next(sizes))
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] == most:
+            return x
+        out = x.new_full([most if d == dim % x.ndim else n for d, n in enumerate(x.shape)], pad_index)
+        start = most - x.shape[dim] if pad_first else 0
+        out.narrow(dim, start, x.shape[dim]).copy_(x)
+        return out
+
+    return trees.map_tensors(pad, tree)
+
+
+def gather_object(obj: Any, comm: Comm) -> list[Any]:  # Any: the caller's objects
+    """Every rank's object in a list; when every rank gives a list, those lists joined."""
+    gathered = comm.all_gather_object(obj)
+    if all(isinstance(part, list) for part in gathered):
+        return [item for part in gathered for item in part]
+    return gathered
+
+
+def broadcast_object_list(objects: list[Any], comm: Comm, src: int = 0) -> list[Any]:  # Any: the caller's objects
+    """The list, its items replaced in place by those of rank `src`."""
+    objects[:] = comm.broadcast_object(objects, src)
+    return objects
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(1) if x.ndim == 0 else x
+
+
+def _verify(op: str, tree: Tree, comm: Comm, free_dim: int | None = None) -> Tensor:
+    """Raise unless all ranks bring the same thing; give the sizes along `free_dim` as (rank, tensor)."""
+    found = trees.tensors(tree)
+    if comm.size == 1:
+        return torch.tensor([[_size(x, free_dim) for x in found]], dtype=torch.int64)
+    described = _describe(op, tree, free_dim)
+    digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
+    sizes = [_size(x, free_dim) for x in found]
+    header = torch.tensor([digest, *(sizes[:_HEADER_SIZES] + [0] * (_HEADER_SIZES - len(sizes)))], dtype=torch.int64)
+    everyone = comm.all_gather(header)
+    if not bool((everyone[:, 0] == digest).all()):
+        raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
+    if len(sizes) <= _HEADER_SIZES:
+        return everyone[:, 1 : 1 + len(sizes)]
+    return comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
+
+
+def _size(x: Tensor, dim: int | None) -> int:
+    if dim is None or not -x.ndim <= dim < x.ndim:
+        return 1
+    return int(x.shape[dim])
+
+
+def _describe(op: str, tree: Tree, free_dim: int | None) -> str:
+    lines = [op]
+    for path, leaf in trees.paths(tree):
+        if isinstance(leaf, Tensor):
+            shape = list(_rows(leaf).shape if free_dim == 0 else leaf.shape)
+            if free_dim is not None and -len(shape) <= free_dim < len(shape):
+                shape[free_dim] = -1
+            lines.append(f"{'.'.join(map(str, path)) or 'tensor'}: {shape} {str(leaf.dtype).removeprefix('torch.')}")
+    return "\n".join(lines)
+
+
+def _mismatch(op: str, descriptions: Sequence[str], comm: Comm) -> MismatchError:
+    rows = []
+    for member, text in enumerate(descriptions):
+        called, *lines = text.split("\n")
+        rows.append(f"  rank {comm.ranks[member]}: {called} of " + ("; ".join(lines) or "no tensor"))
+    return MismatchError(
+        f"{op}: the ranks do not bring the same thing, so the result would be garbage or a hang.\n"
+        + "\n".join(rows)
+        + "\nGive equal structures, shapes and dtypes on every rank; for rows that differ in number use "
+        "gather_for_metrics or a ragged gather, or pad_across_processes first."
+    )
+
+
+def _own_parts(parts: Sequence[Tree] | None, comm: Comm) -> Sequence[Tree]:
+    if parts is None or len(parts) != comm.size:
+        got = "None" if parts is None else f"{len(parts)} parts"
+        raise CommError(f"scatter got {got} on the sending rank for a group of {comm.size}; give one tree per rank.")
+    return parts
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
+
+
+def _pack(tree: Tree) -> tuple[Tensor, Tree]:
+    """The tree's tensors as one byte buffer, and the tree with (shape, dtype) in their place."""
+    buffers, skeleton = [], trees.map_tensors(lambda x: _Hole(tuple(x.shape), x.dtype), tree)
+    for x in trees.tensors(tree):
+        real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+        raw = real.contiguous().reshape(-1).view(torch.uint8)
+        buffers.append(_padded(raw, _aligned(raw.numel())))
+    return (torch.cat(buffers) if buffers else torch.empty(0, dtype=torch.uint8)), skeleton
+
+
+def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:
+    offset = 0
+
+    def fill(leaf: Any) -> Any:  # Any: holes become tensors, other leaves stay
+        nonlocal offset
+        if not isinstance(leaf, _Hole):
+            return leaf
+        num_bytes = leaf.num_bytes()
+        raw = buffer[offset : offset + num_bytes]
+        offset += _aligned(num_bytes)
+        return leaf.view(raw)
+
+    return trees.map_leaves(fill, skeleton)
+
+
+def _padded(raw: Tensor, num_bytes: int) -> Tensor:
+    return raw if raw.numel() == num_bytes else torch.nn.functional.pad(raw, (0, num_bytes - raw.numel()))
+
+
+class _Hole:
+    """Stands for a tensor in a skeleton that travels ahead of the bytes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+    def view(self, raw: Tensor) -> Tensor:
+        if not self.dtype.is_complex:
+            return raw.view(self.dtype).reshape(self.shape)
+        return torch.view_as_complex(raw.view(self.dtype.to_real()).reshape(*self.shape, 2))

@@ -1,0 +1,129 @@
+"""ProcessGroupComm: collectives on a torch.distributed process group (gloo, NCCL and the like)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.comm.base import ReduceKind
+from hasten.comm.rollcall import RollCall
+from hasten.errors import CommError
+
+
+# torch<2.13 knows the call under its older name only; 2.13 warns about that one
+_GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ProcessGroupComm:
+    """A torch process group with the store its members can leave notes in."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store, device: torch.device, timeout_s: float = 1800.0
+    ) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.device = device
+        self.group = group
+        self._store = store
+        self._timeout_s = timeout_s
+        self._device_types = _device_types(group)
+        me = self.ranks[self.rank]
+        # Communicators are made in the same order on every member, so a per-rank count numbers them alike.
+        number = store.add(f"hasten/made/{_tag(self.ranks)}/{me}", 1)
+        notes = dist.PrefixStore(f"hasten/{_tag(self.ranks)}/{number}", store)
+        self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
+
+    def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
+        if x.is_complex():
+            if kind in ("min", "max"):
+                raise CommError(f"{kind} of complex tensors has no meaning; reduce their absolute values instead.")
+            return torch.view_as_complex(self.all_reduce(torch.view_as_real(x), kind))
+        if x.dtype == torch.bool:
+            counted = self.all_reduce(x.to(torch.int64), kind)
+            return counted.bool() if kind in ("min", "max") else counted
+        buffer = self._own(x, copy=True)
+        op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
+        dist.all_reduce(buffer, op, group=self.group)
+        result = buffer / self.size if kind == "mean" else buffer
+        return result.to(x.device).reshape(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        raw = self._bytes(x)
+        out = raw.new_empty(self.size * raw.numel())
+        _GATHER(out, raw, group=self.group)
+        return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        raw = self._bytes(x).clone()
+        dist.broadcast(raw, src=self._member(src), group=self.group)
+        return _from_bytes(raw, x.dtype, x.shape).to(x.device)
+
+    def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
+        sender = self._member(src)
+        raw = self._bytes(like).clone()
+        pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
+        dist.scatter(raw, pieces, src=sender, group=self.group)
+        return _from_bytes(raw, like.dtype, like.shape).to(like.device)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, obj, group=self.group)
+        return out
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
+        box = [obj]
+        dist.broadcast_object_list(box, src=self._member(src), group=self.group)
+        return box[0]
+
+    def barrier(self, label: str, timeout_s: float | None = None) -> None:
+        self._roll_call.wait(label, timeout_s)
+
+    def twin(self) -> ProcessGroupComm:
+        group = dist.new_group(
+            list(self.ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True
+        )
+        return ProcessGroupComm(group, self._store, self.device, self._timeout_s)
+
+    def close(self) -> None:
+        """Destroy the group. Only its owner calls this."""
+        dist.destroy_process_group(self.group)
+
+    def _member(self, src: int) -> int:
+        if not 0 <= src < self.size:
+            raise CommError(f"src={src} is not a position in a group of {self.size}; use 0 to {self.size - 1}.")
+        return self.ranks[src]
+
+    def _own(self, x: Tensor, copy: bool = False) -> Tensor:
+        """A contiguous tensor on a device the backend can read; a private copy when asked."""
+        y = x.detach() if x.device.type in self._device_types else x.detach().to(self.device)
+        y = y.contiguous()
+        return y.clone() if copy and y.data_ptr() == x.data_ptr() else y
+
+    def _bytes(self, x: Tensor) -> Tensor:
+        """The tensor's raw bytes: moving data then works for every dtype on every backend."""
+        y = self._own(x)
+        y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.resolve_neg()
+        return y.reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    if dtype.is_complex:
+        real = torch.empty((), dtype=dtype).real.dtype
+        return torch.view_as_complex(raw.view(real).reshape(*shape, 2))
+    return raw.view(dtype).reshape(tuple(shape))
+
+
+def _device_types(group: dist.ProcessGroup) -> frozenset[str]:
+    """The device types whose tensors the group's backends take, such as {"cpu", "cuda"}."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return frozenset(part.partition(":")[0] for part in str(config).split(",") if ":" in part)
+
+
+def _tag(ranks: Sequence[int]) -> str:
+    return f"{len(ranks)}-{hash(tuple(ranks)) & 0xFFFFFFFF:x}"  # hashes of int tuples are the same in every process

@@ -1,0 +1,79 @@
+"""A labelled barrier over a key-value store that can say who is missing and where they are instead."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from torch.distributed import Store
+
+from hasten.errors import MissingRanksError
+
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_S = 0.0002
+_LONGEST_PAUSE_S = 0.02
+_TELL_AFTER_S = 30.0
+
+
+class RollCall:
+    """Numbered check-ins of a fixed set of ranks; each rank calls `wait` in the same order."""
+
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._timeout_s = timeout_s
+        self._turn = 0
+
+    def wait(self, label: str, timeout_s: float | None = None) -> None:
+        """Return when every rank has checked in with this label."""
+        self._turn += 1
+        turn, store = self._turn, self._store
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        store.set(f"{turn}/{self._rank}", label)
+        if store.add(f"{turn}/count/{label}", 1) == len(self._ranks):
+            store.set(f"{turn}/open", "1")
+            self._forget(turn - 1, label)
+            return
+        started = time.monotonic()
+        pause, told = _FIRST_PAUSE_S, False
+        while not store.check([f"{turn}/open"]):
+            waited = time.monotonic() - started
+            if waited > limit:
+                raise self._missing(turn, label, limit)
+            if waited > _TELL_AFTER_S and not told:
+                told = True
+                log.warning(
+                    "rank %d has waited %.0f s at %r: %s", self._rank, waited, label, self._whereabouts(turn, label)[1]
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def _whereabouts(self, turn: int, label: str) -> tuple[tuple[int, ...], str]:
+        absent, elsewhere = [], []
+        for rank in self._ranks:
+            if not self._store.check([f"{turn}/{rank}"]):
+                absent.append(rank)
+            elif (other := self._store.get(f"{turn}/{rank}").decode()) != label:
+                elsewhere.append((rank, other))
+        parts = [f"rank {rank} has not arrived" for rank in absent]
+        parts += [f"rank {rank} is at {other!r} instead" for rank, other in elsewhere]
+        return (*absent, *(rank for rank, _ in elsewhere)), "; ".join(parts) or "everyone has arrived"
+
+    def _missing(self, turn: int, label: str, limit: float) -> MissingRanksError:
+        missing, text = self._whereabouts(turn, label)
+        return MissingRanksError(
+            f"rank {self._rank} waited {limit:g} s at {label!r} and not all of ranks {list(self._ranks)} came: {text}. "
+            "Every rank must make this call: move it out of `if is_main_process:` blocks, or look for the error "
+            "that stopped the missing ranks.",
+            missing,
+        )
+
+    def _forget(self, turn: int, label: str) -> None:
+        # Everybody has passed the turn before this one, so its keys can go; the label of that turn is not known
+        # here when it differed, which leaves at most one small counter behind.
+        if turn < 1:
+            return
+        for key in (f"{turn}/open", f"{turn}/count/{label}", *(f"{turn}/{rank}" for rank in self._ranks)):
+            self._store.delete_key(key)

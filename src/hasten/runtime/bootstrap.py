@@ -1,0 +1,128 @@
+"""Start or join the process group, and give a ProcessContext."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hasten.comm.base import Comm
+from hasten.comm.local import LocalComm
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.errors import CommError, DeviceError, TopologyError
+from hasten.runtime.axes import MeshSpec
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of, use_device
+from hasten.runtime.mesh import Groups
+from hasten.runtime.topology import Topology
+
+MeshOf = Callable[[int], MeshSpec]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GroupSettings:
+    """How the process group is started."""
+
+    backend: str | None = None
+    init_method: str | None = None
+    init_timeout_s: float = 300.0
+    """How long ranks may take to find each other."""
+    timeout_s: float = 1800.0
+    """How long a collective may take once training runs."""
+
+
+def start(
+    topology: Topology,
+    device: torch.device,
+    mesh_of: MeshOf = MeshSpec.flat,
+    settings: GroupSettings | None = None,
+) -> ProcessContext:
+    """The context of this process; the process group is started unless there is one, or only one process.
+
+    `mesh_of` gives the mesh for a world size. A group this call starts is destroyed at exit.
+    Ranks: every rank of the world.
+    Raises: CommError when the ranks do not find each other within the init timeout.
+    """
+    settings = settings or GroupSettings()
+    use_device(device)
+    if not dist.is_initialized() and topology.world_size > 1:
+        _init(topology, device, settings)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        return _joined(_actual(topology), device, mesh_of, settings)
+    mesh = mesh_of(1)
+    world = LocalComm(device)
+    return ProcessContext(topology, mesh, device, world, Groups(mesh, 0, world, None, settings.timeout_s))
+
+
+def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings) -> ProcessContext:
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is initialised, so it has a world group"
+    store = _get_default_store()  # the only way to the store of a group somebody else has started
+    world: Comm = ProcessGroupComm(group, store, device, settings.timeout_s)
+    mesh = mesh_of(topology.world_size)
+    groups = Groups(mesh, topology.rank, world, store, settings.timeout_s)
+    return ProcessContext(topology, mesh, device, world, groups)
+
+
+def _actual(topology: Topology) -> Topology:
+    """The topology as the running process group has it: a group started by somebody else decides."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (topology.rank, topology.world_size) == (rank, size):
+        return topology
+    return Topology(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+
+
+def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> None:
+    url = settings.init_method or _url(topology)
+    within = timedelta(seconds=settings.init_timeout_s)
+    try:
+        store, rank, size = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=within))
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        raise CommError(
+            f"rank {topology.rank} of {topology.world_size} did not meet the others at {url} within "
+            f"{settings.init_timeout_s:g} s ({error}). Without all ranks there is no group to train in; check that "
+            f"every rank is started, that the address can be reached and that the port is free."
+        ) from error
+    store.set_timeout(within)
+    dist.init_process_group(
+        settings.backend or _backend(device),
+        store=dist.PrefixStore(f"hasten/{topology.restart_count}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=settings.timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    atexit.register(stop)
+
+
+def _url(topology: Topology) -> str:
+    if topology.rendezvous is None:
+        raise TopologyError(
+            f"rank {topology.rank} of {topology.world_size} does not know where to meet the others: neither "
+            "MASTER_ADDR and MASTER_PORT nor a cluster's variables are set. Start the script with `hasten launch`, "
+            "or set MASTER_ADDR and MASTER_PORT on every rank."
+        )
+    return topology.rendezvous if "://" in topology.rendezvous else f"tcp://{topology.rendezvous}"
+
+
+def _backend(device: torch.device) -> str:
+    kind = kind_of(device)
+    if kind.backend is None:
+        raise DeviceError(
+            f"several processes were started on {device.type!r}, which has no collective library in this torch; run "
+            "one process, or use the CPU (cpu=True, or `hasten launch --cpu`)."
+        )
+    return "gloo" if kind.type == "cpu" else f"cpu:gloo,{kind.type}:{kind.backend}"
+
+
+def stop() -> None:
+    """Destroy the process group if there still is one. Ranks: each at its own exit."""
+    if dist.is_initialized():
+        gc.collect()  # reducers and meshes hold on to the group
+        dist.destroy_process_group()

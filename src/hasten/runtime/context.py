@@ -1,0 +1,39 @@
+"""ProcessContext: everything a part may know about the process it runs in. Passed in, never looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hasten.comm.base import Comm
+from hasten.runtime.axes import MeshSpec
+from hasten.runtime.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessContext:
+    """The process's place in the world, its device, and the groups it can talk to."""
+
+    topology: Topology
+    mesh: MeshSpec
+    device: torch.device
+    world: Comm
+    groups: Callable[..., Comm]
+    """`groups(*axes)`: the peers along those mesh axes. Ranks: every rank, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.topology.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that speaks for all."""
+        return self.topology.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the one process that speaks for its node."""
+        return self.topology.local_rank == 0

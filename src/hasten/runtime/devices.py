@@ -1,0 +1,96 @@
+"""Device kinds: one table row for each, and the choice of this process's device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from hasten.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """What hasten must know of a kind of device beyond what torch.accelerator answers."""
+
+    type: str
+    backend: str | None
+    """The collective library for its tensors; None when it has none."""
+    indexed: bool = True
+    """Several devices of the kind can sit in one host."""
+    autocast: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+    side_streams: bool = True
+    """Copies can run beside compute on a stream of their own."""
+
+
+KINDS: Final = (
+    DeviceKind("cpu", "gloo", indexed=False, side_streams=False),
+    DeviceKind("cuda", "nccl"),  # ROCm builds call themselves cuda too
+    DeviceKind("mps", None, indexed=False, side_streams=False),
+    DeviceKind("xpu", "xccl"),
+    DeviceKind("npu", "hccl"),
+    DeviceKind("hpu", "hccl", autocast=(torch.bfloat16,)),
+    DeviceKind("mlu", "cncl"),
+    DeviceKind("musa", "mccl"),
+    DeviceKind("sdaa", "tccl"),
+    DeviceKind("mtia", "hccl"),
+)
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """The table row of a device; a backend torch knows and hasten does not gets a plain row of its own."""
+    name = torch.device(device).type
+    return next((kind for kind in KINDS if kind.type == name), DeviceKind(name, None))
+
+
+def choose_device(local_rank: int, cpu: bool = False, wanted: str | None = None) -> torch.device:
+    """The device of this process: the CPU when asked, else this host's accelerator number `local_rank`.
+
+    Raises: DeviceError when the device does not exist.
+    """
+    if wanted is not None:
+        return _wanted(wanted, local_rank)
+    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return _numbered(accelerator.type, local_rank)
+
+
+def _wanted(wanted: str, local_rank: int) -> torch.device:
+    device = torch.device(wanted)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        there = "only the CPU" if accelerator is None else f"{accelerator.type!r} and the CPU"
+        raise DeviceError(f"device {wanted!r} was asked for, but this machine has {there}; choose one of those.")
+    return _numbered(device.type, local_rank) if device.index is None else device
+
+
+def _numbered(kind: str, local_rank: int) -> torch.device:
+    if not kind_of(kind).indexed:
+        return torch.device(kind)
+    count = torch.accelerator.device_count()
+    if local_rank >= count:
+        raise DeviceError(
+            f"local rank {local_rank} has no device: this host shows {count} {kind} device(s). Two processes on one "
+            f"device would fight over its memory; start at most {count} process(es) on this host, or use the CPU "
+            "(cpu=True, or `hasten launch --cpu`)."
+        )
+    return torch.device(kind, local_rank)
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the current one of this process, so that bare `cuda` means it."""
+    if device.type != "cpu" and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Hand cached, unused memory of the device back to the driver."""
+    if device.type == "cpu":
+        return
+    module = torch.get_device_module(device)
+    if hasattr(module, "empty_cache"):
+        module.empty_cache()

@@ -1,0 +1,56 @@
+"""The groups of a mesh: communicators along any set of axes, and torch's DeviceMesh for sharded parallelism."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hasten.comm.base import Comm
+from hasten.comm.local import LocalComm
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.runtime.axes import AXES, Axis, MeshSpec
+
+
+class Groups:
+    """Communicators along mesh axes, made on first use. Ranks: every rank asks in the same order."""
+
+    def __init__(self, mesh: MeshSpec, rank: int, world: Comm, store: dist.Store | None, timeout_s: float) -> None:
+        self._mesh = mesh
+        self._rank = rank
+        self._world = world
+        self._store = store
+        self._timeout_s = timeout_s
+        self._made: dict[tuple[int, ...], Comm] = {}
+
+    def __call__(self, *axes: Axis) -> Comm:
+        """The communicator over this rank's peers along `axes`."""
+        peers = self._mesh.peers(self._rank, *axes)
+        if len(peers) == self._mesh.world_size:
+            return self._world
+        if len(peers) == 1:
+            return LocalComm(self._world.device, self._rank)
+        if peers not in self._made:
+            self._made[peers] = self._make(peers)
+        return self._made[peers]
+
+    def _make(self, peers: tuple[int, ...]) -> Comm:
+        assert self._store is not None, "a group of several ranks needs a process group and its store"
+        group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
+        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s)
+
+
+def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
+    """Torch's DeviceMesh with every axis of `spec` by name, axes of size one included.
+
+    A single process without a process group gets one of its own. Ranks: every rank.
+    """
+    if not dist.is_initialized():
+        alone = dist.HashStore()
+        backend = "gloo" if device.type == "cpu" else None
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+    return dist.init_device_mesh(
+        device.type, tuple(spec.size(axis) for axis in AXES), mesh_dim_names=tuple(str(axis) for axis in AXES)
+    )

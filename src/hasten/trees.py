@@ -1,0 +1,188 @@
+"""Map, zip, slice and move nested containers of tensors.
+
+A tree is a tensor, a container of trees, or any other value. Containers are mappings (dict and its subclasses,
+`ModelOutput`, `UserDict` kinds), lists, tuples, named tuples and dataclass instances. Everything else is a leaf that
+passes through untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tree = Any  # any nesting of containers around tensors and plain values; Python cannot spell the recursion usefully
+Path = tuple[str | int, ...]
+
+
+def is_container(value: object) -> bool:
+    """Whether `value` is walked into, rather than being a leaf."""
+    return isinstance(value, (dict, list, tuple, Mapping)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, (type, Tensor))
+    )
+
+
+def children(tree: Tree) -> list[tuple[str | int, Tree]]:
+    """The keyed parts of one container, in a fixed order."""
+    if isinstance(tree, Mapping):
+        return list(tree.items())
+    if isinstance(tree, (list, tuple)):
+        names = getattr(tree, "_fields", None)
+        return list(zip(names, tree, strict=True)) if names else list(enumerate(tree))
+    return [(field.name, getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+
+
+def rebuild(tree: Tree, parts: Sequence[Tree]) -> Tree:
+    """A container like `tree` that holds `parts` instead of its own children, in the same order."""
+    if isinstance(tree, (Mapping, UserDict)):
+        return _rebuild_mapping(tree, parts)
+    if isinstance(tree, tuple):
+        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
+    if isinstance(tree, list):
+        return type(tree)(parts)
+    return _rebuild_dataclass(tree, parts)
+
+
+def _rebuild_mapping(tree: Tree, parts: Sequence[Tree]) -> Tree:
+    if type(tree) is dict:
+        return dict(zip(tree, parts, strict=True))
+    if dataclasses.is_dataclass(tree):  # ModelOutput: an OrderedDict whose keys are also fields
+        return type(tree)(**dict(zip(tree, parts, strict=True)))
+    fresh = copy.copy(tree)  # keeps default factories and extra attributes of dict subclasses
+    if not hasattr(fresh, "__setitem__"):
+        return dict(zip(tree, parts, strict=True))
+    for key, part in zip(list(tree), parts, strict=True):
+        fresh[key] = part
+    return fresh
+
+
+def _rebuild_dataclass(tree: Tree, parts: Sequence[Tree]) -> Tree:
+    fresh = copy.copy(tree)  # __init__ may demand what only the first construction knew
+    for field, part in zip(dataclasses.fields(tree), parts, strict=True):
+        object.__setattr__(fresh, field.name, part)
+    return fresh
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """The same tree with `fn` applied to every leaf, tensors and plain values alike."""
+    if isinstance(tree, Tensor) or not is_container(tree):
+        return fn(tree)
+    return rebuild(tree, [map_leaves(fn, part) for _, part in children(tree)])
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """The same tree with `fn` applied to every tensor; other leaves pass through."""
+    if isinstance(tree, Tensor):
+        return fn(tree)
+    if not is_container(tree):
+        return tree
+    return rebuild(tree, [map_tensors(fn, part) for _, part in children(tree)])
+
+
+def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
+    """The tree of `first` with `fn(a, b, ...)` applied to the tensors at the same place of every tree."""
+    if isinstance(first, Tensor):
+        return fn(first, *others)
+    if not is_container(first):
+        return first
+    rows = zip(*([part for _, part in children(tree)] for tree in (first, *others)), strict=True)
+    return rebuild(first, [zip_tensors(fn, *row) for row in rows])
+
+
+def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf with the keys that lead to it."""
+    if isinstance(tree, Tensor) or not is_container(tree):
+        yield path, tree
+        return
+    for key, part in children(tree):
+        yield from paths(part, (*path, key))
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Every leaf, in order."""
+    return [leaf for _, leaf in paths(tree)]
+
+
+def tensors(tree: Tree) -> list[Tensor]:
+    """Every tensor, in order."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def replace_tensors(tree: Tree, fresh: Sequence[Tensor]) -> Tree:
+    """The same tree with its tensors replaced by `fresh`, in order."""
+    source = iter(fresh)
+    return map_tensors(lambda _: next(source), tree)
+
+
+def to_device(
+    tree: Tree, device: torch.device | str, non_blocking: bool = False, skip_keys: Collection[str] = ()
+) -> Tree:
+    """The tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` stay."""
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=non_blocking)
+    if type(tree) is dict and not skip_keys:  # the common batch, on the hot path
+        return {key: to_device(part, device, non_blocking) for key, part in tree.items()}
+    if isinstance(tree, UserDict) or not is_container(tree):
+        return _move_object(tree, device, non_blocking, skip_keys)
+    return rebuild(
+        tree,
+        [
+            part if key in skip_keys else to_device(part, device, non_blocking, skip_keys)
+            for key, part in children(tree)
+        ],
+    )
+
+
+def _move_object(
+    value: Any, device: torch.device | str, non_blocking: bool, skip_keys: Collection[str]
+) -> Any:  # Any: a batch object of the user's own class
+    if isinstance(value, UserDict) and skip_keys:
+        return rebuild(
+            value,
+            [
+                part if key in skip_keys else to_device(part, device, non_blocking, skip_keys)
+                for key, part in value.items()
+            ],
+        )
+    move = getattr(value, "to", None)
+    if not callable(move) or isinstance(value, (torch.nn.Module, type)):
+        return value
+    try:
+        return move(device, non_blocking=non_blocking)
+    except TypeError:  # a `.to` that knows no non_blocking: the plain move is just as correct
+        return move(device)
+
+
+def batch_size(tree: Tree) -> int | None:
+    """The number of rows of the first tensor that has rows, or None when there is none."""
+    for leaf in leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            return int(leaf.shape[0])
+    return None
+
+
+def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
+    """The tree with `rows` taken of every tensor; with `size`, only of tensors that have `size` rows."""
+
+    def take(x: Tensor) -> Tensor:
+        return x[rows] if x.ndim and (size is None or x.shape[0] == size) else x
+
+    return map_tensors(take, tree)
+
+
+def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
+    """One tree whose tensors are the given trees' tensors joined along `dim`; 0-dim tensors become rows."""
+    if len(trees) == 1:
+        return trees[0]
+    return zip_tensors(lambda *parts: torch.cat([p.reshape(1) if p.ndim == 0 else p for p in parts], dim), *trees)
+
+
+def to_fp32(tree: Tree) -> Tree:
+    """The tree with half-precision tensors as float32."""
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(lambda x: x.float() if x.dtype in half else x, tree)
