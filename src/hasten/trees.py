@@ -48,15 +48,17 @@ def rebuild(tree: Tree, parts: Sequence[Tree]) -> Tree:
     return _rebuild_dataclass(tree, parts)
 
 
-def _rebuild_mapping(tree: Tree, parts: Sequence[Tree]) -> Tree:
+def _rebuild_mapping(tree: Any, parts: Sequence[Tree]) -> Tree:
+    named = dict(zip(tree, parts, strict=True))
     if type(tree) is dict:
-        return dict(zip(tree, parts, strict=True))
+        return named
     if dataclasses.is_dataclass(tree):  # ModelOutput: an OrderedDict whose keys are also fields
-        return type(tree)(**dict(zip(tree, parts, strict=True)))
+        make: Callable[..., Tree] = type(tree)
+        return make(**named)
     fresh = copy.copy(tree)  # keeps default factories and extra attributes of dict subclasses
     if not hasattr(fresh, "__setitem__"):
-        return dict(zip(tree, parts, strict=True))
-    for key, part in zip(list(tree), parts, strict=True):
+        return named
+    for key, part in named.items():
         fresh[key] = part
     return fresh
 

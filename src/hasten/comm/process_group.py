@@ -14,7 +14,6 @@ from hasten.comm.base import ReduceKind
 from hasten.comm.rollcall import RollCall
 from hasten.errors import CommError
 
-
 # torch<2.13 knows the call under its older name only; 2.13 warns about that one
 _GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

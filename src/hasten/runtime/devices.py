@@ -65,7 +65,7 @@ def _wanted(wanted: str, local_rank: int) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         there = "only the CPU" if accelerator is None else f"{accelerator.type!r} and the CPU"
         raise DeviceError(f"device {wanted!r} was asked for, but this machine has {there}; choose one of those.")
-    return _numbered(device.type, local_rank) if device.index is None else device
+    return device if ":" in wanted else _numbered(device.type, local_rank)
 
 
 def _numbered(kind: str, local_rank: int) -> torch.device:
