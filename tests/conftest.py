@@ -63,16 +63,16 @@ def open_files() -> dict[int, str]:
     """Return descriptor -> target for the files, pipes and sockets this process holds; empty where /proc is missing."""
     found: dict[int, str] = {}
     try:
-        names = os.listdir("/proc/self/fd")
+        links = list(Path("/proc/self/fd").iterdir())
     except FileNotFoundError:
         return found
-    for name in names:
+    for link in links:
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
+            target = str(link.readlink())
         except OSError:  # closed since it was listed, such as the listing's own descriptor
             continue
         if not target.startswith(IGNORED_FILES):
-            found[int(name)] = target
+            found[int(link.name)] = target
     return found
 
 

@@ -1,0 +1,57 @@
+# Everything a machine with Python 3.11, pip and make needs; each target works alone and installs what it misses.
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || command -v python)
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+SHELL  := /bin/bash
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check format lint types layers arch unit names bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# The stamp is newer than what it was made from: a second call installs nothing.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hasten needs Python 3.11 or newer, found: $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11."; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing hasten and its tools into $(VENV) (the first time takes minutes, torch is large)"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: $(READY) ## train the digits example on two CPU processes
+	$(BIN)/hasten launch --cpu --num_processes 2 examples/digits.py
+
+test: $(READY) ## run the whole test suite
+	$(BIN)/python -m pytest
+
+check: ## format, lint, types, layers, arch and unit tests
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit
+
+format: $(READY)
+	$(BIN)/ruff format --check .
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+layers: $(READY)
+	$(BIN)/lint-imports --no-logo
+
+unit: $(READY)
+	$(BIN)/python -m pytest -q tests/arch tests/unit
+
+names: $(READY) ## accept the present public names into the snapshot
+	$(BIN)/python tests/arch/test_public_names.py
+
+bench: $(READY) ## run every script in benchmarks/
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean: ## remove the environment, caches and runs
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,65 @@
+"""Start-up budgets: the package and its command stay light enough to be used without thinking."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+IMPORT_BUDGET_S: Final = 0.050
+HELP_BUDGET_S: Final = 0.300
+TRIES: Final = 8  # the best of several: a budget is about our work, not about a busy machine
+HEAVY: Final = ("torch", "numpy", "rich", "yaml", "questionary")
+
+
+def import_seconds() -> float:
+    """Return what `import hasten` takes, as Python itself accounts for it."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "import hasten"], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in done.stderr.splitlines() if re.search(r"\| hasten$", line)]
+    return int(lines[0].split("|")[1]) / 1e6
+
+
+def help_seconds() -> float:
+    """Return what `hasten --help` takes from start to end."""
+    start = time.perf_counter()
+    subprocess.run([Path(sys.executable).with_name("hasten"), "--help"], capture_output=True, check=True)
+    return time.perf_counter() - start
+
+
+def best_under(measure: object, budget_s: float) -> float:
+    """Return the best of several measurements, stopping at the first inside the budget."""
+    assert callable(measure)
+    best = float("inf")
+    for _ in range(TRIES):
+        best = min(best, measure())
+        if best < budget_s:
+            break
+    return best
+
+
+def test_import_is_quick() -> None:
+    best = best_under(import_seconds, IMPORT_BUDGET_S)
+    assert best < IMPORT_BUDGET_S, (
+        f"import hasten takes {best * 1e3:.0f} ms; see python -X importtime -c 'import hasten'"
+    )
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = f"import hasten, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_help_is_quick() -> None:
+    best = best_under(help_seconds, HELP_BUDGET_S)
+    assert best < HELP_BUDGET_S, f"hasten --help takes {best:.2f} s; a command's imports belong into its own file"
+
+
+def test_help_loads_no_torch() -> None:
+    code = "import sys\nfrom hasten.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
