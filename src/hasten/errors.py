@@ -2,6 +2,10 @@
 
     HastenError
     ├── ConfigError (ValueError)          a setting is wrong, unknown or contradicts another
+    │   ├── UnknownSettingError           no setting has this name
+    │   ├── SettingValueError             the value has the wrong type or lies outside its range
+    │   ├── ContradictionError            two settings cannot both hold
+    │   └── ConfigFileError               a settings file cannot be found, parsed or understood
     ├── MissingPackageError (ImportError) an optional package is absent or too old
     ├── TopologyError                     the environment describes an impossible set of processes
     ├── LaunchError                       processes could not be started or ended badly
@@ -35,6 +39,22 @@ class HastenWarning(UserWarning):
 
 class ConfigError(HastenError, ValueError):
     """A setting is wrong, unknown or contradicts another."""
+
+
+class UnknownSettingError(ConfigError):
+    """No setting has this name."""
+
+
+class SettingValueError(ConfigError):
+    """The value of a setting has the wrong type or lies outside its range."""
+
+
+class ContradictionError(ConfigError):
+    """Two settings cannot both hold."""
+
+
+class ConfigFileError(ConfigError):
+    """A settings file cannot be found, parsed or understood."""
 
 
 class MissingPackageError(HastenError, ImportError):
