@@ -95,6 +95,8 @@ def ambient_assignments(source: Source, body: list[ast.stmt], at: str) -> Iterat
                 names = [last_name(target) for target in node.targets]
             case ast.AnnAssign(value=ast.expr() as value):
                 names = [last_name(node.target)]
+            case ast.ClassDef(bases=bases) if "Struct" in {last_name(base) for base in bases}:
+                continue  # msgspec copies the defaults of fields
             case ast.ClassDef():
                 yield from ambient_assignments(source, node.body, at=f"class {node.name}")
                 continue
@@ -282,6 +284,7 @@ GOOD: Final[tuple[tuple[Rule, str], ...]] = (
     (keep_no_ambient_state, "UNSET: Final = Unset()"),
     (keep_no_ambient_state, "log = logging.getLogger(__name__)"),
     (keep_no_ambient_state, "class A:\n    seen: list[int] = field(default_factory=list)"),
+    (keep_no_ambient_state, "class A(msgspec.Struct, frozen=True):\n    seen: dict[str, int] = {}"),
     (keep_no_ambient_state, "@functools.cache  # pure: the host does not change while we run\ndef f(): ..."),
     (keep_no_ambient_state, "def f():\n    seen = []"),
     (catch_narrowly, "try: ...\nexcept Exception:  # the tracker's failure must not stop training\n    ..."),
