@@ -45,6 +45,8 @@ class Window:
     closed: bool = False
     weighted: bool | None = None
     """None until the first backward of the window."""
+    losses: int = 0
+    """Losses whose gradients no optimizer has used yet."""
     weight: Number = 0
     factor: float | Tensor | None = None
     """The weighted correction, once the ranks have agreed on it."""
@@ -113,6 +115,11 @@ class StepClock:
         """A number that tells the current window from every other one."""
         return self._current.serial
 
+    @property
+    def in_flight(self) -> int:
+        """The number of losses whose gradients wait for an optimizer, this window's included."""
+        return sum(w.losses for w in self._windows.values() if w is self._current or not w.closed)
+
     def watching(self, cursor: LoaderCursor) -> _Watch:
         """A context in which `cursor` is the active loader, until a loader inside it starts."""
         return _Watch(self._cursors, cursor)
@@ -151,6 +158,7 @@ class StepClock:
                 "backward() got losses with and without weight= in one accumulation window; their gradients have no "
                 "common denominator. Give every backward() of a window a weight, or none."
             )
+        window.losses += 1
         if weight is None:
             return loss if window.every == 1 else loss / window.every
         return self._weigh_in(window, loss, weight)
@@ -183,8 +191,9 @@ class StepClock:
 
     def used(self) -> None:
         """Say that an optimizer has used the current gradients: without accumulate(), the window ends here."""
-        if self._current.micro == 0:
-            self._current.closed = True
+        window = self._current
+        window.closed = True
+        window.losses = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where each open window stands, as plain JSON values."""

@@ -1,0 +1,77 @@
+"""The Precision protocol: in which numbers a model computes, and what that asks of backward and step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hasten.config.precision import AutocastKwargs, PrecisionType
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What became of one optimizer step."""
+
+    applied: bool
+    """False when gradients overflowed and the update was skipped."""
+    scale: float | None = None
+    """The loss scale in force, when the loss is scaled."""
+    value: Any = None
+    """What the optimizer's own step returned. Any: the optimizer's business."""
+
+
+APPLIED: Final = StepResult(applied=True)
+
+
+class Precision(Protocol):
+    """One precision, applied to any number of models and optimizers."""
+
+    @property
+    def spec(self) -> PrecisionType: ...
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler, or None where losses are not scaled: then `scale`, `unscale` and `step` add nothing."""
+        ...
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """The model, computing in this precision from now on; the same object. Converting twice is harmless."""
+        ...
+
+    def restore(self, model: nn.Module) -> nn.Module:
+        """The model with its own forward again; weights are never changed by `convert`, so nothing else is undone."""
+        ...
+
+    def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A block that computes in this precision, for code outside a prepared model."""
+        ...
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on."""
+        ...
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the optimizer's gradients back to their true size; harmless to repeat before its step.
+
+        Ranks: every rank, when losses are scaled.
+        """
+        ...
+
+    def step(self, optimizer: torch.optim.Optimizer) -> StepResult:
+        """Step the optimizer, unless its gradients overflowed on some rank.
+
+        Ranks: every rank, when losses are scaled.
+        """
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be kept to go on later, as plain values; empty when there is nothing."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        ...

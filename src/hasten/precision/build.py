@@ -1,0 +1,79 @@
+"""Turn a precision setting into a Precision, or say what the device can do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+import torch
+
+from hasten.comm.base import Comm
+from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
+from hasten.errors import PrecisionError
+from hasten.precision.autocast import AutocastPrecision
+from hasten.precision.base import Precision
+from hasten.precision.fp8 import Fp8Precision
+from hasten.precision.full import FullPrecision
+from hasten.precision.scaler import LossScaler
+from hasten.runtime.devices import kind_of
+
+
+def build(
+    spec: PrecisionType,
+    device: torch.device,
+    comm: Comm | None = None,
+    *,
+    autocast: AutocastKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+    fp8: FP8Config | None = None,
+    in_flight: Callable[[], int] | None = None,
+    sharded: bool = False,
+) -> Precision:
+    """The Precision for `spec` on `device`.
+
+    `comm` holds the ranks that must agree on an overflow. `in_flight` counts the losses whose gradients no optimizer
+    has used yet (`StepClock.in_flight`): the loss scale does not move under them. `sharded` says that parameters are
+    spread by FSDP2.
+
+    Raises: PrecisionError when the device cannot compute in it, naming what it can.
+    """
+    kwargs = autocast or AutocastKwargs()
+    match spec:
+        case "no":
+            return FullPrecision()
+        case "bf16":
+            check_autocast(spec, torch.bfloat16, device)
+            return AutocastPrecision(spec, device, torch.bfloat16, kwargs)
+        case "fp16":
+            check_autocast(spec, torch.float16, device)
+            loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm)
+            return AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
+        case "fp8":
+            return Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)
+        case other:
+            assert_never(other)
+
+
+def supported(device: torch.device) -> list[str]:
+    """The half precisions `device` computes in natively, by their setting's name."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return [names[dtype] for dtype in kind_of(device).autocast if dtype in names and _computes(dtype, device)]
+
+
+def check_autocast(spec: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise when `device` cannot compute in `dtype`."""
+    if dtype in kind_of(device).autocast and _computes(dtype, device):
+        return
+    others = [repr(name) for name in [*supported(device), "no"] if name != spec]
+    raise PrecisionError(
+        f"mixed_precision={spec!r} cannot run on {device}: it has no {dtype} arithmetic, and emulating it would be "
+        f"slower than float32. Use mixed_precision={' or '.join(others)} on this device."
+    )
+
+
+def _computes(dtype: torch.dtype, device: torch.device) -> bool:
+    if not torch.amp.is_autocast_available(device.type):
+        return False
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return True

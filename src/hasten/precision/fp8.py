@@ -1,0 +1,198 @@
+"""fp8 training: linear layers computed in 8-bit floats by torchao or Transformer Engine, the rest in bf16."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hasten.config.precision import AORecipeKwargs, AutocastKwargs, FP8Config, PrecisionType, TERecipeKwargs
+from hasten.errors import PrecisionError
+from hasten.modules import forwarding, surgery
+from hasten.optional import available, need
+from hasten.precision.autocast import AutocastPrecision
+from hasten.precision.base import StepResult
+
+log = logging.getLogger(__name__)
+
+_MARK = "_hasten_fp8"
+
+
+class Fp8Precision:
+    """bf16 autocast around a model whose linear layers compute in fp8."""
+
+    spec: PrecisionType = "fp8"
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, device: torch.device, config: FP8Config, kwargs: AutocastKwargs, sharded: bool = False) -> None:
+        self.backend = choose_backend(config.backend)
+        check_device(device, self.backend)
+        self._device = device
+        self._config = config
+        self._sharded = sharded
+        self._bf16 = AutocastPrecision("bf16", device, torch.bfloat16, kwargs)
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        if not getattr(model, _MARK, False):
+            names = self._convert_layers(model)
+            if not names:
+                raise PrecisionError(
+                    "mixed_precision='fp8' found no linear layer to convert: all are filtered out, or their sizes are "
+                    "not multiples of 16. The model would train in bf16 and cost more. Set skip_first_and_last=False, "
+                    "pass a module_filter_func, or use mixed_precision='bf16'."
+                )
+            log.info("fp8 (%s): %d linear layers converted, first %r", self.backend, len(names), names[0])
+            model.__dict__[_MARK] = True
+        return self._bf16.convert(model)
+
+    def restore(self, model: nn.Module) -> nn.Module:
+        forwarding.restore(model, TEForward.tag)
+        return self._bf16.restore(model)
+
+    def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        return self._bf16.forward_context(kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def step(self, optimizer: torch.optim.Optimizer) -> StepResult:
+        return self._bf16.step(optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return None
+
+    def _convert_layers(self, model: nn.Module) -> list[str]:
+        if self.backend == "ao":
+            return convert_ao(model, self._config.ao, emulate=self._device.type == "cpu", sharded=self._sharded)
+        return convert_te(model, self._config.te)
+
+
+def choose_backend(wanted: Literal["auto", "ao", "te"]) -> Literal["ao", "te"]:
+    """The fp8 implementation to use; with "auto" the installed one, torchao first."""
+    if wanted != "auto":
+        return wanted
+    if not available("torchao") and available("transformer_engine"):
+        log.info("fp8 backend: Transformer Engine, because torchao is not installed")
+        return "te"
+    return "ao"
+
+
+def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
+    """Raise when `device` has no fp8 arithmetic (torchao emulates it on the CPU)."""
+    if device.type == "cpu" and backend == "ao":
+        log.warning("fp8 on the CPU is emulated: right for trying a script out, slower than float32")
+        return
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if torch.version.hip is not None or (major, minor) >= (8, 9):
+            return
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+        able = "'bf16', 'fp16' and 'no'" if major >= 8 else "'fp16' and 'no'"
+        raise PrecisionError(
+            f"mixed_precision='fp8' needs compute capability 8.9 or newer; {name} has no fp8 arithmetic. "
+            f"Use one of {able} on this device."
+        )
+    raise PrecisionError(
+        f"mixed_precision='fp8' ({backend}) cannot run on a {device.type} device; it needs an NVIDIA or AMD GPU with "
+        f"fp8 arithmetic. Use mixed_precision='bf16' here" + (", or fp8 backend 'ao'." if device.type == "cpu" else ".")
+    )
+
+
+def layer_filter(model: nn.Module, recipe: AORecipeKwargs) -> Callable[[nn.Module, str], bool]:
+    """Which layers are converted: the user's choice, or all linear layers but the first and the last."""
+    if recipe.module_filter_func is not None:
+        return recipe.module_filter_func
+    names = surgery.linear_names(model)
+    skipped = {names[0], names[-1]} if recipe.skip_first_and_last and names else set()
+
+    def wanted(module: nn.Module, name: str) -> bool:
+        if not isinstance(module, nn.Linear) or name in skipped:
+            return False
+        return module.out_features % 16 == 0 and (recipe.pad_inner_dim or module.in_features % 16 == 0)
+
+    return wanted
+
+
+def convert_ao(model: nn.Module, recipe: AORecipeKwargs, emulate: bool, sharded: bool) -> list[str]:
+    """Turn the model's linear layers into torchao's, keeping their parameters; the names turned."""
+    ao = need("torchao.float8", ">=0.12", "mixed_precision='fp8'")
+    if recipe.config is not None:
+        config = recipe.config
+    elif recipe.recipe_name is not None:
+        config = ao.Float8LinearConfig.from_recipe_name(recipe.recipe_name)
+    else:
+        gather = recipe.enable_fsdp_float8_all_gather and sharded
+        config = ao.Float8LinearConfig(pad_inner_dim=recipe.pad_inner_dim, enable_fsdp_float8_all_gather=gather)
+    if emulate and not config.emulate:
+        config = dataclasses.replace(config, emulate=True)
+    wanted = layer_filter(model, recipe)
+    names: list[str] = []
+
+    def remember(module: nn.Module, name: str) -> bool:
+        chosen = isinstance(module, nn.Linear) and bool(name) and wanted(module, name)
+        if chosen:
+            names.append(name)
+        return chosen
+
+    ao.convert_to_float8_training(model, module_filter_fn=remember, config=config)
+    return names
+
+
+class TEForward(forwarding.Forward):
+    """A forward under Transformer Engine's fp8 autocast."""
+
+    tag = "transformer_engine"
+
+    def __init__(self, recipe: Any, in_eval: bool) -> None:  # Any: a recipe of Transformer Engine
+        self.recipe = recipe
+        self.in_eval = in_eval
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+        enabled = self.module.training or self.in_eval
+        te = need("transformer_engine.pytorch")
+        context = te.fp8_autocast(enabled=True, fp8_recipe=self.recipe) if enabled else nullcontext()
+        with context:
+            return self.inner(*args, **kwargs)
+
+
+def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
+    """Turn the model's linear layers into Transformer Engine's, keeping their parameters; the names turned."""
+    te = need("transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'")
+    recipes = need("transformer_engine.common.recipe")
+
+    def wanted(name: str, module: nn.Module) -> bool:
+        return type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
+
+    def make(name: str, module: nn.Module) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        fresh: nn.Module = te.Linear(
+            module.in_features, module.out_features, bias=module.bias is not None, params_dtype=module.weight.dtype
+        )
+        for key, parameter in module.named_parameters(recurse=False):
+            fresh.register_parameter(key, parameter)
+        return fresh
+
+    names = surgery.swap_where(model, wanted, make)
+    if recipe.use_mxfp8_block_scaling:
+        chosen = recipes.MXFP8BlockScaling(fp8_format=getattr(recipes.Format, recipe.fp8_format))
+    else:
+        chosen = recipes.DelayedScaling(
+            margin=recipe.margin,
+            fp8_format=getattr(recipes.Format, recipe.fp8_format),
+            amax_history_len=recipe.amax_history_len,
+            amax_compute_algo=recipe.amax_compute_algo,
+            override_linear_precision=recipe.override_linear_precision,
+        )
+    forwarding.replace(model, TEForward(chosen, recipe.use_autocast_during_eval))
+    return names
