@@ -1,0 +1,66 @@
+"""Tracker for Aim, into a repository folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
+
+
+class AimTracker(Tracker):
+    """Logs to an Aim run in `<directory>/.aim`; show it with `aim up --repo <directory>`."""
+
+    name = "aim"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to aim.Run, for example `repo="aim://host:53800"`."""
+        self.every_rank = every_rank
+        self._options = options
+        self._run: Any = None  # Any: aim is an optional package
+        self._aim: Any = None
+
+    @property
+    def native(self) -> Any:
+        """The aim Run."""
+        return self._run
+
+    def start(self, run: Run) -> str:
+        """Start a run, or open the one of the checkpoint again."""
+        self._aim = need("aim", why='log_with="aim"')
+        run.directory.mkdir(parents=True, exist_ok=True)
+        options = {
+            "repo": str(run.directory),
+            "experiment": run.project,
+            "capture_terminal_logs": False,
+            "force_resume": run.resume is not None,
+            **({"run_hash": run.resume.run_id} if run.resume else {}),
+            **self._options,
+            **run.options,
+        }
+        self._run = self._aim.Run(**options)
+        self._run.name = run.label
+        if run.config:
+            self._run["config"] = dict(run.config)
+        return str(self._run.hash)
+
+    def log(self, entry: Entry) -> None:
+        """Track numbers as metrics and strings as texts."""
+        for name, number in entry.numbers.items():
+            self._run.track(number, name=name, step=entry.step, **entry.options)
+        for name, text in entry.texts.items():
+            self._run.track(self._aim.Text(text), name=name, step=entry.step, **entry.options)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Track the images of a name as one sequence element."""
+        for name, images in entry.images.items():
+            wrapped = [self._aim.Image(image.squeeze(2) if image.shape[2] == 1 else image) for image in images]
+            self._run.track(wrapped, name=name, step=entry.step, **entry.options)
+
+    def finish(self, failed: bool) -> None:
+        """Close the run; a failed one is tagged."""
+        if failed:
+            self._run.add_tag("failed")
+        else:
+            self._run.report_successful_finish()
+        self._run.close()

@@ -1,0 +1,89 @@
+"""Tracker for ClearML, with a server or with `offline=True` into a local session folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+
+
+class ClearmlTracker(Tracker):
+    """Logs to a ClearML task."""
+
+    name = "clearml"
+
+    def __init__(self, *, every_rank: bool = False, offline: bool = False, **options: Any) -> None:
+        """`options` go to clearml.Task.init."""
+        self.every_rank = every_rank
+        self._options = {"offline": offline, **options}
+        self._task: Any = None  # Any: clearml is an optional package
+
+    @property
+    def native(self) -> Any:
+        """The ClearML Task."""
+        return self._task
+
+    def start(self, run: Run) -> str:
+        """Create the task, or continue the one of the checkpoint."""
+        task = need("clearml", why='log_with="clearml"').Task
+        options = {
+            "project_name": run.project,
+            "task_name": run.label,
+            "reuse_last_task_id": False,
+            "continue_last_task": run.resume.run_id if run.resume else False,
+            "auto_connect_frameworks": False,
+            **self._options,
+            **run.options,
+        }
+        if options.pop("offline"):
+            task.set_offline(offline_mode=True)
+            options["continue_last_task"] = False  # an offline session cannot be opened again; a resume begins another
+        self._task = task.init(**options)
+        if run.resume:  # ClearML adds an offset to the steps of a continued task; ours are absolute already
+            self._task.set_initial_iteration(0)
+        if run.config:
+            self._task.connect(dict(run.config), name="config")
+        return str(self._task.id)
+
+    def log(self, entry: Entry) -> None:
+        """Report numbers as scalars (`title/series`) and strings as text."""
+        logger = self._task.get_logger()
+        for name, number in entry.numbers.items():
+            title, series = _split(name)
+            logger.report_scalar(title=title, series=series, value=number, iteration=entry.step, **entry.options)
+        for name, text in entry.texts.items():
+            logger.report_text(f"step {entry.step} {name}: {text}", print_console=False)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Report every image."""
+        logger = self._task.get_logger()
+        for name, images in entry.images.items():
+            for index, image in enumerate(images):
+                title, series = _split(name)
+                series = series if len(images) == 1 else f"{series}_{index}"
+                flat = image.squeeze(2) if image.shape[2] == 1 else image
+                logger.report_image(title=title, series=series, iteration=entry.step, image=flat, **entry.options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Report the table with its header."""
+        title, series = _split(entry.name)
+        table = [list(entry.columns), *(list(row) for row in entry.rows)]
+        logger = self._task.get_logger()
+        logger.report_table(title=title, series=series, iteration=entry.step, table_plot=table, **entry.options)
+
+    def flush(self) -> None:
+        """Send what is waiting."""
+        self._task.flush()
+
+    def finish(self, failed: bool) -> None:
+        """Close the task, after marking a failed one."""
+        if failed:
+            self._task.mark_failed(ignore_errors=True, status_reason="training raised an exception")
+        self._task.close()
+
+
+def _split(name: str) -> tuple[str, str]:
+    """ClearML's plot and line of a name: `train/loss` is the line `loss` in the plot `train`."""
+    title, slash, series = name.partition("/")
+    return (title, series) if slash else (name, name)

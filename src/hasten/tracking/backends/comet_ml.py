@@ -1,0 +1,69 @@
+"""Tracker for Comet, online or with `online=False` into a zip archive."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.values import flatten
+
+
+class CometTracker(Tracker):
+    """Logs to a Comet experiment whose key is made from the run id, so that a resume finds it again."""
+
+    name = "comet_ml"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to comet_ml.start, those it does not know to comet_ml.ExperimentConfig."""
+        self.every_rank = every_rank
+        self._options = options
+        self._experiment: Any = None  # Any: comet_ml is an optional package
+
+    @property
+    def native(self) -> Any:
+        """The Comet experiment."""
+        return self._experiment
+
+    def start(self, run: Run) -> str:
+        """Create the experiment, or continue the one of the checkpoint."""
+        comet = need("comet_ml", why='log_with="comet_ml"')
+        given = {**self._options, **run.options}
+        known = set(inspect.signature(comet.start).parameters)
+        extra = {name: given.pop(name) for name in list(given) if name not in known}
+        if "experiment_config" not in given:
+            folder = run.directory / run.project / "comet"
+            given["experiment_config"] = comet.ExperimentConfig(**{"offline_directory": str(folder), **extra})
+        key = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()
+        options = {"project": run.project, "experiment_key": key, "mode": "get_or_create", **given}
+        self._experiment = comet.start(**options)
+        if run.config and not run.resume:
+            self._experiment.log_parameters(dict(flatten(run.config)))
+        return str(self._experiment.get_key())
+
+    def log(self, entry: Entry) -> None:
+        """Log numbers as metrics and strings as other values."""
+        self._experiment.log_metrics(entry.numbers, step=entry.step, **entry.options)
+        if entry.texts:
+            self._experiment.log_others(entry.texts)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Log every image under its name."""
+        for name, images in entry.images.items():
+            for index, image in enumerate(images):
+                title = name if len(images) == 1 else f"{name}_{index}"
+                flat = image.squeeze(2) if image.shape[2] == 1 else image
+                self._experiment.log_image(flat, name=title, step=entry.step, **entry.options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Log the table as a CSV asset."""
+        rows = [list(row) for row in entry.rows]
+        self._experiment.log_table(f"{entry.name}.csv", rows, headers=list(entry.columns), **entry.options)
+
+    def finish(self, failed: bool) -> None:
+        """End the experiment; offline, this writes the archive."""
+        if failed:
+            self._experiment.log_other("failed", True)
+        self._experiment.end()

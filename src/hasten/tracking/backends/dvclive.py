@@ -1,0 +1,64 @@
+"""Tracker for DVCLive: plain files that DVC and its editor extension show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, Tracker
+
+
+class DvcliveTracker(Tracker):
+    """Writes to `<directory>/<project>/<run id>/dvclive`."""
+
+    name = "dvclive"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to dvclive.Live; a DVC experiment is saved only with `save_dvc_exp=True`."""
+        self.every_rank = every_rank
+        self._options = options
+        self._live: Any = None  # Any: dvclive is an optional package
+
+    @property
+    def native(self) -> Any:
+        """The dvclive Live."""
+        return self._live
+
+    def start(self, run: Run) -> str:
+        """Open the folder, or continue in that of the checkpoint."""
+        dvclive = need("dvclive", why='log_with="dvclive"')
+        folder = run.directory / run.project / run.label / "dvclive"
+        options = {
+            "dir": str(folder),
+            "resume": run.resume is not None,
+            "save_dvc_exp": False,
+            "dvcyaml": False,
+            **self._options,
+            **run.options,
+        }
+        self._live = dvclive.Live(**options)
+        if run.config and not run.resume:
+            self._live.log_params(dict(run.config))
+        return run.label
+
+    def log(self, entry: Entry) -> None:
+        """Log every value at its step."""
+        self._live.step = entry.step
+        for name, value in entry.values.items():
+            self._live.log_metric(name, value, **entry.options)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Save the images of this step."""
+        self._live.step = entry.step
+        for name, images in entry.images.items():
+            for index, image in enumerate(images):
+                flat = image.squeeze(2) if image.shape[2] == 1 else image
+                self._live.log_image(f"{name}_{index}.png", flat)
+
+    def flush(self) -> None:
+        """Write the summary file."""
+        self._live.make_summary()
+
+    def finish(self, failed: bool) -> None:
+        """Write the last files."""
+        self._live.end()

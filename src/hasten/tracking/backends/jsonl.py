@@ -1,0 +1,120 @@
+"""Tracker without any dependency: one JSON object per line, images as PNG files beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from hasten.tracking.base import Entry, ImageEntry, Run, Scalar, TableEntry, Tracker
+from hasten.tracking.images import png
+
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class JsonlTracker(Tracker):
+    """Writes `<directory>/<project>/<run id>/metrics.jsonl`, one line per `log`, and `config.json`."""
+
+    name = "jsonl"
+
+    def __init__(self, *, every_rank: bool = False) -> None:
+        self.every_rank = every_rank
+        self._file: IO[str] | None = None
+        self._folder = Path()
+
+    @property
+    def native(self) -> Path:
+        """The folder of the run."""
+        return self._folder
+
+    def start(self, run: Run) -> str:
+        """Open the run's file for appending; on a resume mark where it goes on."""
+        self._folder = run.directory / run.project / run.run_id
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = "metrics.jsonl" if run.rank == 0 else f"metrics.rank{run.rank}.jsonl"
+        path = self._folder / name
+        torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+        self._file = path.open("a", encoding="utf-8")
+        if torn:  # the last run died in the middle of a line
+            self._file.write("\n")
+        if run.rank == 0:
+            (self._folder / "config.json").write_text(json.dumps(run.config, indent=2) + "\n", encoding="utf-8")
+        if run.resume:
+            self.rewind(run.resume.step)
+        self._file.flush()
+        return run.run_id
+
+    def log(self, entry: Entry) -> None:
+        """Write one line with step, time and values."""
+        self._write(step=entry.step, time=entry.time_s, values={k: _safe(v) for k, v in entry.values.items()})
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Write every image as a PNG file and one line with their names."""
+        names: dict[str, list[str]] = {}
+        for name, images in entry.images.items():
+            folder = self._folder / "images" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            for index, image in enumerate(images):
+                path = folder / f"{entry.step:08d}_{index}.png"
+                path.write_bytes(png(image))
+                names.setdefault(name, []).append(path.relative_to(self._folder).as_posix())
+        self._write(step=entry.step, time=entry.time_s, images=names)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Write the table as one line."""
+        rows = [[_safe(cell) for cell in row] for row in entry.rows]
+        self._write(
+            step=entry.step,
+            time=entry.time_s,
+            table={"name": entry.name, "columns": list(entry.columns), "rows": rows},
+        )
+
+    def rewind(self, step: int) -> None:
+        """Mark that later lines replace those after `step`."""
+        self._write(rewind=step)
+
+    def flush(self) -> None:
+        """Hand the lines to the operating system."""
+        if self._file is not None:
+            self._file.flush()
+
+    def finish(self, failed: bool) -> None:
+        """Write the last line and close the file."""
+        if self._file is not None:
+            self._write(finished="failed" if failed else "ok")
+            self._file.close()
+            self._file = None
+
+    def _write(self, **record: Any) -> None:
+        assert self._file is not None, "start() opens the file"
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def _safe(value: Scalar | None) -> Scalar | None:
+    """JSON has no NaN and no infinity; they are written as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The curve in a metrics file (or in the run folder holding it): one dict per `log`, with "step" and "time".
+
+    Steps that were repeated after a resume appear once, with their later values.
+    """
+    path = Path(path)
+    path = path / "metrics.jsonl" if path.is_dir() else path
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record: Mapping[str, Any] = json.loads(line)
+        except json.JSONDecodeError:  # a line cut off when its process died; whatever it held was never complete
+            continue
+        if "rewind" in record:
+            rows = [row for row in rows if row["step"] <= record["rewind"]]
+        elif "values" in record:
+            values = {k: _WORDS.get(v, v) if isinstance(v, str) else v for k, v in record["values"].items()}
+            rows.append({**values, "step": record["step"], "time": record["time"]})
+    return rows

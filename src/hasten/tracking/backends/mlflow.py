@@ -1,0 +1,82 @@
+"""Tracker for MLflow: a server, or the local file store when none is configured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.values import flatten
+
+_BATCH = 100  # parameters MLflow takes in one call
+
+
+class MlflowTracker(Tracker):
+    """Logs to a run of the experiment named like the project, by an explicit client: no active run is set."""
+
+    name = "mlflow"
+
+    def __init__(self, *, every_rank: bool = False, tracking_uri: str | None = None, **options: Any) -> None:
+        """`options` are `run_name` and `tags`; without `tracking_uri`, MLflow's own setting or a local folder is used."""
+        self.every_rank = every_rank
+        self._uri = tracking_uri
+        self._options = options
+        self._mlflow: Any = None  # Any: mlflow is an optional package
+        self.client: Any = None
+        self.run_id = ""
+        self.tracking_uri = ""
+
+    @property
+    def native(self) -> Any:
+        """The MLflow run, read anew."""
+        return self.client.get_run(self.run_id)
+
+    def start(self, run: Run) -> str:
+        """Create the run, or set the one of the checkpoint running again."""
+        self._mlflow = need("mlflow", why='log_with="mlflow"')
+        options = {**self._options, **run.options}
+        uri = options.pop("tracking_uri", self._uri)
+        if uri is None:
+            configured = self._mlflow.is_tracking_uri_set()
+            uri = self._mlflow.get_tracking_uri() if configured else (run.directory / "mlruns").absolute().as_uri()
+        self.tracking_uri = str(uri)
+        self.client = self._mlflow.MlflowClient(tracking_uri=self.tracking_uri)
+        if run.resume:
+            self.run_id = run.resume.run_id
+            self.client.update_run(self.run_id, status="RUNNING")
+        else:
+            self._create(run, options)
+        return self.run_id
+
+    def _create(self, run: Run, options: dict[str, Any]) -> None:
+        found = self.client.get_experiment_by_name(run.project)
+        experiment = found.experiment_id if found else self.client.create_experiment(run.project)
+        created = self.client.create_run(experiment, **{"run_name": run.label, **options})
+        self.run_id = created.info.run_id
+        entities = self._mlflow.entities
+        params = [entities.Param(name, str(value)) for name, value in flatten(run.config)]
+        for first in range(0, len(params), _BATCH):
+            self.client.log_batch(self.run_id, params=params[first : first + _BATCH])
+
+    def log(self, entry: Entry) -> None:
+        """Log numbers as metrics and strings as tags, in one call."""
+        entities, when = self._mlflow.entities, int(entry.time_s * 1000)
+        metrics = [entities.Metric(name, value, when, entry.step) for name, value in entry.numbers.items()]
+        tags = [entities.RunTag(name, value) for name, value in entry.texts.items()]
+        self.client.log_batch(self.run_id, metrics=metrics, tags=tags, **entry.options)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Log the images as PNG artifacts `images/<name>/<step>_<n>.png`."""
+        for name, images in entry.images.items():
+            for index, image in enumerate(images):
+                path = f"images/{name}/{entry.step:08d}_{index}.png"
+                self.client.log_image(self.run_id, image, artifact_file=path, **entry.options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Log the table as a JSON artifact in MLflow's own table format."""
+        content = {"columns": list(entry.columns), "data": [list(row) for row in entry.rows]}
+        self.client.log_dict(self.run_id, content, f"{entry.name}/{entry.step:08d}.json")
+
+    def finish(self, failed: bool) -> None:
+        """Set the final status."""
+        self.client.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")

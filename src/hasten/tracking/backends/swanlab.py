@@ -1,0 +1,72 @@
+"""Tracker for SwanLab: its cloud, or `mode="local"` and `mode="offline"` into a folder."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+
+
+class SwanlabTracker(Tracker):
+    """Logs to a SwanLab run whose id is made from the run id, so that a resume finds it again."""
+
+    name = "swanlab"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to swanlab.init, for example `mode="local"`."""
+        self.every_rank = every_rank
+        self._options = options
+        self._run: Any = None  # Any: swanlab is an optional package
+        self._swanlab: Any = None
+
+    @property
+    def native(self) -> Any:
+        """The SwanLab run."""
+        return self._run
+
+    def start(self, run: Run) -> str:
+        """Start the run, or continue the one of the checkpoint."""
+        self._swanlab = need("swanlab", ">=0.7", why='log_with="swanlab"')
+        folder = run.directory / "swanlab"
+        folder.mkdir(parents=True, exist_ok=True)
+        found = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
+        options = {
+            "project": run.project,
+            "name": run.label,
+            "id": found,
+            "resume": "allow",
+            "log_dir": str(folder),
+            "config": dict(run.config),
+            **self._options,
+            **run.options,
+        }
+        self._run = self._swanlab.init(**options)
+        return found
+
+    def log(self, entry: Entry) -> None:
+        """Log numbers as scalars and strings as texts."""
+        texts = {name: self._swanlab.Text(text) for name, text in entry.texts.items()}
+        self._run.log({**entry.numbers, **texts}, step=entry.step, **entry.options)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Log the images of a name together."""
+        media = {
+            name: [self._swanlab.Image(image.repeat(3, 2) if image.shape[2] == 1 else image) for image in images]
+            for name, images in entry.images.items()
+        }
+        self._run.log(media, step=entry.step, **entry.options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Log a table chart."""
+        table = self._swanlab.echarts.Table()
+        table.add(list(entry.columns), [list(row) for row in entry.rows])
+        self._run.log({entry.name: table}, step=entry.step, **entry.options)
+
+    def finish(self, failed: bool) -> None:
+        """Finish the run; a failed training is marked as crashed."""
+        if failed:
+            self._run.finish(state="crashed", error="training raised an exception")
+        else:
+            self._run.finish()

@@ -1,0 +1,86 @@
+"""Tracker for TensorBoard event files, through torch's SummaryWriter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+from hasten.tracking.values import flatten
+
+
+class TensorboardTracker(Tracker):
+    """Writes event files to `<directory>/<project>/<run id>`; show them with `tensorboard --logdir <directory>`."""
+
+    name = "tensorboard"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to SummaryWriter."""
+        self.every_rank = every_rank
+        self._options = options
+        self._folder = Path()
+        self._writer: Any = None  # Any: torch is not imported by this room's types
+
+    @property
+    def native(self) -> Any:
+        """The SummaryWriter."""
+        return self._writer
+
+    def start(self, run: Run) -> str:
+        """Open a writer; on a resume, hide what an earlier process logged after the checkpoint."""
+        need("tensorboard", why='log_with="tensorboard"')
+        self._options = {**self._options, **run.options}
+        self._folder = run.directory / run.project / run.label
+        self._open(purge_step=run.resume.step + 1 if run.resume else None)
+        if run.config and not run.resume:
+            self._write_config(run)
+        return run.label
+
+    def log(self, entry: Entry) -> None:
+        """Add one scalar or text per value."""
+        for name, number in entry.numbers.items():
+            self._writer.add_scalar(name, number, entry.step, walltime=entry.time_s, **entry.options)
+        for name, text in entry.texts.items():
+            self._writer.add_text(name, text, entry.step, walltime=entry.time_s)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Add the images, each name with a number where there are several."""
+        for name, images in entry.images.items():
+            for index, image in enumerate(images):
+                tag = name if len(images) == 1 else f"{name}/{index}"
+                options = {"dataformats": "HWC", **entry.options}
+                self._writer.add_image(tag, image, entry.step, walltime=entry.time_s, **options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Add the table as formatted text."""
+        lines = [list(entry.columns), ["---"] * len(entry.columns), *entry.rows]
+        text = "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+        self._writer.add_text(entry.name, text, entry.step, walltime=entry.time_s)
+
+    def rewind(self, step: int) -> None:
+        """Open another event file that hides the steps after `step`."""
+        self._writer.close()
+        self._open(purge_step=step + 1)
+
+    def flush(self) -> None:
+        """Write the waiting events."""
+        self._writer.flush()
+
+    def finish(self, failed: bool) -> None:
+        """Close the writer."""
+        self._writer.close()
+
+    def _open(self, purge_step: int | None) -> None:
+        writer = need("torch.utils.tensorboard").SummaryWriter
+        self._writer = writer(**{"log_dir": str(self._folder), "purge_step": purge_step, **self._options})
+
+    def _write_config(self, run: Run) -> None:
+        self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
+        settings = {
+            name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
+            for name, value in flatten(run.config)
+        }
+        for summary in need("torch.utils.tensorboard.summary").hparams(settings, {}):
+            self._writer.file_writer.add_summary(summary)

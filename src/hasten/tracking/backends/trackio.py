@@ -1,0 +1,67 @@
+"""Tracker for Trackio, into its local database or a Space."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+
+
+class TrackioTracker(Tracker):
+    """Logs to a Trackio run named by the run id; the package decides the folder (variable TRACKIO_DIR)."""
+
+    name = "trackio"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to trackio.init, for example `space_id=...`."""
+        self.every_rank = every_rank
+        self._options = options
+        self._run: Any = None  # Any: trackio is an optional package
+        self._trackio: Any = None
+
+    @property
+    def native(self) -> Any:
+        """The trackio Run."""
+        return self._run
+
+    def start(self, run: Run) -> str:
+        """Start the run, or continue the one of the checkpoint."""
+        self._trackio = need("trackio", why='log_with="trackio"')
+        name = run.resume.run_id if run.resume else run.label
+        options = {
+            "project": run.project,
+            "name": name,
+            "resume": "must" if run.resume else "never",
+            "config": dict(run.config),
+            "embed": False,
+            **self._options,
+            **run.options,
+        }
+        self._run = self._trackio.init(**options)
+        return name
+
+    def log(self, entry: Entry) -> None:
+        """Log the values at their step."""
+        self._run.log(dict(entry.values), step=entry.step, **entry.options)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Log every image."""
+        media = {
+            name if len(images) == 1 else f"{name}_{index}": self._trackio.Image(
+                image.repeat(3, 2) if image.shape[2] == 1 else image
+            )
+            for name, images in entry.images.items()
+            for index, image in enumerate(images)
+        }
+        self._run.log(media, step=entry.step, **entry.options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Log a Trackio table."""
+        pandas = need("pandas", why="tables in trackio")
+        frame = pandas.DataFrame([list(row) for row in entry.rows], columns=list(entry.columns))
+        self._run.log({entry.name: self._trackio.Table(dataframe=frame)}, step=entry.step, **entry.options)
+
+    def finish(self, failed: bool) -> None:
+        """Finish the run; the package sends what is waiting."""
+        self._run.finish()

@@ -1,0 +1,65 @@
+"""Tracker for Weights & Biases, online or with `mode="offline"`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hasten.optional import need
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
+
+
+class WandbTracker(Tracker):
+    """Logs to a wandb run whose id hasten chooses, so that a resume finds it again."""
+
+    name = "wandb"
+
+    def __init__(self, *, every_rank: bool = False, **options: Any) -> None:
+        """`options` go to wandb.init, for example `mode="offline"` or `entity=...`."""
+        self.every_rank = every_rank
+        self._options = options
+        self._run: Any = None  # Any: wandb is an optional package
+        self._wandb: Any = None
+
+    @property
+    def native(self) -> Any:
+        """The wandb Run."""
+        return self._run
+
+    def start(self, run: Run) -> str:
+        """Start the run, or continue the one of the checkpoint."""
+        self._wandb = need("wandb", why='log_with="wandb"')
+        run.directory.mkdir(parents=True, exist_ok=True)
+        options = {
+            "project": run.project,
+            "dir": str(run.directory),
+            "config": dict(run.config),
+            "id": run.resume.run_id if run.resume else run.label,
+            "resume": "allow",
+            "reinit": "create_new",
+            **({"group": run.run_id} if self.every_rank else {}),
+            **self._options,
+            **run.options,
+        }
+        self._run = self._wandb.init(**options)
+        return str(self._run.id)
+
+    def log(self, entry: Entry) -> None:
+        """Log the values at their step and time."""
+        self._run.log({"_timestamp": entry.time_s, **entry.values}, step=entry.step, **entry.options)
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Log the images as wandb media."""
+        media = {
+            name: [self._wandb.Image(image.squeeze(2) if image.shape[2] == 1 else image) for image in images]
+            for name, images in entry.images.items()
+        }
+        self._run.log(media, step=entry.step, **entry.options)
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Log a wandb Table."""
+        table = self._wandb.Table(columns=list(entry.columns), data=[list(row) for row in entry.rows])
+        self._run.log({entry.name: table}, step=entry.step, **entry.options)
+
+    def finish(self, failed: bool) -> None:
+        """Finish the run; a failed training is marked as crashed."""
+        self._run.finish(exit_code=1 if failed else 0)

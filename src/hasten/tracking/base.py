@@ -1,0 +1,128 @@
+"""What a tracker is: the small class to implement, and the plain values it is handed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.errors import TrackerError
+
+Scalar = bool | int | float | str
+Pixels = NDArray[np.uint8]  # height x width x channels, with 1, 3 or 4 channels
+Options = Mapping[str, Any]  # Any: keyword arguments of a foreign package
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """The run a checkpoint was saved in: the tracker's own id, and the last step logged by then."""
+
+    run_id: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training run as a tracker sees it when it starts."""
+
+    project: str
+    run_id: str  # made by hasten, the same on every rank and after a resume
+    directory: Path  # where trackers that write files put them
+    config: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values, possibly nested
+    options: Options = field(default_factory=dict)  # this tracker's part of `init_kwargs`
+    rank: int = 0
+    resume: Resume | None = None
+
+    @property
+    def label(self) -> str:
+        """The run id, made unique per process for trackers that run on every rank."""
+        return self.run_id if self.rank == 0 else f"{self.run_id}-rank{self.rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What one call of `log` carries: plain numbers and strings, never tensors."""
+
+    values: Mapping[str, Scalar]
+    step: int
+    time_s: float  # seconds since the epoch, taken when `log` was called
+    options: Options = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The values that are numbers."""
+        return {name: float(value) for name, value in self.values.items() if not isinstance(value, str)}
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The values that are strings."""
+        return {name: value for name, value in self.values.items() if isinstance(value, str)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageEntry:
+    """What one call of `log_images` carries: every name with one or more images."""
+
+    images: Mapping[str, Sequence[Pixels]]
+    step: int
+    time_s: float
+    options: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableEntry:
+    """What one call of `log_table` carries: one table of plain values."""
+
+    name: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Scalar | None]]
+    step: int
+    time_s: float
+    options: Options = field(default_factory=dict)
+
+
+class Tracker(ABC):
+    """Base of all trackers; an own one needs a `name` and `log`, the rest is optional.
+
+    Ranks: an instance is used on the main process alone, or on every rank when `every_rank` is true.
+    `start` and `finish` run on the main thread; `log*`, `rewind` and `flush` on one writer thread, in order.
+    Whatever a method raises becomes one warning: a tracker cannot stop training.
+    """
+
+    name: str = ""
+    every_rank: bool = False
+
+    @property
+    def native(self) -> Any:  # Any: the object of a foreign package
+        """The object `get_tracker(name, unwrap=True)` returns: the package's own run or writer."""
+        return self
+
+    def start(self, run: Run) -> str:
+        """Open the run, or reopen `run.resume`; return the id that finds it again."""
+        return run.resume.run_id if run.resume else run.label
+
+    @abstractmethod
+    def log(self, entry: Entry) -> None:
+        """Record the values of one step."""
+
+    def log_images(self, entry: ImageEntry) -> None:
+        """Record images."""
+        raise TrackerError(f"the tracker {self.name!r} has no images; these were dropped.")
+
+    def log_table(self, entry: TableEntry) -> None:
+        """Record a table."""
+        raise TrackerError(f"the tracker {self.name!r} has no tables; this one was dropped.")
+
+    def rewind(self, step: int) -> None:  # noqa: B027  a hook, not an obligation
+        """Forget what was logged after `step`: training went back to a checkpoint of this same run."""
+
+    def flush(self) -> None:  # noqa: B027  a hook, not an obligation
+        """Make what was logged visible to readers."""
+
+    def finish(self, failed: bool) -> None:  # noqa: B027  a hook, not an obligation
+        """Close the run; `failed` says that training ended by an exception."""

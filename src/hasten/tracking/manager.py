@@ -1,0 +1,350 @@
+"""All trackers of one Accelerator: when they start, what reaches them and when, and how a resume finds them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import HastenWarning, TrackerError
+from hasten.tracking.base import Entry, ImageEntry, Resume, Run, TableEntry, Tracker
+from hasten.tracking.images import as_pixels
+from hasten.tracking.lane import Lane, Record
+from hasten.tracking.silent import Silent
+from hasten.tracking.values import Deferred, Fetch, fetch_one_by_one, flatten, plain_cell, plain_config, snapshot
+from hasten.tracking.writer import Writer
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A log call whose tensors are still on their device; `options` per tracker name."""
+
+    values: dict[str, Any]
+    step: int
+    time_s: float
+    options: Mapping[str, Mapping[str, Any]]
+
+
+class TrackerManager:
+    """Hands values to the trackers of one process: late, in order, off the training thread, never raising their errors.
+
+    Ranks: exists on every rank; only trackers with `every_rank` do something away from the main process.
+    A tracker starts at its first use, so that a checkpoint loaded before the first `log` continues its old run.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        *,
+        is_main: bool = True,
+        rank: int = 0,
+        directory: Path | None = None,
+        share: Callable[[str], str] = lambda run_id: run_id,
+        fetch: Fetch = fetch_one_by_one,
+        flush_every_s: float = 2.0,
+        max_pending: int = 1024,
+    ) -> None:
+        """`share` gives every rank the main process's string (collective); `fetch` reads many scalar tensors at once."""
+        self._names = tuple(tracker.name for tracker in trackers)
+        self._notices: deque[str] = deque()
+        self._lanes = [Lane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
+        self._shares_id = any(tracker.every_rank for tracker in trackers)
+        self._rank, self._directory, self._share, self._fetch = rank, directory, share, fetch
+        self._flush_every_s, self._max_pending = flush_every_s, max_pending
+        self._writer = Writer()
+        self._pending: list[_Draft] = []
+        self._flushed_at = float("-inf")
+        self._run: Run | None = None
+        self._init_kwargs: Mapping[str, Mapping[str, Any]] = {}
+        self._resume: Mapping[str, Any] | None = None
+        self._said: set[str] = set()
+        self._started = self._logged = False
+        self._step = -1
+        self._pid = os.getpid()
+
+    # ---- starting
+
+    def init(
+        self,
+        project: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        start_now: bool = False,
+    ) -> None:
+        """Begin a run of `project`; trackers open at their first use, or here with `start_now`.
+
+        A second call ends the first run and begins another. Ranks: every rank.
+        """
+        unknown = set(init_kwargs or ()) - set(self._names)
+        if unknown:
+            raise TrackerError(
+                f"init_kwargs names {sorted(unknown)}, but the trackers are {list(self._names)}; these settings would "
+                "be lost. Use the names given to log_with."
+            )
+        self.finish()
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        run_id = self._share(run_id) if self._shares_id else run_id
+        directory = self._directory or Path("runs")
+        if self._directory is None and self._lanes:
+            log.info("trackers write to ./runs because no project_dir was given")
+        self._run = Run(
+            project=project, run_id=run_id, directory=directory, config=plain_config(config), rank=self._rank
+        )
+        self._init_kwargs = init_kwargs or {}
+        self._step = int(self._resume["step"]) if self._resume else -1
+        if start_now:
+            self._start()
+
+    def _start(self) -> None:
+        if self._started or self._run is None:
+            return
+        self._started = True
+        old = self._resume or {}
+        run = replace(self._run, run_id=old.get("run_id", self._run.run_id))
+        ids: Mapping[str, str] = old.get("runs", {}).get(str(self._rank), {})
+        for lane in self._lanes:
+            name = lane.tracker.name
+            found = Resume(run_id=ids[name], step=int(old["step"])) if name in ids else None
+            lane.start(replace(run, options=self._init_kwargs.get(name, {}), resume=found))
+        self._run = run
+        # after the trackers' own exit hooks were registered, so that ours runs before them
+        atexit.register(self._at_exit)
+        self._announce()
+
+    # ---- logging
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record numbers and strings at `step` (default: one more than the last); tensors are read at a later flush."""
+        if not self._ready("log"):
+            return
+        kept: dict[str, Any] = {}
+        for name, value in flatten(values):
+            try:
+                kept[name] = snapshot(name, value)
+            except TrackerError as error:
+                self._warn_once(f"value {name}", str(error))
+        now = time.time()
+        self._pending.append(_Draft(kept, self._next(step), now, log_kwargs or {}))
+        if now - self._flushed_at >= self._flush_every_s or len(self._pending) >= self._max_pending:
+            self._send()
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record images: arrays, tensors, PIL images, or batches and lists of them."""
+        if not self._ready("log_images"):
+            return
+        images = {}
+        for name, value in values.items():
+            try:
+                images[name] = as_pixels(name, value)
+            except TrackerError as error:
+                self._warn_once(f"image {name}", str(error))
+        if not images:
+            return
+        entry = ImageEntry(images=images, step=self._next(step), time_s=time.time())
+        self._post(entry, log_kwargs or {})
+
+    def log_table(
+        self,
+        name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a table, given as columns and rows or as a data frame."""
+        if not self._ready("log_table"):
+            return
+        if dataframe is not None:
+            columns, data = [str(column) for column in dataframe.columns], dataframe.values.tolist()
+        if columns is None or data is None:
+            raise TrackerError(f"the table {name!r} came without content. Give columns and data, or a dataframe.")
+        rows = [[plain_cell(value) for value in row] for row in data]
+        entry = TableEntry(name=name, columns=list(columns), rows=rows, step=self._next(step), time_s=time.time())
+        self._post(entry, log_kwargs or {})
+
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Bring everything logged so far to the trackers and wait until they have written it."""
+        self._send()
+        if not self._writer.drain(timeout_s):
+            self._warn_once("slow", f"the trackers did not keep up within {timeout_s:g} s; training goes on.")
+        self._announce()
+
+    def _ready(self, action: str) -> bool:
+        if not self._names:
+            return False
+        if self._run is None:
+            raise TrackerError(
+                f"{action} was called before init_trackers; the values have no run to go to. "
+                "Call accelerator.init_trackers('project') once, on every rank."
+            )
+        self._start()
+        self._announce()
+        return bool(self._lanes)
+
+    def _next(self, step: int | None) -> int:
+        """The step of this record; the highest one seen is what a checkpoint remembers."""
+        self._logged = True
+        found = self._step + 1 if step is None else int(step)
+        self._step = max(self._step, found)
+        return found
+
+    def _post(self, entry: ImageEntry | TableEntry, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        self._send()
+        self._put({lane: [replace(entry, options=log_kwargs.get(lane.tracker.name, {}))] for lane in self._lanes})
+
+    def _send(self) -> None:
+        """Read the waiting tensors, all at once, and queue the records for the writer."""
+        self._flushed_at = time.time()
+        drafts, self._pending = self._pending, []
+        if not drafts:
+            return
+        waiting = [value for draft in drafts for value in draft.values.values() if isinstance(value, Deferred)]
+        try:
+            numbers = iter(self._fetch([value.tensor for value in waiting]))
+        except Exception as error:  # a broken device: it will raise in the training loop, where it can be understood
+            self._warn_once("fetch", f"values to log could not be read from their device: {error}. They were dropped.")
+            return
+        plain = [
+            {name: next(numbers) if isinstance(value, Deferred) else value for name, value in draft.values.items()}
+            for draft in drafts
+        ]
+        batch: dict[Lane, list[Record]] = {}
+        for lane in self._lanes:
+            name = lane.tracker.name
+            batch[lane] = [
+                Entry(values=values, step=draft.step, time_s=draft.time_s, options=draft.options.get(name, {}))
+                for draft, values in zip(drafts, plain, strict=True)
+            ]
+        self._put(batch)
+
+    def _put(self, batch: dict[Lane, list[Record]]) -> None:
+        def writing() -> None:
+            for lane, records in batch.items():
+                lane.write(records)
+
+        if not self._writer.put(writing):
+            for lane, records in batch.items():
+                lane.lost += len(records)
+            self._warn_once(
+                "full", "the trackers are far behind the training; records are dropped until they catch up."
+            )
+
+    # ---- looking
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers that run on this process, started."""
+        self._start()
+        return [lane.tracker for lane in self._lanes]
+
+    def get(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, an object of a foreign package
+        """The tracker called `name`, or its package's own object; away from the main process one that does nothing.
+
+        Raises: TrackerError if no tracker has this name.
+        """
+        if name not in self._names:
+            raise TrackerError(f"there is no tracker {name!r}; log_with gave {list(self._names)}.")
+        self._start()
+        for lane in self._lanes:
+            if lane.tracker.name == name:
+                return lane.tracker.native if unwrap else lane.tracker
+        return Silent()
+
+    # ---- ending and resuming
+
+    def finish(self, failed: bool = False) -> None:
+        """Bring out what is waiting and close every tracker; without a started run, do nothing."""
+        if not self._started:
+            return
+        atexit.unregister(self._at_exit)
+        self._send()
+        if not self._writer.close(60.0):
+            self._warn_once("slow end", "the trackers did not finish writing within 60 s; the last records are lost.")
+        for lane in self._lanes:
+            lane.finish(failed)
+        self._run, self._resume, self._init_kwargs = None, None, {}
+        self._started = self._logged = False
+        self._announce()
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._pid:  # a forked child shares the trackers with its parent
+            self.finish(failed=getattr(sys, "last_value", None) is not None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ids of the runs and the last step, as JSON values; flushes first, so the files agree with the checkpoint."""
+        if self._run is None:
+            return {"version": _VERSION}
+        if self._started:
+            self.flush()
+        ids = {lane.tracker.name: lane.run_id for lane in self._lanes if lane.run_id is not None}
+        return {
+            "version": _VERSION,
+            "project": self._run.project,
+            "run_id": self._run.run_id,
+            "step": self._step,
+            "runs": {str(self._rank): ids},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the runs named in `state`: at the next start, or by going back in the run that is open."""
+        if "run_id" not in state:
+            return
+        if self._started and self._run is not None and state["run_id"] != self._run.run_id:
+            if self._logged:
+                self._warn_once(
+                    "late resume",
+                    f"a checkpoint of run {state['run_id']} was loaded after run {self._run.run_id} had begun to log, "
+                    "so the curve does not continue. Call load_state before the first log.",
+                )
+                return
+            run, kwargs = self._run, self._init_kwargs
+            self.finish()
+            self._run, self._init_kwargs = run, kwargs
+        elif self._started:
+            self._send()
+            self._rewind(int(state["step"]))
+        self._resume, self._step = state, int(state["step"])
+
+    def _rewind(self, step: int) -> None:
+        def rewinding() -> None:
+            for lane in self._lanes:
+                lane.rewind(step)
+
+        self._writer.put(rewinding)
+
+    # ---- saying
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._said:
+            self._said.add(topic)
+            warnings.warn(message, HastenWarning, stacklevel=4)
+
+    def _announce(self) -> None:
+        """Warn, on the training thread, about what went wrong on the writer's."""
+        while self._notices:
+            warnings.warn(self._notices.popleft(), HastenWarning, stacklevel=4)

@@ -1,0 +1,101 @@
+"""Names of trackers: the built-in ones, those of installed packages, and what `log_with` may say."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from hasten.errors import TrackerError
+from hasten.optional import available
+from hasten.tracking.base import Tracker
+
+GROUP = "hasten.trackers"  # entry point group of packages that bring a tracker
+
+LogWith = str | Tracker | Enum | Iterable["str | Tracker | Enum"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Builtin:
+    """A tracker that comes with hasten: where its class is, and the module its package must provide."""
+
+    name: str
+    where: str
+    needs: str | None
+
+
+_HERE = "hasten.tracking.backends"
+BUILTINS = (
+    Builtin("jsonl", f"{_HERE}.jsonl:JsonlTracker", None),
+    Builtin("tensorboard", f"{_HERE}.tensorboard:TensorboardTracker", "tensorboard"),
+    Builtin("wandb", f"{_HERE}.wandb:WandbTracker", "wandb"),
+    Builtin("comet_ml", f"{_HERE}.comet_ml:CometTracker", "comet_ml"),
+    Builtin("mlflow", f"{_HERE}.mlflow:MlflowTracker", "mlflow"),
+    Builtin("aim", f"{_HERE}.aim:AimTracker", "aim"),
+    Builtin("clearml", f"{_HERE}.clearml:ClearmlTracker", "clearml"),
+    Builtin("dvclive", f"{_HERE}.dvclive:DvcliveTracker", "dvclive"),
+    Builtin("swanlab", f"{_HERE}.swanlab:SwanlabTracker", "swanlab"),
+    Builtin("trackio", f"{_HERE}.trackio:TrackioTracker", "trackio"),
+)
+
+
+def installed() -> list[str]:
+    """The names of all trackers that can be used here: built-in and from other packages."""
+    own = [row.name for row in BUILTINS if row.needs is None or available(row.needs)]
+    return own + sorted({point.name for point in entry_points(group=GROUP)} - set(own))
+
+
+def build(log_with: LogWith) -> list[Tracker]:
+    """The trackers `log_with` asks for: a name, "all", an instance, or a list of these.
+
+    Raises: TrackerError for an unknown or repeated name; MissingPackageError, at its start, is the tracker's own.
+    """
+    if log_with is None:
+        return []
+    asked = [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
+    found: list[Tracker] = []
+    for item in asked:
+        if isinstance(item, Tracker):
+            found.append(item)
+        else:
+            name = str(item.value if isinstance(item, Enum) else item).lower()
+            found += [_create(one) for one in (installed() if name == "all" else [name])]
+    _check_names(found)
+    return found
+
+
+def _create(name: str) -> Tracker:
+    for row in BUILTINS:
+        if row.name == name:
+            module, _, attribute = row.where.partition(":")
+            return _checked(name, getattr(import_module(module), attribute)())
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return _checked(name, point.load()())
+    known = [row.name for row in BUILTINS] + [point.name for point in entry_points(group=GROUP)]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "Own trackers are given as instances."
+    raise TrackerError(f"there is no tracker {name!r}; known are {', '.join(known)} and 'all'. {hint}")
+
+
+def _checked(name: str, tracker: Any) -> Tracker:
+    if not isinstance(tracker, Tracker):
+        raise TrackerError(
+            f"the entry point {name!r} of group {GROUP!r} made a {type(tracker).__name__}, not a hasten.Tracker; "
+            "it cannot be started. Let its class derive from hasten.Tracker."
+        )
+    return tracker
+
+
+def _check_names(trackers: Sequence[Tracker]) -> None:
+    names = [tracker.name for tracker in trackers]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated or "" in names:
+        raise TrackerError(
+            f"log_with gave trackers named {names}; get_tracker and init_kwargs find a tracker by its name. "
+            "Give each one a name of its own."
+        )

@@ -1,0 +1,117 @@
+"""Turn what users log into plain values, late: tensors stay on their device until a flush."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hasten.errors import TrackerError
+from hasten.tracking.base import Scalar
+
+# Any: tensors and arrays are duck-typed here, so that this room needs no torch
+Fetch = Callable[[Sequence[Any]], list[float]]
+
+
+class Deferred:
+    """A private copy of a one-element tensor, still on its device."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+def fetch_one_by_one(tensors: Sequence[Any]) -> list[float]:
+    """The numbers in `tensors`, each by its own `item()`."""
+    return [tensor.item() for tensor in tensors]
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its path, the parts joined by a slash."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{name}/")
+        else:
+            yield name, value
+
+
+def snapshot(name: str, value: Any) -> Scalar | Deferred:
+    """What will be logged for `value`, safe against later changes in place, without waiting for a device.
+
+    Raises: TrackerError if the value is not one number or string.
+    """
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "full_tensor"):
+        raise TrackerError(
+            f"{name!r} is a distributed tensor; reading it on the main process alone would hang. "
+            f"Log {name}.full_tensor(), called on every rank, instead."
+        )
+    if hasattr(value, "detach"):
+        if value.numel() != 1:
+            raise TrackerError(_not_scalar(name, f"a tensor of shape {tuple(value.shape)}"))
+        return Deferred(value.detach().clone())
+    if hasattr(value, "item"):
+        if getattr(value, "size", 1) != 1:
+            raise TrackerError(_not_scalar(name, f"an array of shape {value.shape}"))
+        return _scalar(name, value.item())
+    return _scalar(name, value)
+
+
+def _scalar(name: str, value: Any) -> Scalar:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    raise TrackerError(_not_scalar(name, f"a {type(value).__name__}"))
+
+
+def _not_scalar(name: str, found: str) -> str:
+    return f"{name!r} is {found}; log takes single numbers and strings, so it was dropped. Reduce it first, e.g. by mean()."
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """`config` (mapping, namespace, dataclass or None) as JSON values."""
+    if config is None:
+        return {}
+    if isinstance(config, Namespace):
+        config = vars(config)
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if not isinstance(config, Mapping):
+        raise TrackerError(
+            f"the config of a run is a {type(config).__name__}; trackers keep it as named values. "
+            "Give a dict, an argparse.Namespace or a dataclass."
+        )
+    return {str(key): _plain(value) for key, value in config.items()}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Path():
+            return str(value)
+        case Mapping():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(inner) for inner in value]
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return _plain(dataclasses.asdict(value))
+        case _:
+            return str(value)
+
+
+def plain_cell(value: Any) -> Scalar | None:
+    """One cell of a table as a plain value."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if hasattr(value, "item") and not hasattr(value, "full_tensor"):
+        found = value.item()
+        return found if isinstance(found, (bool, int, float, str)) else str(found)
+    return str(value)
