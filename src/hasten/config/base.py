@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
+from difflib import get_close_matches
 from functools import wraps
-from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
+from types import NoneType
+from typing import Any, ClassVar, Final, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
 
-_META = "hasten"
+from hasten.config.decode import Mismatch, decode, describe
+from hasten.errors import SettingValueError
+
+_META: Final = "hasten"
 
 
 class Section:
@@ -24,9 +29,10 @@ class Meta:
     code_only: bool = False  # holds Python objects: not settable in a file, flag or variable
     minimum: float | None = None
     also: tuple[int, ...] = ()  # values below the minimum that have a meaning of their own, such as -1
-    flags: tuple[str, ...] = ()  # further flag names, without dashes, underscores spelled
-    variables: tuple[str, ...] = ()  # established environment variables
-    shown: bool = True  # listed by --help
+    flag: str = ""  # the flag's name where it is not the section's prefix and the field's name
+    flags: tuple[str, ...] = ()  # further names of the flag, the established ones
+    short: str = ""  # one letter
+    prefix: str | None = None  # of a section: what its fields' flags begin with
 
 
 S = TypeVar("S", bound=Section)
@@ -54,11 +60,20 @@ def settings(cls: type[S]) -> type[S]:
 
     @wraps(build)
     def init(self: S, **values: Any) -> None:
+        # None where it has no meaning of its own says "not given", as scripts written for other libraries do.
+        values = {name: value for name, value in values.items() if value is not None or not _refuses_none(made, name)}
         build(self, **values)
+        for name, value in values.items():
+            object.__setattr__(self, name, fit(made, name, value, f"{made.__name__}({name}={value!r})"))
         object.__setattr__(self, "_given", frozenset(values))
 
     made.__init__ = init  # type: ignore[method-assign, assignment]
     return made
+
+
+def _refuses_none(cls: type[Section], name: str) -> bool:
+    spec = cls.__dataclass_fields__.get(name)
+    return spec is not None and spec.type is not Any and NoneType not in get_args(spec.type)
 
 
 def given(section: Section) -> frozenset[str]:
@@ -88,3 +103,50 @@ def meta_of(cls: type[Section], name: str) -> Meta:
 def field_types(cls: type[Section]) -> Mapping[str, Any]:
     """Return the declared type of every field; config modules do not postpone annotations, so these are real types."""
     return {name: spec.type for name, spec in cls.__dataclass_fields__.items()}
+
+
+def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = False) -> Any:
+    """Return `value` as the field's type and within its range.
+
+    Raises: SettingValueError that begins with `place` and names what is expected.
+    """
+    tp, meta = cls.__dataclass_fields__[name].type, meta_of(cls, name)
+    try:
+        made = decode(value, tp, text=text)
+    except Mismatch as error:
+        raise SettingValueError(
+            f"{place}: got {kind_of(value)}, expected {describe(tp)}{advice(value, tp)}."
+        ) from error
+    is_number = isinstance(made, int | float) and not isinstance(made, bool)
+    if is_number and meta.minimum is not None and made < meta.minimum and made not in meta.also:
+        also = "".join(f", or {special}" for special in meta.also)
+        raise SettingValueError(f"{place}: out of range; {meta.help}; give at least {meta.minimum:g}{also}.")
+    return made
+
+
+def kind_of(value: Any) -> str:
+    """Return in words what a value is, for messages."""
+    if value is None:
+        return "empty"
+    names = {
+        bool: "a boolean",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        dict: "a mapping",
+        list: "a list",
+    }
+    return names.get(type(value), f"of type {type(value).__name__}")
+
+
+def advice(value: Any, tp: Any) -> str:
+    """Return what to do about a value of the wrong type, where more can be said than what is expected."""
+    if isinstance(value, str):
+        try:
+            decode(value, tp, text=True)
+            return "; remove the quotes"
+        except Mismatch:
+            choices = [str(c) for part in (tp, *get_args(tp)) if get_origin(part) is Literal for c in get_args(part)]
+            if near := get_close_matches(value.lower(), choices, n=1, cutoff=0.5):
+                return f"; the nearest is {near[0]!r}"
+    return ""

@@ -7,15 +7,27 @@ from hasten.config.base import Section, setting, settings
 class DataLoaderConfiguration(Section):
     """How loaders are split over processes, shuffled, moved and resumed."""
 
-    split_batches: bool = setting(False, "the loader's batch size is the global one, split over processes")
-    dispatch_batches: bool | None = setting(None, "one process reads and hands out slices (default: no)")
-    even_batches: bool = setting(
-        True, "every process sees the same number of samples, the first ones repeated if needed"
+    split_batches: bool = setting(
+        False, "the loader's batch size is the global one, split over processes", flags=("split_batches",)
     )
-    use_seedable_sampler: bool = setting(True, "shuffle as a function of (seed, epoch), the same on all processes")
-    data_seed: int | None = setting(None, "seed of the shuffle (default: torch's seed at prepare)", minimum=0)
-    non_blocking: bool = setting(False, "copy batches to the device without waiting")
-    use_stateful_dataloader: bool = setting(False, "use torchdata's StatefulDataLoader")
+    dispatch_batches: bool | None = setting(
+        None, "one process reads and hands out slices (default: no)", flags=("dispatch_batches",)
+    )
+    even_batches: bool = setting(
+        True,
+        "every process sees the same number of samples, the first ones repeated if needed",
+        flags=("even_batches",),
+    )
+    use_seedable_sampler: bool = setting(
+        True, "shuffle as a function of (seed, epoch), the same on all processes", flags=("use_seedable_sampler",)
+    )
+    data_seed: int | None = setting(
+        None, "seed of the shuffle (default: torch's seed at prepare)", minimum=0, flags=("data_seed",)
+    )
+    non_blocking: bool = setting(False, "copy batches to the device without waiting", flags=("non_blocking",))
+    use_stateful_dataloader: bool = setting(
+        False, "use torchdata's StatefulDataLoader", flags=("use_stateful_dataloader",)
+    )
     prefetch: int | None = setting(
         None, "batches kept ahead on the device (default: 2 on accelerators, 0 on CPU)", minimum=0
     )

@@ -12,21 +12,37 @@ Offload = Literal["none", "cpu", "nvme"]
 class DeepSpeedPlugin(Section):
     """Options of DeepSpeed; `hf_ds_config` (a file or a mapping) wins over the single options, "auto" is filled."""
 
-    hf_ds_config: str | Mapping[str, Any] | None = setting(None, "DeepSpeed's own configuration: path or mapping")
+    hf_ds_config: str | Mapping[str, Any] | None = setting(
+        None, "DeepSpeed's own configuration: path or mapping", flags=("deepspeed_config_file",)
+    )
     gradient_accumulation_steps: int | Literal["auto"] | None = setting(
         None, "micro-steps per update (default: ours)", minimum=1
     )
-    gradient_clipping: float | Literal["auto"] | None = setting(None, "gradient norm DeepSpeed clips to", minimum=0)
-    zero_stage: Literal[0, 1, 2, 3] = setting(2, "what is sharded: 1 optimizer, 2 + gradients, 3 + parameters")
+    gradient_clipping: float | Literal["auto"] | None = setting(
+        None, "gradient norm DeepSpeed clips to", minimum=0, flags=("gradient_clipping",)
+    )
+    zero_stage: Literal[0, 1, 2, 3] = setting(
+        2, "what is sharded: 1 optimizer, 2 + gradients, 3 + parameters", flags=("zero_stage",)
+    )
     is_train_batch_min: bool = setting(True, "take the smallest loader's batch size when several are prepared")
-    offload_optimizer_device: Offload = setting("none", "where the optimizer state lives")
-    offload_param_device: Offload = setting("none", "where parameters live (ZeRO-3)")
-    offload_optimizer_nvme_path: str | None = setting(None, "folder on NVMe for the optimizer state")
-    offload_param_nvme_path: str | None = setting(None, "folder on NVMe for parameters")
-    zero3_init_flag: bool = setting(False, "shard parameters while the model is built (ZeRO-3)")
-    zero3_save_16bit_model: bool = setting(False, "gather 16-bit weights when saving (ZeRO-3)")
+    offload_optimizer_device: Offload = setting(
+        "none", "where the optimizer state lives", flags=("offload_optimizer_device",)
+    )
+    offload_param_device: Offload = setting("none", "where parameters live (ZeRO-3)", flags=("offload_param_device",))
+    offload_optimizer_nvme_path: str | None = setting(
+        None, "folder on NVMe for the optimizer state", flags=("offload_optimizer_nvme_path",)
+    )
+    offload_param_nvme_path: str | None = setting(
+        None, "folder on NVMe for parameters", flags=("offload_param_nvme_path",)
+    )
+    zero3_init_flag: bool = setting(
+        False, "shard parameters while the model is built (ZeRO-3)", flags=("zero3_init_flag",)
+    )
+    zero3_save_16bit_model: bool = setting(
+        False, "gather 16-bit weights when saving (ZeRO-3)", flags=("zero3_save_16bit_model",)
+    )
     transformer_moe_cls_names: tuple[str, ...] | None = setting(
-        None, "mixture-of-experts classes kept whole (ZeRO-3 leaves)"
+        None, "mixture-of-experts classes kept whole (ZeRO-3 leaves)", flags=("deepspeed_moe_layer_cls_names",)
     )
     hostfile: str | None = setting(None, "DeepSpeed hostfile for many machines")
     exclusion_filter: str | None = setting(None, "DeepSpeed's --exclude")
@@ -119,9 +135,9 @@ class XLAConfig(Section):
     main_training_function: str = setting("main", "function of the script each TPU process starts")
     tpu_name: str | None = setting(None, "name of the TPU")
     tpu_zone: str | None = setting(None, "zone of the TPU")
-    tpu_use_cluster: bool = setting(False, "train on a pod over its TPU VMs")
+    tpu_use_cluster: bool = setting(False, "train on a pod over its TPU VMs", flags=("tpu_cluster",))
     tpu_use_sudo: bool = setting(False, "run commands on the TPU VMs with sudo")
-    tpu_vm: tuple[str, ...] | None = setting(None, "names of the TPU VMs")
-    tpu_env: tuple[str, ...] | None = setting(None, "variables set on the TPU VMs, NAME=VALUE")
-    command_file: str | None = setting(None, "file of commands run on each TPU VM first")
-    commands: tuple[str, ...] | None = setting(None, "commands run on each TPU VM first")
+    tpu_vm: tuple[str, ...] | None = setting(None, "names of the TPU VMs", flags=("vm",))
+    tpu_env: tuple[str, ...] | None = setting(None, "variables set on the TPU VMs, NAME=VALUE", flags=("env",))
+    command_file: str | None = setting(None, "file of commands run on each TPU VM first", flag="tpu_command_file")
+    commands: tuple[str, ...] | None = setting(None, "commands run on each TPU VM first", flag="tpu_commands")

@@ -45,10 +45,10 @@ class LaunchConfig(Section):
     monitor_interval: float = setting(0.1, "seconds between looks at the processes", minimum=0)
     role: str = setting("default", "role name of the processes")
     log_dir: str | None = setting(None, "folder of one log file per process")
-    tee: str | None = setting(None, "also print logs: 0 none, 1 stdout, 2 stderr, 3 both, or rank:n,…")
-    module: bool = setting(False, "the script is a module name, as in python -m")
+    tee: str | None = setting(None, "also print logs: 0 none, 1 stdout, 2 stderr, 3 both, or rank:n,…", short="t")
+    module: bool = setting(False, "the script is a module name, as in python -m", short="m")
     no_python: bool = setting(False, "the script is a program, not run by Python")
-    quiet: bool = setting(False, "print less")
+    quiet: bool = setting(False, "print less", short="q")
     launcher: Literal["auto", "single", "torchrun", "slurm", "mpi", "deepspeed", "xla"] = setting(
         "auto", "what starts the processes"
     )

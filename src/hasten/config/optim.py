@@ -7,7 +7,7 @@ from hasten.config.base import Section, setting, settings
 class GradientAccumulationPlugin(Section):
     """How gradients are accumulated over micro-steps."""
 
-    num_steps: int = setting(1, "micro-steps per optimizer update", minimum=1)
+    num_steps: int = setting(1, "micro-steps per optimizer update", minimum=1, flag="gradient_accumulation_steps")
     adjust_scheduler: bool = setting(True, "schedulers count updates, not micro-steps")
     sync_with_dataloader: bool = setting(True, "finish the window at the end of the loader")
     sync_each_batch: bool = setting(False, "reduce gradients in every micro-step: less memory, more traffic")

@@ -15,7 +15,9 @@ PipelineSchedule = Literal[
 class TorchTensorParallelConfig(Section):
     """Options of tensor parallelism."""
 
-    enable_async_tp: bool = setting(False, "overlap tensor-parallel communication with matrix products")
+    enable_async_tp: bool = setting(
+        False, "overlap tensor-parallel communication with matrix products", flag="parallelism_config_enable_async_tp"
+    )
     sequence_parallel: bool = setting(
         False, "shard norms and dropouts along the sequence between tensor-parallel layers"
     )
@@ -29,7 +31,9 @@ class TorchContextParallelConfig(Section):
     cp_comm_strategy: Literal["allgather", "alltoall"] = setting(
         "allgather", "how keys and values travel between ranks"
     )
-    load_balance: bool = setting(True, "give every rank an equal share of a causal mask's work")
+    load_balance: bool = setting(
+        True, "give every rank an equal share of a causal mask's work", flag="parallelism_config_cp_load_balance"
+    )
 
 
 @settings
@@ -62,24 +66,40 @@ class ParallelismConfig(Section):
     """
 
     dp_replicate_size: int | None = setting(
-        None, "copies of the model (DDP, or the outer axis of HSDP)", minimum=1, also=(-1,)
+        None,
+        "copies of the model (DDP, or the outer axis of HSDP)",
+        minimum=1,
+        also=(-1,),
+        flags=("dp_replicate_size",),
     )
-    dp_shard_size: int | None = setting(None, "processes one copy is sharded over (FSDP)", minimum=1, also=(-1,))
-    tp_size: int = setting(1, "processes one layer is split over (tensor parallel)", minimum=1, also=(-1,))
-    cp_size: int = setting(1, "processes one sequence is split over (context parallel)", minimum=1, also=(-1,))
-    pp_size: int = setting(1, "stages the layers are divided into (pipeline parallel)", minimum=1, also=(-1,))
-    sp_size: int = setting(1, "processes one sequence is split over by DeepSpeed (Ulysses)", minimum=1)
+    dp_shard_size: int | None = setting(
+        None, "processes one copy is sharded over (FSDP)", minimum=1, also=(-1,), flags=("dp_shard_size",)
+    )
+    tp_size: int = setting(
+        1, "processes one layer is split over (tensor parallel)", minimum=1, also=(-1,), flags=("tp_size",)
+    )
+    cp_size: int = setting(
+        1, "processes one sequence is split over (context parallel)", minimum=1, also=(-1,), flags=("cp_size",)
+    )
+    pp_size: int = setting(
+        1, "stages the layers are divided into (pipeline parallel)", minimum=1, also=(-1,), flags=("pp_size",)
+    )
+    sp_size: int = setting(
+        1, "processes one sequence is split over by DeepSpeed (Ulysses)", minimum=1, flags=("sp_size",)
+    )
     cp_backend: Literal["torch"] = setting("torch", "implementation of context parallelism")
     sp_backend: Literal["deepspeed"] = setting("deepspeed", "implementation of sequence parallelism")
     tp_handler: TorchTensorParallelConfig = setting(
-        factory=TorchTensorParallelConfig, help="options of tensor parallelism"
+        factory=TorchTensorParallelConfig, help="options of tensor parallelism", prefix="parallelism_config_tp_"
     )
     cp_handler: TorchContextParallelConfig = setting(
-        factory=TorchContextParallelConfig, help="options of context parallelism"
+        factory=TorchContextParallelConfig, help="options of context parallelism", prefix="parallelism_config_"
     )
-    pp_handler: PipelineParallelConfig = setting(factory=PipelineParallelConfig, help="options of pipeline parallelism")
+    pp_handler: PipelineParallelConfig = setting(
+        factory=PipelineParallelConfig, help="options of pipeline parallelism", prefix="parallelism_config_pp_"
+    )
     sp_handler: DeepSpeedSequenceParallelConfig = setting(
-        factory=DeepSpeedSequenceParallelConfig, help="options of sequence parallelism"
+        factory=DeepSpeedSequenceParallelConfig, help="options of sequence parallelism", prefix="parallelism_config_"
     )
 
 

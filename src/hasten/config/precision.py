@@ -47,7 +47,7 @@ class TERecipeKwargs(Section):
     use_autocast_during_eval: bool = setting(False, "fp8 in evaluation too")
     margin: int = setting(0, "margin of the scaling factor")
     interval: int = setting(1, "steps between two recomputations of the scaling factor", minimum=1)
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting("HYBRID", "number format")
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] = setting("HYBRID", "number format", flag="fp8_format")
     amax_history_len: int = setting(1024, "length of the history of maxima", minimum=1)
     amax_compute_algo: Literal["max", "most_recent"] = setting("most_recent", "how a maximum is taken from the history")
     override_linear_precision: tuple[bool, bool, bool] = setting(
@@ -61,5 +61,5 @@ class FP8Config(Section):
     """Which fp8 implementation, and its recipe."""
 
     backend: Literal["auto", "ao", "te"] = setting("auto", "torchao or Transformer Engine (auto: the installed one)")
-    ao: AORecipeKwargs = setting(factory=AORecipeKwargs, help="recipe of torchao")
-    te: TERecipeKwargs = setting(factory=TERecipeKwargs, help="recipe of Transformer Engine")
+    ao: AORecipeKwargs = setting(factory=AORecipeKwargs, help="recipe of torchao", prefix="fp8_")
+    te: TERecipeKwargs = setting(factory=TERecipeKwargs, help="recipe of Transformer Engine", prefix="fp8_")

@@ -28,14 +28,21 @@ class FullyShardedDataParallelPlugin(Section):
     )
     hybrid_shard: bool = setting(False, "shard inside each machine, replicate across machines (HSDP)")
     auto_wrap_policy: WrapPolicy | Callable[..., Any] = setting("auto", "which modules are sharded on their own")
-    transformer_cls_names_to_wrap: tuple[str, ...] | None = setting(None, "class names of blocks sharded on their own")
+    transformer_cls_names_to_wrap: tuple[str, ...] | None = setting(
+        None, "class names of blocks sharded on their own", flags=("fsdp_transformer_layer_cls_to_wrap",)
+    )
     min_num_params: int | None = setting(None, "smallest module sharded on its own, in parameters", minimum=1)
-    ignored_modules: Any = setting(None, "modules left whole: a regular expression over names, or the modules")
-    mixed_precision_policy: FSDPMixedPrecision | Any = setting(None, "dtypes; default follows mixed_precision")
-    cpu_offload: bool | Any = setting(False, "keep parameters, gradients and optimizer state in host memory")
+    ignored_modules: str | tuple[Any, ...] | None = setting(
+        None, "modules left whole: a regular expression over names, or the modules"
+    )
+    dtypes: FSDPMixedPrecision = setting(factory=FSDPMixedPrecision, help="dtypes; default follows mixed_precision")
+    mixed_precision_policy: Any = setting(None, "torch's own policy object, instead of dtypes", code_only=True)
+    cpu_offload: bool | Any = setting(
+        False, "keep parameters, gradients and optimizer state in host memory", flags=("fsdp_offload_params",)
+    )
     cpu_offload_pin_memory: bool = setting(True, "pin the host memory of offloaded parameters")
-    forward_prefetch: int = setting(0, "blocks gathered ahead in forward beyond torch's default", minimum=0)
-    backward_prefetch: int = setting(0, "blocks gathered ahead in backward beyond torch's default", minimum=0)
+    forward_prefetch_depth: int = setting(0, "blocks gathered ahead in forward beyond torch's default", minimum=0)
+    backward_prefetch_depth: int = setting(0, "blocks gathered ahead in backward beyond torch's default", minimum=0)
     state_dict_type: Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"] = setting(
         "SHARDED_STATE_DICT", "form of checkpoints written by save_state"
     )

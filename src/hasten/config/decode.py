@@ -1,0 +1,238 @@
+"""Strict conversion of one value to a field's declared type: nothing is guessed, nothing is truthy."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from os import PathLike, fspath
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
+
+_WORDS: Final = MappingProxyType(
+    {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+)
+_NOTHING: Final = frozenset({"", "none", "null"})
+_DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.IGNORECASE)
+_NAMES: Final = MappingProxyType[Any, str](
+    {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        Any: "anything",
+        timedelta: "a positive duration in seconds, or such as 30m",
+    }
+)
+_PLAIN: Final = (str, int, float, list, tuple, dict, NoneType)
+_ORDER: Final = MappingProxyType[Any, int]({int: 2, bool: 3, float: 4, str: 6, Any: 8})
+_INTEGER: Final = re.compile(r"[+-]?\d[\d_]*")
+
+T = TypeVar("T")
+
+
+class Mismatch(ValueError):
+    """A value does not fit its declared type; the caller knows the place and writes the message."""
+
+
+def decode(value: Any, tp: Any, *, text: bool = False) -> Any:
+    """Return `value` as an instance of the type `tp`.
+
+    Raises: Mismatch when it is not one; text is read as a number or a list only where `text` is true.
+    """
+    origin = get_origin(tp)
+    if tp is Any:
+        return value
+    if origin in (Union, UnionType):
+        return _union(value, get_args(tp), text)
+    if origin is Literal:
+        return _literal(value, get_args(tp), text)
+    if origin is tuple:
+        return _tuple(value, get_args(tp), text)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(value, get_args(tp)[1], text)
+    if origin is not None and issubclass(origin, Callable):  # type: ignore[arg-type]
+        return _check(value, callable(value))
+    return _scalar(value, tp, text)
+
+
+def _check(value: T, fits: bool) -> T:
+    if not fits:
+        raise Mismatch
+    return value
+
+
+def _scalar(value: Any, tp: type, text: bool) -> Any:
+    if tp is bool:
+        return to_bool(value)
+    if tp is int:
+        return _integer(value, text)
+    if tp is float:
+        return _number(value)
+    if tp is str:
+        if isinstance(value, PathLike):
+            value = fspath(value)
+        return _check(str(value) if type(value) is int else value, type(value) is int or isinstance(value, str))
+    if tp is NoneType:
+        return _nothing(value, text)
+    if tp is timedelta:
+        return _duration(value)
+    return _check(value, isinstance(value, tp))
+
+
+def to_bool(value: Any) -> bool:
+    """Return a boolean, or the one that a word such as "False" or "yes" names; numbers are not booleans."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and (word := value.strip().lower()) in _WORDS:
+        return _WORDS[word]
+    raise Mismatch
+
+
+def _integer(value: Any, text: bool) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return int(value)
+    if text and isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value)
+    raise Mismatch
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _check(float(value), not math.isnan(value))
+    if isinstance(value, str):  # 1e-5 is text in YAML 1.1
+        try:
+            return _check(float(value), not math.isnan(float(value)))
+        except ValueError as error:
+            raise Mismatch from error
+    raise Mismatch
+
+
+def _nothing(value: Any, text: bool) -> None:
+    if value is not None and not (text and isinstance(value, str) and value.strip().lower() in _NOTHING):
+        raise Mismatch
+
+
+def _duration(value: Any) -> timedelta:
+    if isinstance(value, timedelta):
+        return _check(value, value > timedelta(0))
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return timedelta(seconds=value)
+    if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())) and any(match.groups()):
+        hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        made = timedelta(hours=hours, minutes=minutes, seconds=seconds)
+        return _check(made, made > timedelta(0))
+    raise Mismatch
+
+
+def _union(value: Any, members: tuple[Any, ...], text: bool) -> Any:
+    # Closed sets first, text last: "auto" before any string, "3" before the text "3".
+    for member in sorted(members, key=_eagerness):
+        if member is Any and isinstance(value, _PLAIN):
+            continue  # "or any object" is for objects of other libraries, not for a mistyped word
+        try:
+            return decode(value, member, text=text)
+        except Mismatch:
+            continue
+    raise Mismatch
+
+
+def _eagerness(tp: Any) -> int:
+    if tp is NoneType:
+        return 0
+    if get_origin(tp) is Literal:
+        return 1
+    if get_origin(tp) is tuple:
+        return 7
+    return _ORDER.get(tp, 5)
+
+
+def _literal(value: Any, choices: tuple[Any, ...], text: bool) -> Any:
+    for choice in choices:
+        if type(value) is type(choice) and value == choice:
+            return choice
+    if isinstance(value, str):  # enums of other libraries that are strings fit too
+        word = str.__str__(value).strip().lower()
+        for choice in choices:
+            if isinstance(choice, str) and choice.lower() == word:
+                return choice
+            if text and not isinstance(choice, str) and str(choice) == word:
+                return choice
+    raise Mismatch
+
+
+def _tuple(value: Any, members: tuple[Any, ...], text: bool) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        parts: Sequence[Any] = [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+        text = True  # the parts of a comma-separated list are text wherever it stands
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = list(value)
+    else:
+        raise Mismatch
+    if members[-1] is not Ellipsis:
+        _check(parts, len(parts) == len(members))
+        return tuple(decode(part, member, text=text) for part, member in zip(parts, members, strict=True))
+    return tuple(decode(part, members[0], text=text) for part in parts)
+
+
+def _mapping(value: Any, member: Any, text: bool) -> dict[str, Any]:
+    if text and isinstance(value, str):
+        value = _mapping_from_text(value)
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise Mismatch
+    return {key: decode(item, member, text=text) for key, item in value.items()}
+
+
+def _mapping_from_text(value: str) -> Any:
+    """Return {"a": 1, "b": "x"} for '{"a": 1, "b": "x"}' and for 'a=1,b=x'."""
+    if value.lstrip().startswith("{"):
+        try:
+            return json.loads(value)
+        except json.JSONDecodeError as error:
+            raise Mismatch from error
+    pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+    if not all(sep and key.strip() for key, sep, _ in pairs):
+        raise Mismatch
+    return {key.strip(): _plain(item.strip()) for key, _, item in pairs}
+
+
+def _plain(item: str) -> Any:
+    """Return the number or boolean an item of key=value names, else the text."""
+    for tp in (int, float):
+        try:
+            return decode(item, tp, text=True)
+        except Mismatch:
+            continue
+    return _WORDS[item.lower()] if item.lower() in {"true", "false"} else item
+
+
+def encode(value: Any) -> Any:
+    """Return a value as JSON and YAML can hold it; the inverse of `decode`."""
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, tuple):
+        return [encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    return value
+
+
+def describe(tp: Any) -> str:
+    """Return in words what a type accepts, for messages."""
+    origin = get_origin(tp)
+    if origin in (Union, UnionType):
+        words = [describe(member) for member in get_args(tp) if member not in (NoneType, Any)]
+        return " or ".join(dict.fromkeys(words)) or "anything"
+    if origin is Literal:
+        choices = [str(choice) for choice in get_args(tp)]
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    if origin is tuple:
+        members = get_args(tp)
+        if members[-1] is Ellipsis:
+            return f"a list (each: {describe(members[0])})"
+        return f"a list of {len(members)} (each: {describe(members[0])})"
+    if origin is not None and issubclass(origin, Mapping):
+        return "a mapping"
+    if origin is not None:
+        return "a function"
+    return _NAMES.get(tp) or str(getattr(tp, "__name__", tp))

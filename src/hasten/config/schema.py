@@ -1,0 +1,81 @@
+"""The settings tree as a flat list: every field with its path, type, flags and variables."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, UnionType
+from typing import Any, Final, Union, get_args, get_origin
+
+from hasten.config.base import Meta, Section, default_of, meta_of
+from hasten.config.root import Config
+from hasten.config.source import Path, dotted
+
+VARIABLE_PREFIX: Final = "HASTEN_"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldInfo:
+    """One setting of the schema."""
+
+    path: Path
+    owner: type[Section]
+    type: Any
+    default: Any
+    meta: Meta
+    flag: str
+    group: str
+
+    @property
+    def name(self) -> str:
+        """The dotted name."""
+        return dotted(self.path)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every name of the flag, underscores spelled, the main one first."""
+        return tuple(dict.fromkeys((self.flag, *self.meta.flags)))
+
+    @property
+    def variable(self) -> str:
+        """The environment variable of ours."""
+        return VARIABLE_PREFIX + self.flag.upper()
+
+    @property
+    def is_bool(self) -> bool:
+        """Whether the flag may stand alone and be negated."""
+        return self.type is bool or (get_origin(self.type) in (Union, UnionType) and bool in get_args(self.type))
+
+
+def subsection(tp: Any) -> type[Section] | None:
+    """Return the section class a field holds, if it holds one."""
+    if isinstance(tp, type) and issubclass(tp, Section):
+        return tp
+    return None
+
+
+def walk(cls: type[Section] = Config, path: Path = (), prefix: str = "", group: str = "general") -> Iterator[FieldInfo]:
+    """Yield every leaf setting below a section, in order of declaration."""
+    for name, spec in cls.__dataclass_fields__.items():
+        meta = meta_of(cls, name)
+        if inner := subsection(spec.type):
+            inner_prefix = prefix + f"{name}_" if meta.prefix is None else meta.prefix
+            yield from walk(inner, (*path, name), inner_prefix, meta.help if not path else group)
+        else:
+            flag = meta.flag or prefix + name
+            yield FieldInfo((*path, name), cls, spec.type, default_of(cls, name), meta, flag, group)
+
+
+FIELDS: Final[tuple[FieldInfo, ...]] = tuple(walk())
+BY_PATH: Final[Mapping[Path, FieldInfo]] = MappingProxyType({info.path: info for info in FIELDS})
+SETTABLE: Final[tuple[FieldInfo, ...]] = tuple(info for info in FIELDS if not info.meta.code_only)
+
+
+def section_at(path: Path) -> type[Section] | None:
+    """Return the section class at a path, or None where there is a leaf or nothing."""
+    cls: type[Section] = Config
+    for name in path:
+        spec = cls.__dataclass_fields__.get(name)
+        inner = subsection(spec.type) if spec else None
+        if inner is None:
+            return None
+        cls = inner
+    return cls
