@@ -31,6 +31,8 @@ class LoaderCursor:
     """The batch now in the user's hands is the epoch's last."""
     num_real: int | None = None
     """Rows of the current batch on this rank that are not padding; None means all of them."""
+    num_rows: int | None = None
+    """Rows of the current batch on this rank, padding included; None means not known."""
 
 
 @dataclass(slots=True)
