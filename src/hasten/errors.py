@@ -23,6 +23,7 @@
     │   ├── CorruptCheckpointError        size, checksum, structure or shape is not what was written
     │   ├── UnsafeCheckpointError         reading it would run code or leave its folder
     │   └── CheckpointVersionError        written by a version this one cannot read
+    ├── RanksFailedError                  a function run in the pool of test workers failed on some ranks
     └── TrackerError                      an experiment tracker is unknown or cannot start
 
 A message has three parts: what happened with the values, why it matters, what to do.
@@ -131,3 +132,11 @@ class CheckpointVersionError(CheckpointError):
 
 class TrackerError(HastenError):
     """An experiment tracker is unknown or cannot start."""
+
+
+class RanksFailedError(HastenError):
+    """A function run in the pool of test workers failed on some ranks."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
