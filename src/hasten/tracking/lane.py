@@ -77,7 +77,7 @@ class Lane:
             if action not in self._said:
                 self._said.add(action)
                 self._notify(
-                    f"the tracker {self.tracker.name!r} failed in {action}: {type(error).__name__}: {error}. "
+                    f"the tracker {self.tracker.name!r} failed in {action}: {type(error).__name__}: {str(error).rstrip('.')}. "
                     f"Warned once; {consequence}."
                 )
             return False

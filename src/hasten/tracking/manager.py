@@ -263,7 +263,9 @@ class TrackerManager:
         return [lane.tracker for lane in self._lanes]
 
     def get(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, an object of a foreign package
-        """The tracker called `name`, or its package's own object; away from the main process one that does nothing.
+        """The tracker called `name`, or its package's own object.
+
+        Where the tracker does not run (away from the main process, or after a failed start): one that does nothing.
 
         Raises: TrackerError if no tracker has this name.
         """
@@ -271,7 +273,7 @@ class TrackerManager:
             raise TrackerError(f"there is no tracker {name!r}; log_with gave {list(self._names)}.")
         self._start()
         for lane in self._lanes:
-            if lane.tracker.name == name:
+            if lane.tracker.name == name and (lane.open or not self._started):
                 return lane.tracker.native if unwrap else lane.tracker
         return Silent()
 

@@ -35,6 +35,7 @@ class CometTracker(Tracker):
         extra = {name: given.pop(name) for name in list(given) if name not in known}
         if "experiment_config" not in given:
             folder = run.directory / run.project / "comet"
+            folder.mkdir(parents=True, exist_ok=True)
             given["experiment_config"] = comet.ExperimentConfig(**{"offline_directory": str(folder), **extra})
         key = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()
         options = {"project": run.project, "experiment_key": key, "mode": "get_or_create", **given}

@@ -1,10 +1,10 @@
-"""Tracker for MLflow: a server, or the local file store when none is configured."""
+"""Tracker for MLflow: a server, or a local store when none is configured."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hasten.optional import need
+from hasten.optional import available, need
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.values import flatten
 
@@ -24,6 +24,7 @@ class MlflowTracker(Tracker):
         self._mlflow: Any = None  # Any: mlflow is an optional package
         self.client: Any = None
         self.run_id = ""
+        self._artifacts: str | None = None  # where a new experiment keeps its files; None = the store decides
         self.tracking_uri = ""
 
     @property
@@ -36,10 +37,7 @@ class MlflowTracker(Tracker):
         self._mlflow = need("mlflow", why='log_with="mlflow"')
         options = {**self._options, **run.options}
         uri = options.pop("tracking_uri", self._uri)
-        if uri is None:
-            configured = self._mlflow.is_tracking_uri_set()
-            uri = self._mlflow.get_tracking_uri() if configured else (run.directory / "mlruns").absolute().as_uri()
-        self.tracking_uri = str(uri)
+        self.tracking_uri = uri or self._default_uri(run)
         self.client = self._mlflow.MlflowClient(tracking_uri=self.tracking_uri)
         if run.resume:
             self.run_id = run.resume.run_id
@@ -48,9 +46,20 @@ class MlflowTracker(Tracker):
             self._create(run, options)
         return self.run_id
 
+    def _default_uri(self, run: Run) -> str:
+        """MLflow's own setting if there is one, else a local database, else (without a database package) local files."""
+        if self._mlflow.is_tracking_uri_set():
+            return str(self._mlflow.get_tracking_uri())
+        run.directory.mkdir(parents=True, exist_ok=True)
+        folder = run.directory.absolute()
+        if available("sqlalchemy") and available("alembic"):
+            self._artifacts = (folder / "mlartifacts").as_uri()
+            return f"sqlite:///{folder / 'mlflow.db'}"
+        return (folder / "mlruns").as_uri()  # MLflow >= 3.7 wants MLFLOW_ALLOW_FILE_STORE=true for this, and says so
+
     def _create(self, run: Run, options: dict[str, Any]) -> None:
         found = self.client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found else self.client.create_experiment(run.project)
+        experiment = found.experiment_id if found else self.client.create_experiment(run.project, self._artifacts)
         created = self.client.create_run(experiment, **{"run_name": run.label, **options})
         self.run_id = created.info.run_id
         entities = self._mlflow.entities
