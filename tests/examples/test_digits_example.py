@@ -22,7 +22,7 @@ EPOCHS: Final = 5
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """Return what the example prints on two processes, and the folder it leaves."""
     folder = tmp_path_factory.mktemp("digits")
-    launch = [Path(sys.executable).with_name("hasten"), "launch", "--cpu", "--num_processes", "2"]
+    launch: list[str | Path] = [Path(sys.executable).with_name("hasten"), "launch", "--cpu", "--num_processes", "2"]
     command = [*launch, EXAMPLE, "--epochs", str(EPOCHS), "--target", "0.9", "--out", folder]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
