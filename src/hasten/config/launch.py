@@ -24,6 +24,9 @@ class LaunchConfig(Section):
     """Machines, processes and the meeting point."""
 
     num_processes: int | None = setting(None, "processes over all machines (default: one per device)", minimum=1)
+    processes_per_machine: int | None = setting(
+        None, "processes on this machine; machines may differ (instead of num_processes)", minimum=1
+    )
     num_machines: int = setting(1, "machines", minimum=1)
     nnodes: str | None = setting(None, "elastic number of machines, min:max (instead of num_machines)")
     machine_rank: int | None = setting(None, "number of this machine, from 0 (default: from the cluster)", minimum=0)
@@ -51,6 +54,9 @@ class LaunchConfig(Section):
     quiet: bool = setting(False, "print less", short="q")
     launcher: Literal["auto", "single", "torchrun", "slurm", "mpi", "deepspeed", "xla"] = setting(
         "auto", "what starts the processes"
+    )
+    check_in: Literal["error", "warn", "off"] = setting(
+        "error", "what happens if machines differ in settings, code or package versions"
     )
     mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines")
     mpirun_ccl: int | None = setting(None, "oneCCL worker threads under mpirun", minimum=0)
