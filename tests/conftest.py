@@ -129,12 +129,14 @@ def leak_police(request: pytest.FixtureRequest) -> Generator[None]:
     """
     before = take_picture()
     yield
-    found = leaks(before, take_picture())
+    # The session's pool opens a socket for each worker it adds, in the test that first needs so many.
+    pooled = "rank_pool" in request.fixturenames
     deadline = time.monotonic() + GRACE_S
-    while found and time.monotonic() < deadline:
+    while found := [line for line in leaks(before, take_picture()) if not (pooled and ": socket:" in line)]:
+        if time.monotonic() > deadline:
+            break
         gc.collect()
         time.sleep(0.02)
-        found = leaks(before, take_picture())
     if found:
         pytest.fail(f"{request.node.nodeid} left behind:\n  " + "\n  ".join(found), pytrace=False)
 
