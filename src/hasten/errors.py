@@ -39,7 +39,11 @@ class HastenWarning(UserWarning):
 
 
 class ConfigError(HastenError, ValueError):
-    """A setting is wrong, unknown or contradicts another."""
+    """A setting is wrong, unknown or contradicts another; `problems` holds the parts when several were found at once."""
+
+    def __init__(self, message: str = "", problems: "tuple[ConfigError, ...]" = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
 
 
 class UnknownSettingError(ConfigError):

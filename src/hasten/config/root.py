@@ -27,6 +27,7 @@ class Config(Section):
     debug: bool = setting(False, "check every collective and print the start-up banner")
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
+    recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")
     rng_types: tuple[str, ...] | None = setting(None, "random generators made equal on all processes at each epoch")
     launch: LaunchConfig = setting(factory=LaunchConfig, help="processes and machines", prefix="")
     process_group: InitProcessGroupKwargs = setting(factory=InitProcessGroupKwargs, help="communication")

@@ -45,6 +45,7 @@ class Entry:
 
     `text` says that the value came as text (a flag or a variable), so that "4" may mean the number.
     `said` is how the user wrote the name, when that differs from the path.
+    `weak` marks a value derived from another setting: one given outright by the same kind of source wins over it.
     """
 
     path: Path
@@ -52,13 +53,41 @@ class Entry:
     source: Source
     text: bool = False
     said: str = ""
+    weak: bool = False
 
     @property
     def name(self) -> str:
         """The dotted name of the setting."""
         return dotted(self.path)
 
+    @property
+    def spelled(self) -> str:
+        """The name as the user wrote it."""
+        return self.said or self.name
+
+    @property
+    def place(self) -> str:
+        """Where and how the setting was given, as the beginning of a message."""
+        match self.source.kind:
+            case "file":
+                return f"{self.source}: {self.spelled}: {shown(self.value)}"
+            case "environment":
+                return f"environment {self.source.detail}={self.value}"
+            case "flag":
+                return f"flag {self.source.detail} {self.value}"
+            case _:
+                return f"{self.source.detail or self.spelled}={self.value!r}"
+
 
 def dotted(path: Path) -> str:
     """Return a path as it is written in messages: fsdp.cpu_offload."""
     return ".".join(path)
+
+
+def shown(value: Any) -> str:
+    """Return a value as a settings file spells it; text is quoted where it could be read as something else."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value)

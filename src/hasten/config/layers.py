@@ -1,0 +1,207 @@
+"""Settings as each source gives them: a file's tree, the environment, arguments in code; all become entries."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, Final
+
+from hasten.config.base import Section, given
+from hasten.config.launch import InitProcessGroupKwargs
+from hasten.config.legacy import OLD_NAMES
+from hasten.config.marked import Marked
+from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.config.precision import AORecipeKwargs, AutocastKwargs, FP8Config, GradScalerKwargs, TERecipeKwargs
+from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, section_at
+from hasten.config.source import Entry, Path, Source, dotted
+from hasten.config.tracking import ProfileKwargs
+from hasten.errors import ConfigError, ContradictionError, UnknownSettingError
+
+ARGUMENTS: Final = MappingProxyType[str, Path](
+    {
+        "dataloader_config": ("dataloader",),
+        "project_config": ("project",),
+        "gradient_accumulation_plugin": ("gradient_accumulation",),
+        "gradient_accumulation_steps": ("gradient_accumulation", "num_steps"),
+        "fsdp_plugin": ("fsdp",),
+        "deepspeed_plugin": ("deepspeed",),
+        "megatron_lm_plugin": ("megatron",),
+        "dynamo_plugin": ("dynamo",),
+        "dynamo_backend": ("dynamo", "backend"),
+        "parallelism_config": ("parallelism",),
+        "project_dir": ("project", "project_dir"),
+        "split_batches": ("dataloader", "split_batches"),
+        "log_with": ("tracking", "log_with"),
+    }
+)
+"""Arguments of the Accelerator whose names differ from the schema's."""
+
+HANDLERS: Final = MappingProxyType[type[Section], Path](
+    {
+        AutocastKwargs: ("autocast",),
+        DistributedDataParallelKwargs: ("ddp",),
+        GradScalerKwargs: ("scaler",),
+        InitProcessGroupKwargs: ("process_group",),
+        ProfileKwargs: ("profile",),
+        AORecipeKwargs: ("fp8", "ao"),
+        TERecipeKwargs: ("fp8", "te"),
+        FP8Config: ("fp8",),
+    }
+)
+"""Where each settings class of `kwargs_handlers` belongs."""
+
+CHOSEN_BY: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "megatron": "megatron"})
+"""A plugin given in code chooses its strategy."""
+
+
+@dataclass(slots=True)
+class Problems:
+    """What is wrong with the settings, collected so that the user sees all of it at once."""
+
+    found: list[ConfigError] = field(default_factory=list)
+
+    def add(self, error: ConfigError) -> None:
+        """Keep one problem, or the several inside a collected one."""
+        self.found.extend(error.problems or (error,))
+
+    def settle(self) -> None:
+        """Raise what was found: one problem as itself, several as one ConfigError that lists them."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            lines = "\n".join(f"  {number}. {error}" for number, error in enumerate(self.found, start=1))
+            raise ConfigError(f"{len(self.found)} settings are wrong:\n{lines}", problems=tuple(self.found))
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name most like `name`, or nothing if none is near."""
+    near = get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    return near[0] if near else ""
+
+
+def unknown(place: str, path: Path) -> UnknownSettingError:
+    """Return the error for a path the schema does not have, with the nearest name or the right section."""
+    here = section_at(path[:-1])
+    siblings = tuple(here.__dataclass_fields__) if here else ()
+    elsewhere = [info.name for info in FIELDS if info.path[-1] == path[-1] or info.flag == path[-1]]
+    if near := nearest(path[-1], siblings):
+        hint = f"did you mean {dotted((*path[:-1], near))!r}?"
+    elif elsewhere:
+        hint = f"it belongs under {elsewhere[0]!r}."
+    elif anywhere := nearest(path[-1], {info.path[-1] for info in FIELDS}):
+        hint = f"did you mean {next(i.name for i in FIELDS if i.path[-1] == anywhere)!r}?"
+    else:
+        hint = f"known here: {', '.join(siblings)}."
+    return UnknownSettingError(f"{place}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
+
+
+def from_tree(tree: Marked, file: str) -> list[Entry]:
+    """Return the entries of a settings file of ours.
+
+    Raises: ConfigError that lists every unknown key with file and line.
+    """
+    problems = Problems()
+    entries = list(_flatten(tree, file, (), problems))
+    problems.settle()
+    return entries
+
+
+def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[Entry]:
+    for key, item in tree.value.items():
+        here, place = (*path, key), f"{file}:{item.line}"
+        if section_at(here):
+            if isinstance(item.value, Mapping):
+                yield from _flatten(item, file, here, problems)
+            elif item.value is not None:
+                problems.add(_not_a_section(place, here, item))
+        elif here in BY_PATH or (path == ("fsdp",) and key in OLD_NAMES):
+            if here in BY_PATH and BY_PATH[here].meta.code_only:
+                problems.add(UnknownSettingError(f"{place}: {dotted(here)!r} holds a Python object; set it in code."))
+            else:
+                yield Entry(here, item.plain(), Source("file", place))
+        else:
+            problems.add(unknown(place, here))
+
+
+def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:
+    cls = section_at(path)
+    names = ", ".join(cls.__dataclass_fields__) if cls else ""
+    return ConfigError(
+        f"{place}: {dotted(path)!r} is a section, but {item.plain()!r} is given; write its settings below it: {names}."
+    )
+
+
+def from_environment(env: Mapping[str, str]) -> list[Entry]:
+    """Return the entries of our own variables, HASTEN_<FLAG>.
+
+    Raises: UnknownSettingError for a variable that is nearly one of ours.
+    """
+    entries = []
+    known = {info.variable: info for info in SETTABLE}
+    for name, value in env.items():
+        if not name.startswith("HASTEN_"):
+            continue
+        if info := known.get(name):
+            entries.append(Entry(info.path, value, Source("environment", name), text=True))
+        elif near := get_close_matches(name, known, n=1, cutoff=0.93):
+            # Variables of other tools may share the prefix; only a likely slip of the pen is refused.
+            raise UnknownSettingError(
+                f"environment {name}={value}: unknown variable, which would have no effect; did you mean {near[0]}?"
+            )
+    return entries
+
+
+def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
+    """Return the entries of arguments in code: settings by name, settings classes, and `kwargs_handlers`.
+
+    An argument that is None was not given. A settings class contributes the fields it was made with.
+    Raises: UnknownSettingError for a name or a class the schema does not have.
+    """
+    entries: list[Entry] = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if name == "kwargs_handlers":
+            entries += _handlers(value)
+            continue
+        path = ARGUMENTS.get(name) or tuple(name.split("."))
+        if name == "log_with":
+            value = [item for item in ([value] if isinstance(value, str) else value) if isinstance(item, str)]
+        entries += _from_value(path, value, Source("code", name))
+    return entries
+
+
+def _from_value(path: Path, value: Any, source: Source) -> list[Entry]:
+    if path in BY_PATH:
+        return [Entry(path, value, source)]
+    cls = section_at(path)
+    if cls is None:
+        raise unknown(str(source), path)
+    if isinstance(value, Mapping):
+        return [entry for name, item in value.items() for entry in _from_value((*path, name), item, source)]
+    if not isinstance(value, cls):
+        raise ConfigError(f"{source}: {type(value).__name__} was given; give a {cls.__name__} or a mapping.")
+    entries = [
+        entry for name in sorted(given(value)) for entry in _from_value((*path, name), getattr(value, name), source)
+    ]
+    if len(path) == 1 and path[0] in CHOSEN_BY:
+        entries.append(Entry(("strategy",), CHOSEN_BY[path[0]], source, weak=True))
+    return entries
+
+
+def _handlers(handlers: Iterable[Any]) -> list[Entry]:
+    seen: set[type] = set()
+    entries: list[Entry] = []
+    for handler in handlers:
+        kind = type(handler)
+        if kind not in HANDLERS:
+            known = ", ".join(cls.__name__ for cls in HANDLERS)
+            raise UnknownSettingError(f"kwargs_handlers holds {kind.__name__}, which has no place; known are {known}.")
+        if kind in seen:
+            raise ContradictionError(f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one.")
+        seen.add(kind)
+        source = Source("code", kind.__name__)
+        entries += _from_value(HANDLERS[kind], handler, source)
+        if kind in (AORecipeKwargs, TERecipeKwargs):
+            entries.append(Entry(("fp8", "backend"), "ao" if kind is AORecipeKwargs else "te", source, weak=True))
+    return entries

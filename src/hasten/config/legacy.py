@@ -1,0 +1,163 @@
+"""FSDP1-style options in the terms of FSDP2, each with a sentence that says so."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from hasten.config.base import fit
+from hasten.config.decode import Mismatch, decode, to_bool
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.source import Entry, Source
+from hasten.errors import SettingValueError, UnknownSettingError
+
+Translation = tuple[list[Entry], list[str]]
+
+_STRATEGIES: Final = MappingProxyType(
+    {
+        "1": ("FULL_SHARD", True, False),
+        "2": ("SHARD_GRAD_OP", False, False),
+        "3": ("NO_SHARD", None, False),
+        "4": ("HYBRID_SHARD", True, True),
+        "5": ("HYBRID_SHARD_ZERO2", False, True),
+    }
+)
+_RENAMED: Final = MappingProxyType(
+    {"offload_params": "cpu_offload", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap"}
+)
+
+
+def _strategy(entry: Entry) -> Translation:
+    word = str(entry.value).strip().upper().lstrip("_").removeprefix("SHARDINGSTRATEGY.")
+    by_name = {name: row for row in _STRATEGIES.values() for name in (row[0],)}
+    row = _STRATEGIES.get(word) or by_name.get(word)
+    if row is None:
+        names = ", ".join(by_name)
+        raise SettingValueError(f"{entry.place}: not a sharding strategy; give one of {names} (or 1 to 5).")
+    name, reshard, hybrid = row
+    if reshard is None:
+        raise SettingValueError(
+            f"{entry.place}: NO_SHARD keeps the whole model on every process, which is plain data parallel and not "
+            "FSDP; set strategy: ddp (distributed_type: MULTI_GPU) instead."
+        )
+    made = [_derived(entry, "reshard_after_forward", reshard)]
+    words = f"reshard_after_forward: {str(reshard).lower()}"
+    if hybrid:
+        made.append(_derived(entry, "hybrid_shard", True))
+        words += ", hybrid_shard: true"
+    return made, [f"{entry.spelled} {name} is FSDP2's {words}"]
+
+
+def _reshard(entry: Entry) -> Translation:
+    """Accept the name of a strategy where a boolean is expected, as older files have it."""
+    if isinstance(entry.value, str):
+        try:
+            decode(entry.value, bool | int, text=True)
+        except Mismatch:
+            return _strategy(entry)
+    return [entry], []
+
+
+def _forward_prefetch(entry: Entry) -> Translation:
+    if not _yes(entry):
+        return [], []
+    return [_derived(entry, "forward_prefetch_depth", 1)], [f"{entry.spelled} is FSDP2's forward_prefetch_depth: 1"]
+
+
+def _backward_prefetch(entry: Entry) -> Translation:
+    if entry.value is None:
+        return [], []
+    return [], [f"{entry.spelled} has no meaning any more: FSDP2 always gathers the next block during backward"]
+
+
+def _orig_params(entry: Entry) -> Translation:
+    if _yes(entry):
+        return [], []
+    return [], [f"{entry.spelled} has no meaning any more: FSDP2 always keeps the original parameters"]
+
+
+def _limit(entry: Entry) -> Translation:
+    if _yes(entry):
+        return [], []
+    return [], [f"{entry.spelled} has no meaning any more: FSDP2 always limits the gathers in flight"]
+
+
+def _version(entry: Entry) -> Translation:
+    word = str(entry.value).strip()
+    if word == "2":
+        return [], []
+    if word == "1":
+        return [], [f"{entry.spelled} 1 is read as FSDP2: FSDP1 is no longer used"]
+    raise SettingValueError(f"{entry.place}: FSDP has the versions 1 and 2; remove the setting, FSDP2 is used.")
+
+
+def _state_dict_type(entry: Entry) -> Translation:
+    if isinstance(entry.value, str) and entry.value.strip().upper() == "LOCAL_STATE_DICT":
+        made = replace(entry, value="SHARDED_STATE_DICT")
+        return [made], [
+            f"{entry.spelled} LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes"
+        ]
+    return [entry], []
+
+
+_RULES: Final = MappingProxyType[str, Callable[[Entry], Translation]](
+    {
+        "sharding_strategy": _strategy,
+        "reshard_after_forward": _reshard,
+        "forward_prefetch": _forward_prefetch,
+        "backward_prefetch": _backward_prefetch,
+        "backward_prefetch_policy": _backward_prefetch,
+        "use_orig_params": _orig_params,
+        "limit_all_gathers": _limit,
+        "version": _version,
+        "fsdp_version": _version,
+        "state_dict_type": _state_dict_type,
+    }
+)
+OLD_NAMES: Final = (*(n for n in _RULES if n not in ("reshard_after_forward", "state_dict_type")), *_RENAMED)
+"""Names that FSDP1-style settings use and our FSDP section does not have."""
+
+
+def translate(entry: Entry) -> Translation:
+    """Return an FSDP setting in the terms of FSDP2, and what was done to it in words; others pass through.
+
+    Raises: SettingValueError for a value that cannot be carried over.
+    """
+    if len(entry.path) != 2 or entry.path[0] != "fsdp":
+        return [entry], []
+    if entry.path[1] in _RENAMED:
+        return [replace(entry, path=("fsdp", _RENAMED[entry.path[1]]))], []
+    rule = _RULES.get(entry.path[1])
+    return rule(entry) if rule else ([entry], [])
+
+
+def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParallelPlugin, list[str]]:
+    """Return the FSDP2 plugin for FSDP1-style options (with or without the prefix fsdp_), and what was translated.
+
+    Raises: UnknownSettingError for an option that neither knows; SettingValueError for a value without equivalent.
+    """
+    values: dict[str, Any] = {}
+    sentences: list[str] = []
+    for key, value in options.items():
+        name = key.lower().removeprefix("fsdp_")
+        entries, said = translate(Entry(("fsdp", name), value, Source("code", key), said=key))
+        sentences += said
+        for entry in entries:
+            field = entry.path[1]
+            if field not in FullyShardedDataParallelPlugin.__dataclass_fields__:
+                raise UnknownSettingError(f"{key!r} is not an option of FSDP; it would have no effect, so remove it.")
+            if entry.weak and field in values:
+                continue
+            values[field] = fit(FullyShardedDataParallelPlugin, field, entry.value, f"{key}={value!r}", text=True)
+    return FullyShardedDataParallelPlugin(**values), sentences
+
+
+def _derived(entry: Entry, field: str, value: Any) -> Entry:
+    return replace(entry, path=("fsdp", field), value=value, weak=True, text=False)
+
+
+def _yes(entry: Entry) -> bool:
+    try:
+        return entry.value is not None and to_bool(entry.value)
+    except Mismatch as error:
+        raise SettingValueError(f"{entry.place}: expected true or false.") from error

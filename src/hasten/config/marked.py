@@ -1,0 +1,108 @@
+"""YAML and JSON text as a tree that remembers its lines; words follow YAML 1.2, so that `no` stays a word."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import yaml
+
+from hasten.errors import ConfigFileError
+
+_WORDS: Final = MappingProxyType[str, Any](
+    {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+    | dict.fromkeys(("true", "True", "TRUE"), True)
+    | dict.fromkeys(("false", "False", "FALSE"), False)
+)
+_INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]*")
+_HEX: Final = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)")
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A value of a settings file with the line it begins on; mappings and lists hold further marked values."""
+
+    value: Any
+    line: int
+
+    def plain(self) -> Any:
+        """Return the value without marks, all the way down."""
+        if isinstance(self.value, Mapping):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+
+def parse(text: str, name: str) -> Marked:
+    """Return the tree of a settings file; its top is always a mapping.
+
+    Raises: ConfigFileError with file and line for what is not YAML, not a mapping, or names a key twice.
+    """
+    if text.lstrip().startswith("{"):
+        text = text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
+    try:
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{name}:{mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigFileError(f"{place}: not valid YAML or JSON: {problem}; correct the file at this line.") from error
+    if node is None:
+        return Marked({}, 1)
+    tree = _convert(node, name, ())
+    if not isinstance(tree.value, Mapping):
+        raise ConfigFileError(
+            f"{name}:{tree.line}: the file holds {type(tree.value).__name__}, not settings; write lines of `key: value`."
+        )
+    return tree
+
+
+def _convert(node: yaml.Node, name: str, above: tuple[int, ...]) -> Marked:
+    line = node.start_mark.line + 1
+    if id(node) in above:
+        raise ConfigFileError(f"{name}:{line}: an alias refers to itself; write the value out.")
+    above = (*above, id(node))
+    if isinstance(node, yaml.MappingNode):
+        return Marked(_mapping(node, name, above), line)
+    if isinstance(node, yaml.SequenceNode):
+        return Marked([_convert(item, name, above) for item in node.value], line)
+    assert isinstance(node, yaml.ScalarNode), f"unexpected YAML node {node!r}"
+    return Marked(_scalar(node), line)
+
+
+def _mapping(node: yaml.MappingNode, name: str, above: tuple[int, ...]) -> dict[str, Marked]:
+    found: dict[str, Marked] = {}
+    merged: dict[str, Marked] = {}
+    for key_node, value_node in node.value:
+        key, line = key_node.value, key_node.start_mark.line + 1
+        if not isinstance(key, str):
+            raise ConfigFileError(f"{name}:{line}: a key must be a word, not a list or mapping.")
+        value = _convert(value_node, name, above)
+        if key == "<<" and isinstance(value.value, dict):
+            merged |= value.value
+        elif key in found:
+            raise ConfigFileError(
+                f"{name}:{line}: {key!r} is given twice, first on line {found[key].line}; "
+                "only one of them could count, so remove the other."
+            )
+        else:
+            found[key] = Marked(value.value, line)
+    return merged | found
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    text: str = node.value
+    if node.style is not None:  # quoted or block text
+        return text
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _HEX.fullmatch(text):
+        return int(text, 16)
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf"))
+    return text
