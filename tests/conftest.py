@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import pytest
+
+from hasten.testing.plugin import POOL
 
 # Two threads per process on two cores make distributed tests three times slower; torch reads this when it is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -118,6 +120,13 @@ def leaks(before: Picture, after: Picture) -> list[str]:
         if old_handler != new_handler:
             lines.append(f"the handler of {sig.name} changed from {old_handler!r} to {new_handler!r}")
     return lines
+
+
+def without_pool(picture: Picture, config: pytest.Config) -> Picture:
+    """Return the picture without the pipes to the run's pool of workers, which come and go with the workers."""
+    pool = config.stash.get(POOL, None)
+    ours = pool.descriptors if pool else frozenset()
+    return replace(picture, files={fd: what for fd, what in picture.files.items() if fd not in ours})
 
 
 @pytest.fixture(autouse=True)

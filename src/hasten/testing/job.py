@@ -1,0 +1,163 @@
+"""What travels between the pool and its workers: jobs out, reports back."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import signal
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import cloudpickle
+
+from hasten.errors import ConfigError
+
+# Between the pool and the process that forks its workers: a verb and a number; FORK also carries a file descriptor.
+MESSAGE: Final = struct.Struct("!ci")
+READY: Final = b"r"
+FORK: Final = b"f"
+WAIT: Final = b"w"
+
+STACK_SIGNAL: Final = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (5 if hasattr(signal, "SIGRTMIN") else 0)
+"""Asks a worker for the stacks of all its threads. Real-time where possible: tested code may use the ordinary ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call on one rank."""
+
+    payload: bytes
+    """The function, its arguments and the caller's warning filters, pickled by value where that is needed."""
+    rank: int
+    world_size: int
+    folder: str
+    """A folder that the ranks of this job share: the store, and what they print."""
+    timeout_s: float
+    mesh: Mapping[str, int]
+    device: str
+    env: Mapping[str, str]
+    path: tuple[str, ...]
+    cwd: str
+
+    @property
+    def store(self) -> str:
+        """The file through which the ranks find each other."""
+        return f"{self.folder}/store"
+
+    @property
+    def output(self) -> str:
+        """The file that holds what this rank prints."""
+        return f"{self.folder}/output-{self.rank}"
+
+    @property
+    def stack(self) -> str:
+        """The file into which this rank writes its stacks when asked."""
+        return f"{self.folder}/stack-{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How the call ended on a rank that lived to tell."""
+
+    returned: bool
+    value: bytes | None = None
+    """The result, or the exception, pickled; None for an exception that cannot be."""
+    traceback: str = ""
+    skipped: str | None = None
+    """The reason, if the function called pytest.skip."""
+
+
+Status = Literal["returned", "raised", "died", "hung", "interrupted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the call ended on one rank, as the caller sees it."""
+
+    rank: int
+    status: Status
+    value: Any = None  # Any: whatever the function returned
+    error: BaseException | None = None
+    details: str = ""
+    """The traceback of a rank that raised, the stacks of one that was stopped, the exit of one that died."""
+    output: str = ""
+    skipped: str | None = None
+    """The reason, if the function called pytest.skip."""
+    first: bool = False
+    """This rank failed before the others, so its failure is likely the cause of theirs."""
+
+
+def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
+    """The call as bytes that another process can run, whether or not it can import the function's module.
+
+    Raises: ConfigError naming the argument that cannot travel.
+    """
+    filters = [entry for entry in warnings.filters if entry[2].__module__ != "__main__"]
+    try:
+        with _by_value(fn):
+            return bytes(cloudpickle.dumps((fn, args, filters)))
+    except Exception as error:  # pickling runs the __reduce__ of arbitrary objects
+        raise ConfigError(
+            f"{_name_of(fn)} cannot be sent to the workers: {_culprit(fn, args)} ({error}). They are other processes: pass values, "
+            f"and make locks, files, mocks and patches inside the function."
+        ) from error
+
+
+def _culprit(fn: Callable[..., object], args: tuple[object, ...]) -> str:
+    for position, value in enumerate(args):
+        try:
+            cloudpickle.dumps(value)
+        except Exception:  # pickling runs the __reduce__ of arbitrary objects
+            return f"argument {position} after the context, a {type(value).__name__}, cannot be pickled"
+    return "something that it refers to cannot be pickled"
+
+
+def _name_of(fn: Callable[..., object]) -> str:
+    return str(getattr(fn, "__qualname__", repr(fn)))
+
+
+@contextmanager
+def _by_value(fn: Callable[..., object]) -> Iterator[None]:
+    """Have the functions and classes of the module of `fn` travel by value if workers could not import it."""
+    target = fn
+    while hasattr(target, "func"):  # functools.partial
+        target = target.func
+    module = sys.modules.get(str(getattr(target, "__module__", None)))
+    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value() or _importable(module.__name__):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(name: str) -> bool:
+    """Whether a fresh process would get the same module by this name.
+
+    Test modules never do: pytest loads them with rewritten asserts and, with importmode=importlib, under names of its own.
+    """
+    module = sys.modules[name]
+    if name == "__main__" or type(module.__loader__).__module__.startswith("_pytest"):
+        return False
+    path: list[str] | None = None
+    spec = None
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        spec = importlib.machinery.PathFinder.find_spec(".".join(parts[:count]), path)
+        if spec is None:
+            break
+        path = list(spec.submodule_search_locations or ())
+    if spec is not None:
+        return spec.origin == getattr(module, "__file__", None)
+    return name in sys.builtin_module_names or _is_editable(module)
+
+
+def _is_editable(module: object) -> bool:
+    """Whether an import hook of an editable install found the module."""
+    return "editable" in type(getattr(module, "__loader__", None)).__module__

@@ -1,0 +1,105 @@
+"""The processes behind the pool: the zygote that forks workers, and one handle per worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+from hasten.errors import LaunchError
+from hasten.testing.job import FORK, MESSAGE, READY, WAIT
+
+START_S: Final = 120.0
+STOP_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker process and the pipe to it."""
+
+    pid: int
+    pipe: Connection
+
+    def kill(self) -> None:
+        """End the process at once, whatever it does."""
+        self.pipe.close()
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens if the process is gone."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class Zygote:
+    """The process that has imported torch and forks workers from that."""
+
+    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
+        self._log = folder / "zygote.log"
+        self._control, theirs = socket.socketpair()
+        self._ready = False
+        try:
+            with theirs, self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "hasten.testing.zygote", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # Ctrl-C is for the caller, who then ends the workers
+                )
+        except BaseException:
+            self._control.close()
+            raise
+
+    def fork(self) -> Worker:
+        """A new worker, a few milliseconds old."""
+        if not self._ready:
+            self._answer(START_S)
+            self._ready = True
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [MESSAGE.pack(FORK, 0)], [theirs.fileno()])
+            pid = self._answer(START_S)
+        return Worker(pid, Connection(ours.detach()))
+
+    def exit_code(self, worker: Worker) -> int:
+        """How a worker that is ending ended: its exit code, or minus the signal that killed it."""
+        self._control.sendall(MESSAGE.pack(WAIT, worker.pid))
+        return self._answer(STOP_S)
+
+    def close(self) -> None:
+        """End the process and with it every worker."""
+        self._control.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _answer(self, timeout_s: float) -> int:
+        self._control.settimeout(timeout_s)
+        try:
+            data = self._control.recv(MESSAGE.size, socket.MSG_WAITALL)
+        except (TimeoutError, ConnectionError) as error:
+            raise self._broken(f"did not answer ({error})") from error
+        if len(data) < MESSAGE.size:
+            raise self._broken(f"ended with exit code {self._process.wait(STOP_S)}")
+        verb, number = MESSAGE.unpack(data)
+        assert verb in (READY, FORK, WAIT), f"unexpected verb {verb!r}"
+        return int(number)
+
+    def _broken(self, what: str) -> LaunchError:
+        tail = self._log.read_text(errors="replace")[-2000:]
+        return LaunchError(
+            f"the process that starts the pool's workers {what}, so no test can run on several ranks. Its output:\n{tail}"
+        )

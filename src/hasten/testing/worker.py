@@ -1,0 +1,216 @@
+"""A worker of the pool: runs one job after another, each in a fresh process group, and is clean in between."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import cloudpickle
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hasten.errors import ConfigError
+from hasten.runtime import bootstrap, env
+from hasten.runtime.axes import MeshSpec
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.topology import Topology
+from hasten.testing.job import STACK_SIGNAL, Job, Report
+
+SEED: Final = 0
+
+
+class Interrupted(BaseException):
+    """Another rank failed, or the time is up: stop where you are. Not an Exception, so that `except` lets it pass."""
+
+
+def serve(pool: Connection) -> None:
+    """Run jobs until the pool hangs up."""
+    start = _Start.remember()
+    interrupt = _Interrupt()
+    with suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        while True:
+            job: Job = pool.recv()
+            interrupt.install()
+            pool.send(_run(job, interrupt))
+            pool.recv()  # every rank has reported: nobody needs the group any more
+            pool.send(start.restore())
+
+
+class _Interrupt:
+    """The pool's SIGINT: raises while a job runs, and is nothing otherwise."""
+
+    def __init__(self) -> None:
+        self._running = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, self._handle)
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        self._running = True
+        try:
+            yield
+        finally:
+            self._running = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._running:
+            self._running = False
+            raise Interrupted("stopped by the pool")
+
+
+def _run(job: Job, interrupt: _Interrupt) -> Report:
+    """Call the function of the job; whatever it raises becomes a report."""
+    with _redirected(job), warnings.catch_warnings():
+        try:
+            env.replace(job.env)
+            sys.path[:] = job.path
+            os.chdir(job.cwd)
+            with interrupt.armed():
+                fn, args, filters = pickle.loads(job.payload)
+                warnings.filters[:] = filters  # type: ignore[index]  # typeshed calls the list a sequence
+                value = fn(_context(job), *args)
+            return Report(returned=True, value=_pickled_result(value, fn))
+        except BaseException as error:  # the function is arbitrary, and SystemExit must not end the worker
+            return _failure(error)
+
+
+def _failure(error: BaseException) -> Report:
+    frames = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of _run
+    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    try:
+        pickled: bytes | None = cloudpickle.dumps(error)
+        pickle.loads(pickled or b"")
+    except Exception:  # an exception that does not survive pickling; its text does
+        pickled = None
+    # Known by its name, because pytest need not be installed where workers run.
+    skipped = str(error) if type(error).__name__ == "Skipped" else None
+    return Report(returned=False, value=pickled, traceback=text, skipped=skipped)
+
+
+def _pickled_result(value: object, fn: object) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # pickling runs the __reduce__ of arbitrary objects
+        raise ConfigError(
+            f"the result of {fn}, a {type(value).__name__}, cannot be sent back from the worker ({error}); "
+            f"return tensors, numbers and plain containers, or None."
+        ) from error
+
+
+def _context(job: Job) -> ProcessContext:
+    """A fresh group, a fresh context and fresh seeds for this rank. One rank alone gets no group, as in a plain script."""
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    device = _device(job)
+    topology = Topology()
+    if job.world_size > 1:
+        topology = Topology.from_env(job.env)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(job.store, job.world_size),
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.timeout_s + 30),
+        )
+    return bootstrap.start(topology, device, lambda world_size: MeshSpec.build(world_size, **job.mesh))
+
+
+def _device(job: Job) -> torch.device:
+    if job.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(job.device, job.rank % torch.accelerator.device_count())
+
+
+@contextmanager
+def _redirected(job: Job) -> Iterator[None]:
+    """Send what this process prints, Python or not, to the job's output file, and its stacks to the stack file."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    output, stack = os.open(job.output, flags, 0o600), os.open(job.stack, flags, 0o600)
+    for fd in (1, 2):
+        os.dup2(output, fd)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a TextIOWrapper here
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
+    faulthandler.enable(file=2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        faulthandler.unregister(STACK_SIGNAL)
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        os.close(stack)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """How the worker was when it was born, to be so again before every job."""
+
+    env: Mapping[str, str]
+    cwd: str
+    path: tuple[str, ...]
+    signals: Mapping[int, Any]  # Any: signal.getsignal returns a union that signal.signal does not take back
+    handlers: tuple[logging.Handler, ...]
+    level: int
+
+    @classmethod
+    def remember(cls) -> _Start:
+        numbers = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        return cls(
+            env=env.snapshot(),
+            cwd=str(Path.cwd()),
+            path=tuple(sys.path),
+            signals={int(n): h for n in numbers if (h := signal.getsignal(n)) is not None},
+            handlers=tuple(logging.root.handlers),
+            level=logging.root.level,
+        )
+
+    def restore(self) -> bool:
+        """Undo what the job left behind; False if something stays, and the worker had better be replaced."""
+        gc.collect()  # reducers and meshes hold on to groups
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        env.replace(self.env)
+        os.chdir(self.cwd)
+        sys.path[:] = self.path
+        for number, handler in self.signals.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        logging.root.handlers[:] = self.handlers
+        logging.root.setLevel(self.level)
+        _restore_torch()
+        return threading.active_count() == 1
+
+
+def _restore_torch() -> None:
+    """Torch's switches as a fresh process has them."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.benchmark = False
+    torch.autograd.set_detect_anomaly(False)
+    torch._dynamo.reset()

@@ -1,0 +1,96 @@
+"""The parent of the pool's workers: imports torch once, then forks a worker whenever it is asked to.
+
+Run as `python -m hasten.testing.zygote FD`. Forking happens here and not in the caller because the caller may have threads,
+a CUDA context or anything else that does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Final
+
+import torch
+
+from hasten.testing.job import FORK, MESSAGE, READY, WAIT
+from hasten.testing.worker import serve
+
+PRELOAD: Final = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.nn.parallel",
+    "torch.optim.lr_scheduler",
+    "torch.utils.data",
+)
+IF_INSTALLED: Final = ("_pytest.assertion.rewrite", "pytest")
+
+
+def main(control_fd: int) -> None:
+    """Import everything, then serve the pool until it closes its end."""
+    torch.set_num_threads(1)
+    for name in PRELOAD:
+        importlib.import_module(name)
+    for name in IF_INSTALLED:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the workers' collectors never look at what was imported here, so the pages stay shared
+    control = socket.socket(fileno=control_fd)
+    control.sendall(MESSAGE.pack(READY, os.getpid()))
+    children: set[int] = set()
+    try:
+        while message := _receive(control):
+            verb, number, fds = message
+            if verb == FORK:
+                pid = _fork(control, fds[0])
+                children.add(pid)
+                control.sendall(MESSAGE.pack(FORK, pid))
+            elif verb == WAIT:
+                children.discard(number)
+                control.sendall(MESSAGE.pack(WAIT, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])))
+    finally:
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _receive(control: socket.socket) -> tuple[bytes, int, list[int]] | None:
+    try:
+        data, fds, _, _ = socket.recv_fds(control, MESSAGE.size, 1)
+    except ConnectionResetError:
+        return None
+    while 0 < len(data) < MESSAGE.size:
+        data += control.recv(MESSAGE.size - len(data))
+    if not data:
+        return None
+    verb, number = MESSAGE.unpack(data)
+    return verb, number, list(fds)
+
+
+def _fork(control: socket.socket, fd: int) -> int:
+    pid = os.fork()
+    if pid:
+        os.close(fd)
+        return pid
+    status = 1
+    try:
+        control.close()
+        serve(Connection(fd))
+        status = 0
+    finally:
+        os._exit(status)  # never back into the loop above, and no exit handlers of what was only imported here
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
