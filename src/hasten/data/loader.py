@@ -1,0 +1,190 @@
+"""The prepared loader: a DataLoader whose batches, epoch, end and position are known to the rest of hasten."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.data.position import Position, decode, encode
+from hasten.data.shuffle import derive_seed
+from hasten.data.source import Item, Source
+from hasten.optim.clock import LoaderCursor, StepClock
+
+Move = Callable[[Iterator[Item]], Iterator[Item]]
+
+
+@dataclass(slots=True)
+class Track:
+    """The one place that knows where a loader stands; loaders made by skipping share it."""
+
+    start: Position
+    steps: int = 0
+    """Batches handed to the user since `start`."""
+    mark: Any = None
+    fresh: bool = True
+    """`start` is where the next iteration begins; false once an iteration has begun there."""
+
+    def upcoming(self) -> Position:
+        """Where the next iteration begins. One that was abandoned is over: the next takes the next epoch."""
+        return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
+
+    def enter(self, at: Position) -> None:
+        self.start, self.steps, self.mark, self.fresh = at, 0, None, False
+
+    def place(self, at: Position) -> None:
+        """Make the next iteration begin at `at`."""
+        self.enter(at)
+        self.fresh = True
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin at `epoch` next; a position inside that very epoch is kept."""
+        if not (self.fresh and self.start.epoch == epoch):
+            self.place(self.start.begin(epoch))
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a prepared loader is put together from."""
+
+    source: Source
+    clock: StepClock
+    track: Track
+    move: Move | None
+    """Puts batches on the device, or None when they stay where they are."""
+    shard: int
+    seed_workers: bool
+    """The user gave no generator, so worker seeds are drawn from one of ours."""
+    total_batch_size: int | None
+    cursor: LoaderCursor = field(default_factory=LoaderCursor)
+    skip: int = 0
+
+
+class Loader(DataLoader[Any]):
+    """A prepared DataLoader. Keeps every setting of the user's; `len` counts this rank's batches.
+
+    Each pass takes the next epoch by itself. `state_dict()` is where the loop stands: the batch in the user's hands
+    counts as consumed.
+    """
+
+    parts: Parts
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError("a Loader is made by prepare(), not by hand: call accelerator.prepare(DataLoader(...))")
+
+    @classmethod
+    def made(cls, user: DataLoader[Any], parts: Parts, **shown: Any) -> Loader:
+        """A loader with the user's attributes, but for those in `shown`."""
+        loader = cls.__new__(cls)
+        loader.__dict__.update(user.__dict__)
+        loader.__dict__.update(_iterator=None, parts=parts, **shown)
+        return loader
+
+    @property
+    def cursor(self) -> LoaderCursor:
+        """Where this loader stands in the epoch."""
+        return self.parts.cursor
+
+    @property
+    def epoch(self) -> int:
+        """The epoch the loader is in, or begins next."""
+        return self.parts.track.start.epoch
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples that all processes together take in one full step; None when batches vary."""
+        return self.parts.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The samples in the dataset."""
+        return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
+        parts = self.parts
+        track = parts.track
+        at = track.upcoming()
+        if parts.skip:
+            at = parts.source.skipped(replace(at, consumed=0, stream=None), parts.skip)
+        self._set_seeds(at)
+        at = parts.source.begin(at)
+        track.enter(at)
+        items = parts.source.open(at)
+        cursor = parts.cursor
+        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real = at.epoch, 0, False, None
+        return self._hand_out(items if parts.move is None else parts.move(items))
+
+    def _hand_out(self, items: Iterator[Item]) -> Iterator[Any]:
+        cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
+        here = track.start
+        with clock.watching(cursor):
+            for batch, real, last, mark in items:
+                cursor.batch += 1
+                cursor.num_real = real
+                cursor.at_end = last
+                track.steps += 1
+                track.mark = mark
+                yield batch
+        if track.start is here:
+            track.place(here.begin(here.epoch + 1))
+
+    def _set_seeds(self, at: Position) -> None:
+        parts = self.parts
+        engine = parts.source.engine
+        if parts.seed_workers:
+            engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
+        forward_epoch(self.dataset, at.epoch)
+
+    def __len__(self) -> int:
+        steps = self.parts.source.steps()
+        if steps is None:
+            kind = "its dataset is a stream" if isinstance(self.dataset, IterableDataset) else "its sampler has none"
+            raise TypeError(f"this loader has no length: {kind}. Count batches as they come, or give it a __len__.")
+        return max(steps - self.parts.skip, 0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin at `epoch` when iterated next; without a call, every pass takes the next epoch by itself."""
+        self.parts.track.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop stands, as JSON values, equal on every rank: all it takes to go on as if never stopped."""
+        parts = self.parts
+        track = parts.track
+        at = track.start if track.steps == 0 else parts.source.reached(track.start, track.steps, track.mark)
+        return encode(at, parts.source.unit, parts.source.size())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next iteration go on where `state` was taken, also on another number of processes.
+
+        Raises: DataError when the state belongs to other data.
+        """
+        parts = self.parts
+        parts.track.place(decode(state, parts.source.unit, parts.source.size()))
+
+    def skipping(self, num_batches: int) -> Loader:
+        """The same loader, beginning every epoch `num_batches` later; it shares this loader's position."""
+        parts = replace(self.parts, source=self.parts.source.copied(), skip=self.parts.skip + num_batches)
+        loader = copy.copy(self)
+        loader.__dict__.update(_iterator=None, parts=parts)
+        return loader
+
+
+def forward_epoch(target: object, epoch: int) -> None:
+    """Tell the dataset which epoch begins, when it wants to know."""
+    set_epoch = getattr(target, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
+    """A move that handles one batch after the other, when it is asked for."""
+
+    def move(items: Iterable[Item]) -> Iterator[Item]:
+        for batch, real, last, mark in items:
+            yield put(batch), real, last, mark
+
+    return move

@@ -1,0 +1,265 @@
+"""The global order of an epoch's units, equal on every rank: computed, drawn alike everywhere, or drawn once and shared."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import random
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from hasten.comm.base import Comm
+from hasten.data.position import Position
+from hasten.data.shuffle import Indices, Shuffle, derive_seed
+from hasten.errors import DataError, PeerFailedError
+
+_SHARED_CHUNK: Final = 1024
+_SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
+
+
+class Order(Protocol):
+    """Where a loader's units come from. Units are dataset indices, or lists of them from a batch sampler."""
+
+    def size(self) -> int | None:
+        """The units of an epoch, when that is known before drawing them."""
+        ...
+
+    def begin(self, at: Position) -> Position:
+        """`at` with what is needed to draw its epoch again; restores what an earlier call put there."""
+        ...
+
+    def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
+        """The function from positions to indices, when positions can be computed."""
+        ...
+
+    def draw(self, at: Position) -> Iterator[Any]:
+        """The units of the epoch from its beginning."""
+        ...
+
+
+class SequentialOrder:
+    """The dataset's own order."""
+
+    def __init__(self, source: Sized) -> None:
+        self._source = source
+
+    def size(self) -> int:
+        return len(self._source)
+
+    def begin(self, at: Position) -> Position:
+        return at
+
+    def seek(self, at: Position) -> Callable[[Indices], Indices]:
+        return lambda positions: positions
+
+    def draw(self, at: Position) -> Iterator[int]:
+        return iter(range(self.size()))
+
+
+class ShuffledOrder:
+    """A permutation that is a function of (seed, epoch) and can be entered anywhere."""
+
+    def __init__(self, source: Sized) -> None:
+        self._source = source
+
+    def size(self) -> int:
+        return len(self._source)
+
+    def begin(self, at: Position) -> Position:
+        return at
+
+    def seek(self, at: Position) -> Callable[[Indices], Indices]:
+        return Shuffle(self.size(), at.seed, at.epoch).at
+
+    def draw(self, at: Position) -> Iterator[int]:
+        shuffle = Shuffle(self.size(), at.seed, at.epoch)
+        for first in range(0, shuffle.size, 4096):
+            yield from shuffle.at(np.arange(first, min(first + 4096, shuffle.size))).tolist()
+
+
+class SeededOrder:
+    """One of torch's random samplers without a generator: each rank draws alike from one seeded by (seed, epoch)."""
+
+    def __init__(self, sampler: Any) -> None:  # Any: three classes of torch with nothing in common but `generator`
+        self._sampler = sampler
+
+    def size(self) -> int:
+        return len(self._sampler)
+
+    def begin(self, at: Position) -> Position:
+        return at
+
+    def seek(self, at: Position) -> None:
+        return None
+
+    def draw(self, at: Position) -> Iterator[int]:
+        sampler = copy.copy(self._sampler)
+        sampler.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch))
+        return iter(sampler)
+
+
+class DistributedOrder:
+    """The user's own DistributedSampler: it has dealt the samples out already, so its order is this rank's alone."""
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self.sampler = sampler
+
+    def size(self) -> int:
+        return len(self.sampler)
+
+    def begin(self, at: Position) -> Position:
+        return at
+
+    def seek(self, at: Position) -> None:
+        return None
+
+    def draw(self, at: Position) -> Iterator[int]:
+        self.sampler.set_epoch(at.epoch)
+        return iter(self.sampler)
+
+    def num_real(self) -> int:
+        """How many of this rank's samples are not DistributedSampler's padding."""
+        sampler = self.sampler
+        if sampler.drop_last:
+            return len(sampler)
+        num_samples = len(sampler.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
+        return max(-(-(num_samples - sampler.rank) // sampler.num_replicas), 0)
+
+
+class SharedOrder:
+    """Any other sampler or batch sampler: the first rank draws, the others receive.
+
+    It is drawn under random states of its own, seeded by (seed, epoch), so that it can be drawn again on resume and
+    does not disturb the training's. A generator the user gave is used as it is, and its state is kept with the
+    position.
+    """
+
+    def __init__(self, sampler: Iterable[Any], comm: Comm) -> None:  # Any: a unit is whatever the sampler yields
+        self._sampler = sampler
+        self._comm = comm
+        self._generator = _generator_of(sampler)
+
+    def size(self) -> int | None:
+        return len(self._sampler) if isinstance(self._sampler, Sized) else None
+
+    def begin(self, at: Position) -> Position:
+        if self._generator is None:
+            return at
+        if at.generator is None:
+            state = base64.b64encode(bytes(self._generator.get_state().numpy())).decode()
+            return Position(epoch=at.epoch, consumed=at.consumed, seed=at.seed, generator=state)
+        raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
+        self._generator.set_state(torch.from_numpy(raw.copy()))
+        return at
+
+    def seek(self, at: Position) -> None:
+        return None
+
+    def draw(self, at: Position) -> Iterator[Any]:  # Any: a unit is whatever the sampler yields
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(at.epoch)
+        world = _RandomStates(derive_seed(at.seed, at.epoch))
+        units: Iterator[Any] | None = None
+        while True:
+            chunk: list[Any] = []
+            error: Exception | None = None
+            if self._comm.rank == 0:
+                try:
+                    with world.entered():
+                        units = iter(self._sampler) if units is None else units
+                        chunk = list(islice(units, _SHARED_CHUNK))
+                except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
+                    error = raised
+            chunk = self._share(chunk, error)
+            yield from chunk
+            if len(chunk) < _SHARED_CHUNK:
+                return
+
+    def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
+        if self._comm.size > 1:
+            said, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
+            if said is not None and error is None:
+                raise PeerFailedError(
+                    f"the sampler raised {said} on rank {self._comm.ranks[0]}, which draws for all ranks, so this rank "
+                    f"has no indices to read. Look at that rank's traceback."
+                )
+        if error is not None:
+            raise error
+        return chunk
+
+
+class _RandomStates:
+    """The process's CPU random states, swapped for seeded ones while somebody draws."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed: int | None = seed
+        self._states: tuple[Any, Any, Any] | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        outside = _read_states()
+        if self._states is not None:
+            _write_states(self._states)
+        elif self._seed is not None:
+            torch.default_generator.manual_seed(self._seed)
+            random.seed(self._seed)
+            np.random.seed(self._seed & 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            self._states = _read_states()
+            _write_states(outside)
+
+
+def _read_states() -> tuple[Any, Any, Any]:  # Any: opaque states of three libraries
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _write_states(states: tuple[Any, Any, Any]) -> None:  # Any: opaque states of three libraries
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sampler is any iterable of indices
+    """The order a user's sampler (or batch sampler) stands for."""
+    kind = type(sampler)
+    if isinstance(sampler, DistributedSampler):
+        return DistributedOrder(sampler)
+    if kind is SequentialSampler:
+        return SequentialOrder(sampler)
+    if kind is RandomSampler and seekable and not sampler.replacement and sampler._num_samples is None:
+        return ShuffledOrder(sampler)
+    if kind in _SEEDED_ALIKE and sampler.generator is None:
+        return SeededOrder(sampler)
+    return SharedOrder(sampler, comm)
+
+
+def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int) -> None:
+    """Raise unless the user's DistributedSampler deals samples out as the mesh does."""
+    if (sampler.num_replicas, sampler.rank) != (num_shards, shard):
+        raise DataError(
+            f"the loader's DistributedSampler has num_replicas={sampler.num_replicas} and rank={sampler.rank}, and this "
+            f"process reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Give "
+            f"it num_replicas={num_shards}, rank={shard}, or leave it out: prepare() shards the loader by itself."
+        )
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:  # Any: a sampler is any iterable
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None

@@ -1,0 +1,84 @@
+"""A loader's position as plain JSON values: enough to go on, also on another number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from hasten.errors import DataError
+
+Unit = Literal["samples", "batches", "stream"]
+
+_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where all ranks stand together in the global order of an epoch."""
+
+    epoch: int = 0
+    consumed: int = 0
+    """Units of the epoch's global order that the ranks have handed to their users."""
+    seed: int = 0
+    generator: str | None = None
+    """State of the user's generator when the epoch began, on the rank that draws; base64."""
+    stream: Mapping[str, Any] | None = None
+    """What a stream needs besides the count: positions of its workers."""
+
+    def begin(self, epoch: int) -> Position:
+        """The beginning of `epoch`."""
+        return replace(self, epoch=epoch, consumed=0, generator=None, stream=None)
+
+
+def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
+    """The position as JSON values, with what is needed to refuse a loader it does not belong to."""
+    state: dict[str, Any] = {
+        "version": _VERSION,
+        "unit": unit,
+        "size": size,
+        "epoch": position.epoch,
+        "consumed": position.consumed,
+        "seed": position.seed,
+    }
+    if position.generator is not None:
+        state["generator"] = position.generator
+    if position.stream is not None:
+        state["stream"] = dict(position.stream)
+    return state
+
+
+def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
+    """The position that `encode` wrote.
+
+    Raises: DataError when it was written by a loader whose order is not this one's.
+    """
+    missing = [key for key in ("version", "unit", "size", "epoch", "consumed", "seed") if key not in state]
+    if missing:
+        raise DataError(
+            f"the loader's state has no {', '.join(missing)} (found: {', '.join(map(str, state)) or 'nothing'}), so it "
+            f"was not written by a loader of hasten. Pass what state_dict() of a prepared loader returned."
+        )
+    if state["version"] != _VERSION:
+        raise DataError(
+            f"the loader's state has version {state['version']}, and this hasten reads version {_VERSION}; reading on "
+            f"could repeat or lose samples. Resume with the hasten that wrote it, or begin a new epoch."
+        )
+    if state["consumed"] and state["unit"] != unit:
+        raise DataError(
+            f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is "
+            f"of another kind, so the position has no meaning here. Prepare the loader the run was started with."
+        )
+    if state["consumed"] and state["size"] != size:
+        raise DataError(
+            f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
+            f"epoch has {size}; its order is another one, so samples would be repeated or lost. Restore the dataset, "
+            f"or begin a new epoch with loader.set_epoch({state['epoch'] + 1}) and no loaded state."
+        )
+    return Position(
+        epoch=state["epoch"],
+        consumed=state["consumed"],
+        seed=state["seed"],
+        generator=state.get("generator"),
+        stream=state.get("stream"),
+    )

@@ -1,0 +1,186 @@
+"""This rank's batches of indices: an order, cut by a plan, from any position on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple
+
+from torch.utils.data import BatchSampler
+
+from hasten.data.order import DistributedOrder, Order
+from hasten.data.plan import LoaderPlan, cut
+from hasten.data.position import Position, Unit
+from hasten.errors import DataError
+
+Form = Literal["rows", "batches", "items"]
+
+
+class Lot(NamedTuple):
+    """One batch of indices for this rank."""
+
+    indices: Any  # Any: a list of whatever the dataset is indexed with, or one such index
+    real: int | None
+    """Rows that are not padding; None means all."""
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """All that decides which indices this rank reads, and in which order."""
+
+    order: Order
+    plan: LoaderPlan
+    form: Form
+    """What a unit of the order is: one row of a batch, a whole batch, or an item that is not batched at all."""
+    split: tuple[int, int] | None = None
+    """(number of shares, share) when each batch of the user's batch sampler is split over the ranks."""
+    stride: int = 1
+    """Ranks that the user's own DistributedSampler has dealt the order out to."""
+
+    @property
+    def unit(self) -> Unit:
+        return "batches" if self.form == "batches" else "samples"
+
+    def size(self) -> int | None:
+        """Units in an epoch's global order, when known beforehand."""
+        size = self.order.size()
+        return None if size is None else size * self.stride
+
+    def steps(self) -> int | None:
+        """Batches of a whole epoch on this rank, when known beforehand."""
+        size = self.order.size()
+        return None if size is None else self.plan.steps(size)
+
+    def reached(self, start: int, steps: int) -> int:
+        """The global position after `steps` steps from global position `start`."""
+        return self.plan.consumed(self.order.size(), steps, start // self.stride) * self.stride
+
+    def lots(self, at: Position) -> Iterator[Lot]:
+        """This rank's batches from `at` to the end of its epoch.
+
+        Raises: DataError when the position cannot be reached with the user's own DistributedSampler.
+        """
+        if at.consumed % self.stride:
+            raise DataError(
+                f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
+                f"DistributedSampler deals to, so samples would be lost or read twice. Resume on a number of processes "
+                f"that divides {at.consumed}, or leave the sampler out: prepare() shards the loader by itself."
+            )
+        start = at.consumed // self.stride
+        seek = self.order.seek(at)
+        if seek is not None and self.form != "batches":
+            lots = self._sought(seek, start)
+        else:
+            lots = self._drawn(self.order.draw(at), start)
+        return lots if self.split is None else map(self._share_of, lots)
+
+    def _sought(self, seek: Any, start: int) -> Iterator[Lot]:  # Any: a function on index arrays
+        plan = self.plan
+        size = self.order.size()
+        assert size is not None, "an order that can be computed has a size"
+        left, tail = plan.steps(size, start), plan.tail(size, start)
+        for positions in plan.assign(size, start):
+            for indices in seek(positions.reshape(-1)).reshape(positions.shape).tolist():
+                left -= 1
+                if left:
+                    yield Lot(indices if self.form == "rows" else indices[0], None, False)
+                else:
+                    real = None if tail is None or tail.real == tail.rows else tail.real
+                    yield Lot(indices if self.form == "rows" else indices[0], real, True)
+
+    def _drawn(self, units: Iterator[Any], start: int) -> Iterator[Lot]:
+        """Cut batches out of units that can only be drawn one after the other."""
+        plan = self.plan
+        head = list(islice(units, plan.num_shards))
+        units = chain(head, units)
+        deque(islice(units, start), maxlen=0)
+        block = list(islice(units, plan.global_batch))
+        done = start
+        while block:
+            following = list(islice(units, plan.global_batch)) if len(block) == plan.global_batch else []
+            mine, real = self._take(block, head)
+            if mine:
+                last = not self._take(following, head)[0]
+                yield Lot(mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
+            done += plan.rows
+            block = following
+
+    def _take(self, block: list[Any], head: list[Any]) -> tuple[list[Any], int]:
+        """This rank's share of a block, padded from the head of the epoch, and how much of it is real."""
+        plan = self.plan
+        if not block or (len(block) < plan.global_batch and plan.drop_last):
+            return [], 0
+        share = cut(len(block), plan.num_shards, plan.shard, plan.even)
+        mine = block[share.first : share.first + share.rows]
+        pads = range(max(share.first, len(block)), share.first + share.rows)
+        mine.extend(head[(place - len(block)) % len(head)] for place in pads)
+        return mine, share.real
+
+    def _mark(self, real: int, rows: int, done: int) -> int | None:
+        if isinstance(self.order, DistributedOrder):
+            real = min(max(self.order.num_real() - done, 0), rows)
+        return None if real == rows else real
+
+    def _share_of(self, lot: Lot) -> Lot:
+        assert self.split is not None, "only split assignments share batches"
+        num_shares, share = self.split
+        size = len(lot.indices)
+        mine = cut(size, num_shares, share, self.plan.even)
+        if not mine.rows:
+            raise DataError(
+                f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have "
+                f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
+                f"split_batches=False."
+            )
+        indices = [lot.indices[place % size] for place in range(mine.first, mine.first + mine.rows)]
+        return Lot(indices, None if mine.real == mine.rows else mine.real, lot.last)
+
+
+class PlannedSampler(BatchSampler):
+    """What a prepared loader shows as its batch sampler: this rank's batches of the coming epoch."""
+
+    def __init__(self, assignment: Assignment, sampler: Any, position: Any) -> None:
+        # Any: the user's sampler, and the loader's track, of which only `upcoming()` is used
+        self.assignment = assignment
+        self.sampler = sampler
+        self.batch_size = assignment.plan.rows
+        self.drop_last = assignment.plan.drop_last
+        self._position = position
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        at = replace(self._position.upcoming(), consumed=0)
+        for lot in self.assignment.lots(at):
+            yield lot.indices
+
+    def __len__(self) -> int:
+        steps = self.assignment.steps()
+        if steps is None:
+            raise TypeError("the number of batches is unknown: the loader's own sampler has no length")
+        return steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin at `epoch` when iterated next."""
+        self._position.set_epoch(epoch)
+
+
+class Feed:
+    """The index source of the engine: hands out lots and keeps a note of each until its batch arrives."""
+
+    def __init__(self) -> None:
+        self.notes: deque[Lot] = deque()
+        self._lots: Iterator[Lot] = iter(())
+
+    def load(self, lots: Iterator[Lot]) -> deque[Lot]:
+        """Make `lots` what the next iteration hands out; gives the notes of that iteration."""
+        self.notes = deque()
+        self._lots = lots
+        return self.notes
+
+    def __iter__(self) -> Iterator[Any]:
+        notes = self.notes
+        for lot in self._lots:
+            notes.append(lot)
+            yield lot[0]

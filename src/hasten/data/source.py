@@ -1,0 +1,134 @@
+"""Where a prepared loader's batches come from: the Source seam, and the source that reads indexed data on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NoReturn, Protocol
+
+from torch.utils.data import DataLoader
+
+from hasten.data.position import Position, Unit
+from hasten.data.sampler import Assignment, Feed, Lot
+
+Item = tuple[Any, int | None, bool, Any]
+"""(batch, rows that are not padding or None for all, last of the epoch, mark of a stream's position)."""
+
+_SHOWN_INDICES = 32
+
+
+class Source(Protocol):
+    """Gives the batches of one rank from a position on."""
+
+    @property
+    def unit(self) -> Unit: ...
+    @property
+    def engine(self) -> DataLoader[Any]: ...
+    def size(self) -> int | None:
+        """Units of an epoch's global order, when known."""
+        ...
+
+    def steps(self) -> int | None:
+        """Batches of a whole epoch on this rank, when known."""
+        ...
+
+    def begin(self, at: Position) -> Position:
+        """`at` with what is needed to enter its epoch again."""
+        ...
+
+    def open(self, at: Position) -> Iterator[Item]:
+        """The batches from `at` to the end of its epoch."""
+        ...
+
+    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+        """The position after `steps` batches from `start`; `mark` came with the last of them."""
+        ...
+
+    def skipped(self, start: Position, num_batches: int) -> Position:
+        """The position `num_batches` of this rank's batches after `start`."""
+        ...
+
+    def copied(self) -> Source:
+        """A source over the same data that can be iterated on its own."""
+        ...
+
+
+class IndexedSource:
+    """Map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
+
+    def __init__(self, loader: DataLoader[Any], assignment: Assignment, rank: int) -> None:
+        self.assignment = assignment
+        self.unit = assignment.unit
+        self._loader = loader
+        self._rank = rank
+        self._feed = Feed()
+        fed = (
+            {"sampler": self._feed, "batch_sampler": None}
+            if assignment.form == "items"
+            else {"batch_sampler": self._feed}
+        )
+        self.engine = engine_of(loader, **fed)
+
+    def size(self) -> int | None:
+        return self.assignment.size()
+
+    def steps(self) -> int | None:
+        return self.assignment.steps()
+
+    def begin(self, at: Position) -> Position:
+        return self.assignment.order.begin(at)
+
+    def open(self, at: Position) -> Iterator[Item]:
+        notes = self._feed.load(self.assignment.lots(at))
+        return self._read(iter(self.engine), notes, at)
+
+    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+        return moved(start, self.assignment.reached(start.consumed, steps))
+
+    def skipped(self, start: Position, num_batches: int) -> Position:
+        return self.reached(start, num_batches, None)
+
+    def copied(self) -> IndexedSource:
+        return IndexedSource(self._loader, self.assignment, self._rank)
+
+    def _read(self, batches: Iterator[Any], notes: deque[Lot], at: Position) -> Iterator[Item]:
+        take = notes.popleft
+        number = 0
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception as error:  # the user's dataset or a worker: any type, raised on as it is
+                self._explain(error, notes, at, number)
+            _, real, last = take()
+            number += 1
+            yield batch, real, last, None
+
+    def _explain(self, error: Exception, notes: deque[Lot], at: Position, number: int) -> NoReturn:
+        """Say on the error which rank, epoch, batch and indices it happened at, and raise it on."""
+        where = f"rank {self._rank}, epoch {at.epoch}, batch {number} after position {at.consumed}"
+        indices = notes[0].indices if notes else "unknown"
+        if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
+            indices = f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
+        error.add_note(f"hasten: reading failed on {where}; dataset indices of that batch: {indices}.")
+        raise error
+
+
+def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
+    """A copy of the user's loader, all settings kept but those in `replaced`, with no workers started yet."""
+    engine = copy.copy(loader)
+    engine.__dict__.update(_iterator=None, **replaced)  # DataLoader refuses plain assignment once it is built
+    return engine
+
+
+def moved(position: Position, consumed: int) -> Position:
+    """The same epoch at another place."""
+    return Position(
+        epoch=position.epoch,
+        consumed=consumed,
+        seed=position.seed,
+        generator=position.generator,
+        stream=position.stream,
+    )

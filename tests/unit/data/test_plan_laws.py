@@ -1,0 +1,136 @@
+"""Laws of the plans: every unit exactly once, padding last, equal steps, at every size, batch and world."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hasten.data.plan import LoaderPlan, cut, plan_batches, plan_rows
+from hasten.errors import ConfigError
+
+
+def plans(batch: int, world: int, *, split: bool, drop_last: bool, even: bool) -> list[LoaderPlan]:
+    return [
+        plan_rows(
+            batch_size=batch, num_shards=world, shard=shard, split=split, dispatch=False, drop_last=drop_last, even=even
+        )
+        for shard in range(world)
+    ]
+
+
+def read(plan: LoaderPlan, size: int, start: int = 0) -> list[list[int]]:
+    return [row for chunk in plan.assign(size, start, chunk=16) for row in chunk.tolist()]
+
+
+def check_law(size: int, batch: int, world: int, split: bool, drop_last: bool, even: bool) -> None:
+    everyone = plans(batch, world, split=split, drop_last=drop_last, even=even)
+    step_size = batch if split else batch * world
+    shares = [read(plan, size) for plan in everyone]
+    assert [len(share) for share in shares] == [plan.steps(size) for plan in everyone]
+    if even:
+        assert len({len(share) for share in shares}) == 1
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    order: list[int] = []
+    real: list[int] = []
+    for step in itertools.count():
+        present = [(plan, share[step]) for plan, share in zip(everyone, shares, strict=True) if step < len(share)]
+        if not present:
+            break
+        for plan, rows in present:
+            told = plan.share(size, step)
+            assert len(rows) == told.rows
+            order += rows
+            real += rows[: told.real]
+    expected = size - size % step_size if drop_last else size
+    assert real == list(range(expected))  # each unit exactly once, in the global order
+    pads = order[expected:] if order[:expected] == real else None
+    assert pads is not None, "padding comes last in the global order"
+    assert pads == [place % size for place in range(expected, expected + len(pads))]
+    assert len(pads) < world
+    assert not pads or (even and not drop_last)
+
+
+def test_every_index_once_for_all_sizes_batches_worlds_and_settings() -> None:
+    for batch, world in itertools.product(range(1, 10), range(1, 9)):
+        for size in itertools.chain(range(0, 40), range(40, 201, 7), (199, 200)):
+            for drop_last, even, split in itertools.product((False, True), repeat=3):
+                if split and (batch % world if even else batch < world):
+                    continue
+                check_law(size, batch, world, split, drop_last, even)
+
+
+def test_a_batch_that_cannot_be_split_is_refused_with_the_sizes_that_can() -> None:
+    for batch, world in itertools.product(range(1, 10), range(1, 9)):
+        if batch % world:
+            with pytest.raises(ConfigError, match="Set batch_size to"):
+                plans(batch, world, split=True, drop_last=False, even=True)
+        if batch < world:
+            with pytest.raises(ConfigError, match=f"Set batch_size to {world}"):
+                plans(batch, world, split=True, drop_last=False, even=False)
+
+
+def test_whole_batches_are_dealt_round_and_padded_with_the_first_ones() -> None:
+    for size, world in itertools.product(range(0, 20), range(1, 7)):
+        for even in (True, False):
+            everyone = [
+                plan_batches(num_shards=world, shard=shard, split=False, dispatch=False, drop_last=False, even=even)
+                for shard in range(world)
+            ]
+            shares = [[row[0] for row in read(plan, size)] for plan in everyone]
+            dealt = [unit for step in itertools.zip_longest(*shares) for unit in step if unit is not None]
+            assert dealt[:size] == list(range(size))
+            assert dealt[size:] == ([place % size for place in range(size, len(dealt))] if even else [])
+
+
+def test_a_resumed_plan_reads_exactly_the_rest_on_any_world() -> None:
+    for size, batch, before, after in itertools.product((0, 1, 7, 24, 53), (1, 3), (1, 2, 4), (1, 2, 3, 4)):
+        first = plans(batch, before, split=False, drop_last=False, even=True)[0]
+        for step in range(first.steps(size) + 1):
+            start = first.consumed(size, step)
+            everyone = plans(batch, after, split=False, drop_last=False, even=True)
+            rest = sorted(
+                unit
+                for plan in everyone
+                for number, row in enumerate(read(plan, size, start))
+                for unit in row[: plan.share(size, number, start).real]
+            )
+            assert rest == list(range(start, size))
+
+
+def test_one_step_costs_the_same_at_any_world_size() -> None:
+    def cost(world: int) -> float:
+        plan = plans(32, world, split=False, drop_last=False, even=True)[world // 2]
+        size = 32 * world * 1000
+        begun = time.perf_counter()
+        count = sum(len(chunk) for chunk in plan.assign(size))
+        assert count == 1000
+        return time.perf_counter() - begun
+
+    small = min(cost(8) for _ in range(5))
+    large = min(cost(8192) for _ in range(5))
+    assert large < small * 3 + 1e-3  # the exact figures are in benchmarks/index_cost.py
+
+
+def test_a_rank_of_1024_computes_only_its_own_indices() -> None:
+    plan = plans(4, 1024, split=False, drop_last=False, even=True)[1000]
+    chunk = next(plan.assign(10**12, chunk=64))
+    assert chunk.shape == (16, 4)
+    assert np.array_equal(chunk[:2], [[4000, 4001, 4002, 4003], [8096, 8097, 8098, 8099]])
+
+
+def test_cut_covers_without_gap_for_every_share() -> None:
+    for size, world in itertools.product(range(0, 30), range(1, 9)):
+        uneven = [cut(size, world, shard, False) for shard in range(world)]
+        assert sum(share.rows for share in uneven) == size
+        even = [cut(size, world, shard, True) for shard in range(world)]
+        assert sum(share.real for share in even) == size
+        assert len({share.rows for share in even}) == 1
+
+
+def test_shards_differ_in_nothing_else() -> None:
+    first, second = plans(3, 2, split=False, drop_last=True, even=True)
+    assert replace(second, shard=0) == first
