@@ -49,6 +49,8 @@ class Window:
     """None until the first backward of the window."""
     losses: int = 0
     """Losses whose gradients no optimizer has used yet."""
+    before: int = 0
+    """The same number when the current micro-step began."""
     weight: Number = 0
     factor: float | Tensor | None = None
     """The weighted correction, once the ranks have agreed on it."""
@@ -122,6 +124,16 @@ class StepClock:
         """The number of losses whose gradients wait for an optimizer, this window's included."""
         return sum(w.losses for w in self._windows.values() if w is self._current or not w.closed)
 
+    @property
+    def may_clear(self) -> bool:
+        """Whether gradients may be set to zero now without losing a part of the window.
+
+        Not at the start of a window's last micro-step, where a loop that clears before its backward would throw the
+        other micro-steps' gradients away.
+        """
+        window = self._current
+        return self.boundary and (window.losses == 0 or window.losses > window.before)
+
     def watching(self, cursor: LoaderCursor) -> _Watch:
         """A context in which `cursor` is the active loader, until a loader inside it starts."""
         return _Watch(self._cursors, cursor)
@@ -135,6 +147,7 @@ class StepClock:
         if window is None or window.closed:
             window = self._open(key)
         window.micro += 1
+        window.before = window.losses
         self._current = window
         cursors = self._cursors
         if window.micro >= window.every:

@@ -1,0 +1,205 @@
+"""Finding a batch size that fits into memory, together on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+import torch
+
+from hasten.comm.base import Comm
+from hasten.errors import ConfigError, StepError
+from hasten.runtime.devices import empty_cache
+
+P = ParamSpec("P")
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = (  # what libraries say without raising torch's own error
+    "out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+class Accumulates(Protocol):
+    """What the search asks of an Accelerator."""
+
+    gradient_accumulation_steps: int
+
+    @property
+    def comm(self) -> Comm: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    start: int
+    reduce: Callable[[int], int] | None
+    accelerator: Accumulates | None
+    keep_global_batch: bool
+
+    def smaller(self, size: int) -> int:
+        """The size to try after `size` did not fit."""
+        if self.reduce is not None:
+            return int(self.reduce(size))
+        if self.keep_global_batch:
+            return next((n for n in range(size - 1, 0, -1) if self.start % n == 0), 0)
+        return int(size * 0.9)
+
+
+def should_reduce_batch_size(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, P], R],
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[int], int] | None = ...,
+    *,
+    accelerator: Accumulates | None = ...,
+    keep_global_batch: bool = ...,
+) -> Callable[P, R]: ...
+@overload
+def find_executable_batch_size(
+    function: None = ...,
+    starting_batch_size: int = ...,
+    reduce_batch_size_fn: Callable[[int], int] | None = ...,
+    *,
+    accelerator: Accumulates | None = ...,
+    keep_global_batch: bool = ...,
+) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[int], int] | None = None,
+    *,
+    accelerator: Accumulates | None = None,
+    keep_global_batch: bool = False,
+) -> Callable[..., Any]:
+    """A decorator that calls the function with a batch size, and with smaller ones while memory runs out.
+
+    The function takes the batch size as its first argument; callers leave it out. With an `accelerator`, ranks try
+    the same size together: when one runs out of memory, all try again (the function must fail before it waits for
+    another rank in a collective). `keep_global_batch` multiplies the accelerator's accumulation steps so that
+    batch size times steps stays what it was; sizes are then divisors of the starting size.
+
+    Raises: StepError when no size is left.
+    """
+    if keep_global_batch and accelerator is None:
+        raise ConfigError(
+            "keep_global_batch=True needs the accelerator whose accumulation steps are to grow; without it the batch "
+            "would silently shrink. Pass accelerator=accelerator."
+        )
+    search = _Search(starting_batch_size, reduce_batch_size_fn, accelerator, keep_global_batch)
+    if function is None:
+        return lambda wrapped: _searching(wrapped, search)
+    return _searching(function, search)
+
+
+def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments
+        _check_arguments(function, args)
+        size = search.start
+        steps = search.accelerator.gradient_accumulation_steps if search.accelerator is not None else 1
+        while size > 0:
+            _free_memory()
+            if search.keep_global_batch:
+                _set_steps(search, size, steps)
+            fits, value = _attempt(function, size, search, args, kwargs)
+            if fits:
+                return value
+            log.warning("batch size %d does not fit into memory; trying %d", size, search.smaller(size))
+            size = _next_size(search, size)
+        raise StepError(
+            f"{_name(function)} ran out of memory at every batch size from {search.start} down to zero; nothing is "
+            "left to try. Use a smaller model, recompute activations, or shard it over more devices."
+        )
+
+    return run
+
+
+def _attempt(
+    function: Callable[..., Any], size: int, search: _Search, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[bool, Any]:
+    value, error = None, None
+    try:
+        value = function(size, *args, **kwargs)
+    except Exception as raised:  # every kind is told to the other ranks; only a lack of memory is not re-raised
+        if not should_reduce_batch_size(raised):
+            error = raised
+        fits = False
+    else:
+        fits = True
+    comm = search.accelerator.comm if search.accelerator is not None else None
+    if comm is None or comm.size == 1:
+        if error is not None:
+            raise error
+        return fits, value
+    verdicts = comm.all_gather_object("fits" if fits else ("failed" if error is not None else "memory"))
+    if error is not None:
+        raise error
+    if "failed" in verdicts:
+        failed = [comm.ranks[i] for i, verdict in enumerate(verdicts) if verdict == "failed"]
+        raise StepError(
+            f"{_name(function)} raised on rank(s) {failed} at batch size {size}, for another reason than memory; this "
+            "rank stops with them. See their error."
+        )
+    return all(verdict == "fits" for verdict in verdicts), value
+
+
+def _next_size(search: _Search, size: int) -> int:
+    smaller = search.smaller(size)
+    if smaller >= size:
+        raise ConfigError(
+            f"reduce_batch_size_fn({size}) returned {smaller}, which is not smaller; the search would never end. "
+            "Return a smaller batch size, or 0 to give up."
+        )
+    return smaller
+
+
+def _set_steps(search: _Search, size: int, steps: int) -> None:
+    if search.start % size:
+        raise ConfigError(
+            f"batch size {size} does not divide the starting batch size {search.start}; no number of accumulation "
+            "steps keeps the global batch. Let reduce_batch_size_fn return divisors of it, or leave it out."
+        )
+    assert search.accelerator is not None, "keep_global_batch needs an accelerator"
+    search.accelerator.gradient_accumulation_steps = steps * (search.start // size)
+
+
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    names = [
+        p.name
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(function).parameters.values())
+    if not variadic and len(names) < len(args) + 1:
+        raise TypeError(
+            f"{_name(function)} takes {names}, but was called with {len(args)} positional argument(s) besides the "
+            f"batch size; the batch size is passed by find_executable_batch_size. Leave it out of the call."
+        )
+
+
+def _free_memory() -> None:
+    gc.collect()
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            empty_cache(accelerator)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "the function")

@@ -1,0 +1,104 @@
+"""Clipping gradients by their true global norm or by value, also when parameters are spread over several meshes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hasten.comm.base import Comm
+from hasten.errors import StepError
+from hasten.optim.gradients import alike, gradients
+
+
+def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """The parameters, of which there may be one."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+@torch.no_grad()
+def clip_norm(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    across: Comm | None = None,
+) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`; the norm they had, over all ranks.
+
+    `across` are the ranks that hold other parameters of the same model (pipeline stages).
+    Ranks: every rank, when a parameter is spread over ranks or `across` is given.
+    Raises: StepError when `error_if_nonfinite` and the norm is not finite.
+    """
+    grads = gradients(as_list(parameters))
+    total = global_norm(grads, norm_type, foreach=foreach, across=across)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise StepError(
+            f"the gradient norm is {float(total)}; clipping by it would make every gradient "
+            "nan. Find the loss that is not finite, or pass error_if_nonfinite=False."
+        )
+    scale_down(grads, max_norm, total, foreach)
+    return total
+
+
+def global_norm(
+    grads: Sequence[Tensor], norm_type: float = 2.0, *, foreach: bool | None = None, across: Comm | None = None
+) -> Tensor:
+    """The norm of all gradients as one vector, as a plain tensor that is the same on every rank."""
+    by_place: dict[object, list[Tensor]] = {}
+    for grad in grads:
+        place = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.device
+        by_place.setdefault(place, []).append(grad)
+    norms = [_norm(same, norm_type, foreach) for same in by_place.values()]
+    device = norms[0].device if norms else (across.device if across is not None else torch.device("cpu"))
+    total = norms[0] if len(norms) == 1 else combine([norm.to(device) for norm in norms], norm_type, device)
+    if across is not None and across.size > 1:
+        total = combine(list(across.all_gather(total)), norm_type, device)
+    return total
+
+
+def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of vectors joined together, from their norms."""
+    if not norms:
+        return torch.zeros((), device=device)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total
+
+
+def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    norm: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+    if isinstance(norm, DTensor):
+        whole: Tensor = norm.full_tensor()
+        return whole
+    return norm
+
+
+def scale_down(grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:
+    """Multiply the gradients by max_norm / total where total is the larger, without asking the device which."""
+    if not grads or math.isinf(max_norm):
+        return
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for same in alike(grads):
+        by = factor.to(same[0].device)
+        if foreach is False:
+            for grad in same:
+                grad.mul_(by)
+        else:
+            torch._foreach_mul_(same, by)
+
+
+@torch.no_grad()
+def clip_value(parameters: Tensor | Iterable[Tensor], limit: float, foreach: bool | None = None) -> None:
+    """Clamp every element of the gradients to [-limit, limit]."""
+    for same in alike(gradients(as_list(parameters))):
+        if foreach is False:
+            for grad in same:
+                grad.clamp_(-limit, limit)
+        else:
+            torch._foreach_clamp_min_(same, -limit)
+            torch._foreach_clamp_max_(same, limit)

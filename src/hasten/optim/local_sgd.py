@@ -1,0 +1,87 @@
+"""Local SGD: ranks train on their own and average their parameters every few updates."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import ConfigError
+
+
+class Trains(Protocol):
+    """What Local SGD asks of an Accelerator."""
+
+    @property
+    def sync_gradients(self) -> bool: ...
+    @property
+    def num_processes(self) -> int: ...
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]: ...
+    def reduce(self, tensor: Any, reduction: str = "sum") -> Any: ...
+
+
+class LocalSGD:
+    """A block in which gradients stay local and parameters are averaged every `local_sgd_steps` updates.
+
+    ```python
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+        for batch in loader:
+            ...
+            optimizer.step()
+            local_sgd.step()
+    ```
+    Parameters are averaged once more when the block ends without an error, so every rank leaves it with the same model.
+    """
+
+    def __init__(self, accelerator: Trains, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise ConfigError(
+                f"local_sgd_steps={local_sgd_steps} is not at least 1; parameters would never be averaged. "
+                "Set it to the number of updates between two averages, e.g. 8."
+            )
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.num_steps = 0
+        """Updates since the block began."""
+        self._accelerator = accelerator
+        self._model = model
+        self._every = local_sgd_steps
+        self._stack = ExitStack()
+        self._averaged_at = 0
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self._stack.enter_context(self._accelerator.no_sync(self._model))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        if self.enabled and error is None and self._averaged_at != self.num_steps:
+            self._average()
+
+    def step(self) -> None:
+        """Count an update, and average when it is time; does nothing off the boundary of an accumulation window.
+
+        Ranks: every rank.
+        """
+        if not self._accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self._every == 0:
+            self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                by_place.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        for same in by_place.values():  # one collective for each dtype, not one for each parameter
+            flat = self._accelerator.reduce(torch.cat([p.reshape(-1) for p in same]), reduction="mean")
+            for old, mean in zip(same, flat.split([p.numel() for p in same]), strict=True):
+                old.copy_(mean.view_as(old))
+        self._averaged_at = self.num_steps

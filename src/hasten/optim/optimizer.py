@@ -1,0 +1,184 @@
+"""The prepared optimizer: a real Optimizer that acts at the boundary of a window and reports what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.errors import StepError
+from hasten.optim.clock import StepClock
+from hasten.optim.gradients import multiply
+from hasten.precision.base import APPLIED, Precision, StepResult
+
+
+class PreparedOptimizer(torch.optim.Optimizer):
+    """The user's optimizer, stepping and clearing only when a window of micro-steps ends.
+
+    Everything it holds (groups, state, hooks, options) is the inner optimizer's own.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, clock: StepClock, precision: Precision) -> None:
+        # Optimizer.__init__ is not called: it would build groups and hooks of its own beside the inner optimizer's.
+        self.optimizer = inner
+        self.last: StepResult | None = None
+        """What became of the latest step; None when the latest call was off the boundary."""
+        self.num_attempts = 0
+        self.num_updates = 0
+        self._clock = clock
+        self._precision = precision
+        self._scaled = precision.scaler is not None
+        self._settled = 0
+        self._spent = False
+
+    # -- what the inner optimizer holds ---------------------------------------------------------------------------
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # Any: the optimizer's business
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever the inner optimizer has
+        if name == "optimizer":  # not there yet while unpickling or copying
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"PreparedOptimizer({self.optimizer!r})"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Tell an optimizer that keeps two sets of weights (schedule-free) to show the training ones."""
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+
+    def eval(self) -> None:
+        """Tell an optimizer that keeps two sets of weights (schedule-free) to show the evaluation ones."""
+        if callable(switch := getattr(self.optimizer, "eval", None)):
+            switch()
+
+    # -- one update -----------------------------------------------------------------------------------------------
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the latest step was skipped because gradients overflowed."""
+        return self.last is not None and not self.last.applied
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the inner one's
+        """Update the parameters if the window ends here; what the inner optimizer returns.
+
+        Ranks: every rank, like any backward before it.
+        """
+        clock = self._clock
+        if not clock.boundary:
+            self.last = None
+            return None
+        if closure is not None:
+            value = self._step_with(closure)
+        else:
+            if clock.pending:
+                self.settle()
+            if self._scaled:
+                return self._step_scaled()
+            value = self.optimizer.step()
+        self.last = APPLIED
+        self.num_attempts += 1
+        self.num_updates += 1
+        self._spent = True
+        clock.used()
+        return value
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, unless a window that is still open needs them."""
+        if self._spent or self._clock.may_clear:
+            self._spent = False
+            self.optimizer.zero_grad(set_to_none)
+
+    def settle(self) -> None:
+        """Bring the gradients to their final size, before they are read or used; harmless to repeat.
+
+        Ranks: every rank.
+        """
+        clock = self._clock
+        if self._scaled:
+            self._precision.unscale(self.optimizer)
+        if clock.pending and self._settled != clock.serial:
+            self._settled = clock.serial
+            if (factor := clock.correction()) is not None:
+                multiply(self.optimizer.param_groups, factor)
+
+    def _step_scaled(self) -> Any:
+        self.last = result = self._precision.step(self.optimizer)
+        self.num_attempts += 1
+        self.num_updates += result.applied
+        self._spent = True
+        self._clock.used()
+        return result.value
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        name = type(self.optimizer).__name__
+        if self._scaled:
+            raise StepError(
+                f"{name}.step(closure) cannot run under mixed_precision='fp16': the closure computes gradients inside "
+                "the step, where they can be neither unscaled nor skipped. Use 'bf16' or 'no'."
+            )
+        if self._clock.every > 1:
+            raise StepError(
+                f"{name}.step(closure) computes its gradients from one batch, but gradient_accumulation_steps="
+                f"{self._clock.every}; the other micro-steps would be lost. Set it to 1, or loop over the "
+                "micro-batches inside the closure."
+            )
+        value = self.optimizer.step(closure)
+        if self._clock.pending:
+            raise StepError(
+                f"{name}.step(closure) used backward(weight=...); the weight is settled after the closure, too late "
+                "for the step. Divide the loss by its total weight inside the closure instead."
+            )
+        return value
+
+
+def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]) -> None:
+    """Settle every optimizer that owns one of `parameters`: their gradients are about to be read or clipped.
+
+    Ranks: every rank.
+    """
+    wanted = {id(p) for p in parameters}
+    for optimizer in optimizers:
+        if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+            optimizer.settle()

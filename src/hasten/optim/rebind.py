@@ -1,0 +1,121 @@
+"""Moving an optimizer from one set of parameters to another by name, with its groups and state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hasten.errors import PrepareError
+
+Convert = Callable[[str, str, Tensor, Tensor], Tensor]
+"""(parameter name, state key, old value, new parameter) -> the value for the new parameter."""
+
+_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """What an optimizer holds, with parameter names in the place of parameters."""
+
+    groups: tuple[tuple[str, ...], ...]
+    state: dict[str, dict[str, Any]]
+
+    @classmethod
+    def write(cls, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> OptimizerRecord:
+        """The optimizer's groups and state by the names its parameters have in `models`.
+
+        Raises: PrepareError naming the parameters that are in none of them.
+        """
+        names = {parameter: name for name, parameter in reversed(list(named(models)))}  # the first name wins
+        if strangers := list(_strangers(optimizer, names)):
+            shown = "; ".join(strangers[:5]) + (f"; and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+            raise PrepareError(
+                f"{type(optimizer).__name__} has parameters of a model that is not prepared: {shown}. Their gradients "
+                "would be neither synchronised nor on the right device. Pass their model to prepare() too, before or "
+                "together with the optimizer."
+            )
+        groups = tuple(tuple(names[p] for p in group["params"]) for group in optimizer.param_groups)
+        return cls(groups, {names[p]: dict(values) for p, values in optimizer.state.items() if p in names})
+
+    def bind(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module], convert: Convert | None = None
+    ) -> None:
+        """Give the optimizer the parameters that bear the recorded names in `models` now, with the state they had.
+
+        The options of its groups stay. When every parameter is still the same object, nothing is touched.
+        Raises: PrepareError naming a parameter that is gone.
+        """
+        parameters = dict(named(models))
+        fresh = [[_find(name, parameters, optimizer) for name in group] for group in self.groups]
+        old = [p for group in optimizer.param_groups for p in group["params"]]
+        if all(a is b for a, b in zip(old, (p for group in fresh for p in group), strict=True)):
+            _move_state(optimizer)
+            return
+        for group, members in zip(optimizer.param_groups, fresh, strict=True):
+            group["params"] = members
+        for parameter in old:
+            optimizer.state.pop(parameter, None)
+        for name, values in self.state.items():
+            parameter = parameters[name]
+            optimizer.state[parameter] = _converted(name, values, parameter, convert or convert_state)
+        if "_params" in optimizer.__dict__:  # LBFGS keeps its one group's parameters a second time
+            optimizer.__dict__["_params"] = optimizer.param_groups[0]["params"]
+
+
+def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under every name, led by its model's number and free of wrappers' additions."""
+    for index, model in enumerate(models):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+            yield f"{index}.{plain}", parameter
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Bring state to its parameters, which may have been moved in place since it was made."""
+    for parameter, values in optimizer.state.items():
+        moved = {k: v.to(parameter.device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim > 0}
+        values.update(moved)
+
+
+def _converted(name: str, values: Mapping[str, Any], parameter: Tensor, convert: Convert) -> dict[str, Any]:
+    return {
+        key: convert(name, key, value, parameter) if isinstance(value, Tensor) else value
+        for key, value in values.items()
+    }
+
+
+def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
+    """A state tensor for the new parameter: spread like it when it has its shape, else as it was.
+
+    Ranks: none; every rank cuts its own part out of the whole value it holds.
+    """
+    if value.shape != parameter.shape or value.ndim == 0:
+        return value
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        whole = value.to(parameter.device)
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return value.to(parameter.device)
+
+
+def _find(name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
+    if name not in parameters:
+        raise PrepareError(
+            f"{type(optimizer).__name__} holds parameter {name!r}, which the prepared model no longer has; it cannot "
+            "be updated. Create the optimizer after the change to the model, or pass a factory such as "
+            "functools.partial(torch.optim.AdamW, lr=1e-3)."
+        )
+    return parameters[name]
+
+
+def _strangers(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> Iterable[str]:
+    for index, group in enumerate(optimizer.param_groups):
+        known = group.get("param_names") or [None] * len(group["params"])
+        for place, (parameter, label) in enumerate(zip(group["params"], known, strict=True)):
+            if parameter not in names:
+                where = f"group {index}, parameter {place}, shape {tuple(parameter.shape)}"
+                yield f"{label!r} ({where})" if label else where
