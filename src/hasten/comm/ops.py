@@ -50,6 +50,8 @@ def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0)
     """Every tensor summed, averaged, or its min or max taken over the ranks, times `scale`."""
     if kind not in ("sum", "mean", "min", "max"):
         raise CommError(f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'.")
+    if kind in ("min", "max") and any(x.is_complex() for x in trees.tensors(tree)):
+        raise CommError(f"{kind} of complex tensors has no meaning; reduce their absolute values instead.")
     _verify(f"reduce {kind}", tree, comm)
     if scale == 1.0:
         return trees.map_tensors(lambda x: comm.all_reduce(x, kind), tree)

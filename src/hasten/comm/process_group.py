@@ -16,6 +16,7 @@ from hasten.errors import CommError
 
 # torch<2.13 knows the call under its older name only; 2.13 warns about that one
 _GATHER: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_NARROW: Final = (torch.int16, torch.uint16, torch.uint32)
 
 
 class ProcessGroupComm:
@@ -40,12 +41,12 @@ class ProcessGroupComm:
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if x.is_complex():
-            if kind in ("min", "max"):
-                raise CommError(f"{kind} of complex tensors has no meaning; reduce their absolute values instead.")
             return torch.view_as_complex(self.all_reduce(torch.view_as_real(x), kind))
         if x.dtype == torch.bool:
             counted = self.all_reduce(x.to(torch.int64), kind)
             return counted.bool() if kind in ("min", "max") else counted
+        if x.dtype in _NARROW:  # gloo cannot reduce these
+            return self.all_reduce(x.to(torch.int64), kind).to(torch.float32 if kind == "mean" else x.dtype)
         buffer = self._own(x, copy=True)
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
         dist.all_reduce(buffer, op, group=self.group)

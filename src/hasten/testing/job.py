@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
+import io
 import signal
 import struct
 import sys
@@ -10,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Final, Literal
 
 import cloudpickle
@@ -99,12 +102,23 @@ def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
     filters = [entry for entry in warnings.filters if entry[2].__module__ != "__main__"]
     try:
         with _by_value(fn):
-            return bytes(cloudpickle.dumps((fn, args, filters)))
+            buffer = io.BytesIO()
+            _Pickler(buffer).dump((fn, args, filters))
+            return buffer.getvalue()
     except Exception as error:  # pickling runs the __reduce__ of arbitrary objects
         raise ConfigError(
             f"{_name_of(fn)} cannot be sent to the workers: {_culprit(fn, args)} ({error}). They are other processes: pass values, "
             f"and make locks, files, mocks and patches inside the function."
         ) from error
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    """Sends every loaded module by its name, also those whose class pickle does not know (such as torch.ops)."""
+
+    def reducer_override(self, obj: Any) -> Any:  # Any: pickle's protocol
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
 
 
 def _culprit(fn: Callable[..., object], args: tuple[object, ...]) -> str:

@@ -1,0 +1,197 @@
+"""Tree collectives on real gloo ranks: right for every dtype and shape, and an error for everybody when ranks differ."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hasten.comm import ops
+from hasten.comm.agreement import agree
+from hasten.comm.flag import Flag
+from hasten.errors import CommError, MismatchError, MissingRanksError, PeerFailedError
+from hasten.runtime.axes import BATCH, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+
+def value_of(rank: int, dtype: torch.dtype) -> Tensor:
+    base = torch.arange(6).reshape(2, 3) + rank
+    return (base % 2 == 0) if dtype == torch.bool else base.to(dtype)
+
+
+@ranks(1, 2, 3, 4)
+def test_gather_joins_rows_of_every_dtype(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for dtype in DTYPES:
+        mine = value_of(comm.rank, dtype).t()  # not contiguous
+        tree: dict[str, Any] = {
+            "x": mine,
+            "s": mine.sum() if dtype != torch.bool else mine[0, 0],
+            "k": [None, "text", 7],
+        }
+        out = ops.gather(tree, comm)
+        expected = torch.cat([value_of(r, dtype).t() for r in range(comm.size)])
+        assert out["x"].dtype == dtype
+        assert torch.equal(out["x"], expected)
+        assert out["s"].shape == (comm.size,)
+        assert out["k"] == [None, "text", 7]
+
+
+@ranks(1, 2, 4)
+def test_reduce_every_kind(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for dtype in DTYPES:
+        stacked = torch.stack([value_of(r, dtype) for r in range(comm.size)])
+        mine = value_of(comm.rank, dtype)
+        total = stacked.long().sum(0) if dtype == torch.bool else stacked.sum(0).to(dtype)
+        assert torch.equal(ops.reduce(mine, comm, "sum"), total)
+        mean = ops.reduce(mine, comm, "mean", scale=2.0)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        torch.testing.assert_close(mean.to(wide), stacked.to(wide).mean(0) * 2, rtol=1e-2, atol=1e-2)
+        if dtype.is_complex:
+            with pytest.raises(CommError, match="complex"):
+                ops.reduce(mine, comm, "max")
+        else:
+            assert torch.equal(ops.reduce(mine, comm, "max"), stacked.amax(0))
+            assert torch.equal(ops.reduce(mine, comm, "min"), stacked.amin(0))
+
+
+@ranks(1, 2, 3, 4)
+def test_ragged_gather_takes_any_number_of_rows(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for sizes in ([0, 1, 2, 3], [3, 0, 0, 5], [0, 0, 0, 0], [2, 2, 2, 2]):
+        rows = sizes[comm.rank]
+        tree = {f"t{i}": torch.full((rows, i + 1), comm.rank) for i in range(20)}  # more than fit the first header
+        out = ops.gather_ragged(tree, comm)
+        expected = [r for r in range(comm.size) for _ in range(sizes[r])]
+        for i in range(20):
+            assert out[f"t{i}"].shape == (len(expected), i + 1)
+            assert out[f"t{i}"][:, 0].tolist() == expected
+
+
+@ranks(2, 4)
+def test_broadcast_and_objects(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for src in range(comm.size):
+        got = ops.broadcast({"x": value_of(comm.rank, torch.bfloat16), "b": value_of(comm.rank, torch.bool)}, comm, src)
+        assert torch.equal(got["x"], value_of(src, torch.bfloat16))
+        assert torch.equal(got["b"], value_of(src, torch.bool))
+        assert ops.broadcast_object_list([comm.rank, "x"], comm, src) == [src, "x"]
+    assert ops.gather_object([comm.rank] * 2, comm) == [r for r in range(comm.size) for _ in range(2)]
+    assert ops.gather_object({"r": comm.rank}, comm) == [{"r": r} for r in range(comm.size)]
+    with pytest.raises(CommError, match="not a position"):
+        comm.broadcast(torch.ones(1), src=comm.size)
+
+
+@ranks(1, 2, 4)
+def test_scatter_gives_each_rank_its_own_tree(ctx: ProcessContext) -> None:
+    comm = ctx.world
+
+    def part(rank: int) -> dict[str, Any]:
+        return {
+            "x": torch.arange(rank + 1, dtype=torch.float64),
+            "c": torch.tensor(1j * rank),
+            "b": torch.ones(0, 3, dtype=torch.bool),
+            "name": f"for {rank}",
+        }
+
+    src = comm.size - 1
+    mine = ops.scatter([part(r) for r in range(comm.size)] if comm.rank == src else None, comm, src)
+    for key, expected in part(comm.rank).items():
+        assert torch.equal(mine[key], expected) if isinstance(expected, Tensor) else mine[key] == expected
+    with pytest.raises(CommError, match="one tree per rank"):
+        ops.scatter([1] if comm.rank == 0 else None, comm) if comm.size > 1 else ops.scatter(None, comm)
+
+
+@ranks(1, 2, 3)
+def test_pad_across_any_dim(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for dim in (0, 1, -1):
+        for first in (False, True):
+            shape = [2, 2]
+            shape[dim] = comm.rank + 1
+            out = ops.pad_across(torch.ones(shape), comm, dim=dim, pad_index=-1, pad_first=first)
+            assert out.shape[dim] == comm.size
+            missing = comm.size - comm.rank - 1
+            where = out.narrow(dim, 0 if first else comm.rank + 1, missing)
+            assert bool((where == -1).all())
+            assert int((out == 1).sum()) == 2 * (comm.rank + 1)
+
+
+@ranks(2, 4)
+def test_a_difference_is_an_error_on_every_rank_with_a_table(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    with pytest.raises(MismatchError, match=r"rank 1: gather of x: \[3\] float32") as caught:
+        ops.gather({"x": torch.ones(2 + comm.rank)}, comm)
+    assert "rank 0: gather of x: [2] float32" in str(caught.value)
+    with pytest.raises(MismatchError, match="int64"):
+        ops.reduce(torch.ones(2, dtype=torch.int64 if comm.rank else torch.float32), comm)
+    with pytest.raises(MismatchError, match="reduce sum"):
+        ops.gather(torch.ones(2), comm) if comm.rank else ops.reduce(torch.ones(2), comm)
+    with pytest.raises(MismatchError, match=r"\[2, 5\]"):
+        ops.gather_ragged(torch.ones(2, 4 + comm.rank), comm)
+    assert ops.gather(torch.ones(1), comm).shape == (comm.size,)  # and the group still works
+
+
+@ranks(2, 4)
+def test_barrier_names_who_is_missing_and_where(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for _ in range(5):
+        comm.barrier("together")
+    started = time.monotonic()
+    if comm.rank == 0:
+        with pytest.raises(MissingRanksError, match="rank 1 has not arrived") as caught:
+            comm.barrier("alone", timeout_s=0.3)
+        assert caught.value.missing == tuple(range(1, comm.size))
+        assert time.monotonic() - started < 3
+    other = comm.twin()
+    with pytest.raises(MissingRanksError, match="instead"):
+        other.barrier(f"place {min(comm.rank, 1)}", timeout_s=0.5)
+
+
+@ranks(2, 3)
+def test_an_error_on_one_rank_reaches_all(ctx: ProcessContext) -> None:
+    failing = ctx.world.size - 1
+    expected: type[Exception] = ZeroDivisionError if ctx.rank == failing else PeerFailedError
+    with pytest.raises(expected) as caught, agree(ctx.world, "loading"):
+        _ = 1 / (0 if ctx.rank == failing else 1)
+    if ctx.rank != failing:
+        assert f"rank {failing} raised ZeroDivisionError" in str(caught.value)
+
+
+@ranks(2, 4)
+def test_flag_raised_anywhere_is_seen_everywhere_once(ctx: ProcessContext) -> None:
+    flag = Flag(ctx.world)
+    assert not flag.check()
+    if ctx.rank == ctx.world.size - 1:
+        flag.set()
+    assert flag.check()
+    assert not flag.check()
+
+
+@ranks(4, mesh={"dp_replicate": 2, "tp": 2})
+def test_collectives_along_axes_of_a_mesh(ctx: ProcessContext) -> None:
+    batch, tensor, whole = ctx.groups(*BATCH), ctx.groups(Axis.TP), ctx.groups(*Axis)
+    assert batch.ranks == ctx.mesh.peers(ctx.rank, *BATCH)
+    assert ops.gather(torch.tensor([ctx.rank]), batch).tolist() == list(batch.ranks)
+    assert ops.gather(torch.tensor([ctx.rank]), tensor).tolist() == list(tensor.ranks)
+    assert whole.size == 4
+    assert ctx.groups(*BATCH) is batch
+    assert ctx.groups(Axis.CP).size == 1
