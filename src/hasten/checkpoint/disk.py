@@ -1,0 +1,194 @@
+"""The system calls a local save is made of, in one place so that tests can cut the power at each of them."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch import Tensor
+
+from hasten.checkpoint.base import Blob
+from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
+from hasten.checkpoint.transfer import PinnedBuffer, as_bytes, byte_view, device_of, worker_pool
+
+_MAX_BUFFERS = 1000  # below the system's IOV_MAX of 1024
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
+
+
+def default_threads() -> int:
+    """Threads for reading and writing: enough to keep a fast disk busy, few enough to stay polite."""
+    return max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+
+
+class Disk:
+    """Thin, overridable calls of the operating system; every change of the disk goes through here."""
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new, empty file."""
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write_at(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        """Bytes written, which may be fewer than given."""
+        return os.pwritev(fd, buffers, offset) if hasattr(os, "pwritev") else os.pwrite(fd, b"".join(buffers), offset)
+
+    def sync(self, fd: int) -> None:
+        """Return when the file's bytes are on the disk."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its parents."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name, at once."""
+        old.rename(new)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the folder's list of names is on the disk."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def remove_tree(self, path: Path) -> None:
+        """Delete a folder with all it holds."""
+        shutil.rmtree(path)
+
+
+def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> list[bytes | Tensor]:
+    """The parts of the segments that make up bytes start..stop of the file."""
+    parts: list[bytes | Tensor] = []
+    index = max(bisect.bisect_right(starts, start) - 1, 0)
+    while index < len(blob.segments) and starts[index] < stop:
+        segment, base = blob.segments[index], starts[index]
+        length = len(segment) if isinstance(segment, bytes) else segment.numel() * segment.element_size()
+        low, high = max(start - base, 0), min(stop - base, length)
+        if low < high:
+            parts.append(segment[low:high] if isinstance(segment, bytes) else as_bytes(segment)[low:high])
+        index += 1
+    return parts
+
+
+def segment_starts(blob: Blob) -> list[int]:
+    """Offset of every segment in the file."""
+    starts, at = [], 0
+    for segment in blob.segments:
+        starts.append(at)
+        at += len(segment) if isinstance(segment, bytes) else segment.numel() * segment.element_size()
+    assert at == blob.size, f"segments hold {at} bytes, the blob says {blob.size}"
+    return starts
+
+
+def host_views(parts: Sequence[bytes | Tensor], buffer: PinnedBuffer) -> list[memoryview | bytes]:
+    """The parts as host memory; device tensors pass through the thread's buffer."""
+    if any(isinstance(part, Tensor) and part.device.type != "cpu" for part in parts):
+        return [buffer.to_host(parts)]
+    return [byte_view(part) if isinstance(part, Tensor) else part for part in parts]
+
+
+class BlobWriter:
+    """Writes files chunk by chunk on several threads, taking the checksums on the way."""
+
+    def __init__(self, disk: Disk, threads: int | None = None) -> None:
+        self._disk = disk
+        self._threads = threads or default_threads()
+
+    def write(self, folder: Path, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
+        """Write and sync files; they are whole and on the disk when this returns."""
+        buffer = PinnedBuffer()
+        opened: dict[str, int] = {}
+        try:
+            for name in files:
+                opened[name] = self._disk.create(folder / name)
+            segments = (segment for blob in files.values() for segment in blob.segments)
+            device = device_of(segment for segment in segments if isinstance(segment, Tensor))
+            with worker_pool(self._threads, device, "hasten-write") as pool:
+                jobs = self._jobs(files, opened, buffer)
+                sums = dict(pool.map(lambda job: job(), jobs))
+                list(pool.map(self._disk.sync, opened.values()))
+        finally:
+            for fd in opened.values():
+                self._disk.close(fd)
+        return {
+            name: FileRecord(
+                name=name,
+                size=blob.size,
+                crc32=tuple(f"{sums[name, i]:08x}" for i in range(-(-blob.size // CHUNK_BYTES))),
+            )
+            for name, blob in files.items()
+        }
+
+    def _jobs(
+        self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: PinnedBuffer
+    ) -> list[Callable[[], tuple[tuple[str, int], int]]]:
+        """One job per chunk, round-robin over the files, since the system locks a file while it is written to."""
+        numbered = []
+        for name, blob in files.items():
+            starts = segment_starts(blob)
+            for index in range(-(-blob.size // CHUNK_BYTES)):
+                numbered.append((index, name, blob, starts))
+        numbered.sort(key=lambda item: item[0])
+
+        def job(index: int, name: str, blob: Blob, starts: list[int]) -> Callable[[], tuple[tuple[str, int], int]]:
+            return lambda: ((name, index), self._chunk(opened[name], blob, starts, index, buffer))
+
+        return [job(*item) for item in numbered]
+
+    def _chunk(self, fd: int, blob: Blob, starts: Sequence[int], index: int, buffer: PinnedBuffer) -> int:
+        start = index * CHUNK_BYTES
+        stop = min(start + CHUNK_BYTES, blob.size)
+        views = host_views(chunk_parts(blob, start, stop, starts), buffer)
+        crc = 0
+        for view in views:
+            crc = zlib.crc32(view, crc)
+        self._write_all(fd, views, start)
+        start_writeback(fd, start, stop - start)
+        return crc
+
+    def _write_all(self, fd: int, views: list[memoryview | bytes], offset: int) -> None:
+        rest = [memoryview(view) for view in views]
+        while rest:
+            written = self._disk.write_at(fd, rest[:_MAX_BUFFERS], offset)
+            offset += written
+            while rest and written >= len(rest[0]):
+                written -= len(rest.pop(0))
+            if written:
+                rest[0] = rest[0][written:]
+
+
+def start_writeback(fd: int, offset: int, length: int) -> None:
+    """Ask Linux to start writing these bytes out now, so that the sync at the end finds little left."""
+    if sys.platform == "linux" and length >= CHUNK_BYTES:
+        call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        if call is not None:  # a hint only: its failure changes nothing
+            call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _START_WRITEBACK)
+
+
+def file_checksums(path: Path, size: int, chunk_bytes: int, pool: ThreadPoolExecutor) -> list[str]:
+    """The CRC-32 of every chunk of a file, read on several threads."""
+    with path.open("rb") as file:
+        fd = file.fileno()
+
+        def checksum(start: int) -> str:
+            crc, at, stop = 0, start, min(start + chunk_bytes, size)
+            while at < stop:
+                piece = os.pread(fd, min(1024**2, stop - at), at)
+                if not piece:
+                    break
+                crc = zlib.crc32(piece, crc)
+                at += len(piece)
+            return f"{crc:08x}"
+
+        return list(pool.map(checksum, range(0, size, chunk_bytes)))

@@ -1,0 +1,319 @@
+"""File formats: tensors as safetensors or as torch files, both written from one list of segments and read by mapping."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.serialization import skip_data
+
+from hasten.checkpoint.base import Blob, Json, Slice, local_data
+from hasten.checkpoint.packing import from_native, to_native
+from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+
+_METADATA = "__metadata__"
+_OURS = "hasten"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+_DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor found in a file: the mapped bytes, and where they lie in the global tensor."""
+
+    data: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The content of one file: pieces by key, other names of the same tensors, and JSON."""
+
+    pieces: Mapping[str, Piece]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    data: Json = None
+
+
+def dense(tensor: Tensor, key: str) -> Tensor:
+    """The tensor as consecutive plain memory; a copy only when it is laid out in another way.
+
+    Raises: CheckpointError for tensors that are not plain memory.
+    """
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{key} is a {tensor.layout} tensor on {tensor.device}, which has no plain bytes to store. Convert it to a "
+            "dense tensor (or materialise it) before saving."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
+    """Other names of the same memory: alias -> the first name it appears under."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for key, value in tensors.items():
+        data = local_data(value)
+        if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
+            continue
+        where = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
+        if (earlier := first.setdefault(where, key)) != key:
+            aliases[key] = earlier
+    return aliases
+
+
+def encode_safetensors(
+    tensors: Mapping[str, Tensor | Slice], data: Json = None, metadata: Mapping[str, str] | None = None
+) -> Blob:
+    """One safetensors file: every tensor once (tied names are noted), `data` in its metadata."""
+    aliases = tied(tensors)
+    own = {key: value for key, value in tensors.items() if key not in aliases}
+    # Wide elements first keeps every tensor aligned without holes, which the format forbids.
+    order = sorted(own, key=lambda key: (-local_data(own[key]).element_size(), key))
+    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    ours: dict[str, Any] = {}
+    if aliases:
+        ours["aliases"] = aliases
+    if data is not None:
+        ours["data"] = data
+    slices = {key: [list(v.shape), list(v.offset)] for key, v in own.items() if isinstance(v, Slice)}
+    if slices:
+        ours["slices"] = slices
+    if ours:
+        header[_METADATA][_OURS] = json.dumps(ours, allow_nan=False, separators=(",", ":"))
+    segments: list[bytes | Tensor] = []
+    at = 0
+    for key in order:
+        tensor = dense(local_data(own[key]), key)
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{key} has dtype {tensor.dtype}, which safetensors cannot hold. Convert it, or save with "
+                "safe_serialization=False."
+            )
+        size = tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+        if size:
+            segments.append(tensor)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return Blob([head, *segments], len(head) + at)
+
+
+def read_safetensors(path: Path) -> TensorFile:
+    """Map a safetensors file into memory; only the header is read.
+
+    Raises: CorruptCheckpointError naming the file and what is wrong.
+    """
+    try:
+        return _read_safetensors(path)
+    except (KeyError, TypeError, ValueError, RecursionError, OverflowError, AttributeError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: not a sound safetensors file ({type(error).__name__}: {error}). Nothing was loaded; use another "
+            "checkpoint."
+        ) from error
+
+
+def _read_safetensors(path: Path) -> TensorFile:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"header length {length} in a file of {size} bytes")
+        header = json.loads(file.read(length))
+    metadata = header.pop(_METADATA, {})
+    ours = json.loads(metadata.get(_OURS, "{}"))
+    raw = _mapped(path, size)
+    slices = ours.get("slices", {})
+    pieces, at = {}, 8 + length
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor, at = _entry(raw, key, entry, 8 + length, at)
+        shape, offset = slices.get(key, (list(tensor.shape), [0] * tensor.dim()))
+        pieces[key] = Piece(tensor, _dims(shape), _dims(offset))
+        _check_piece(key, pieces[key])
+    if at != size:
+        raise ValueError(f"{size - at} bytes after the last tensor")
+    aliases = {str(alias): str(name) for alias, name in ours.get("aliases", {}).items()}
+    for alias, name in aliases.items():
+        if name not in pieces or alias in pieces:
+            raise ValueError(f"alias {alias!r} of {name!r}, which is not in the file")
+    return TensorFile(pieces, aliases, ours.get("data"))
+
+
+def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) -> tuple[Tensor, int]:
+    dtype, shape = _DTYPES[entry["dtype"]], _dims(entry["shape"])
+    start, end = (base + int(offset) for offset in entry["data_offsets"])
+    if start != at or end - start != math.prod(shape) * dtype.itemsize or end > raw.numel():
+        raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
+    piece = raw[start:end]
+    if start % dtype.itemsize:  # other tools may write unaligned tensors
+        piece = piece.clone()
+    return piece.view(dtype).reshape(shape), end
+
+
+def _mapped(path: Path, size: int) -> Tensor:
+    storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _dims(values: Any) -> tuple[int, ...]:
+    dims = tuple(values)
+    if any(type(value) is not int or not 0 <= value < 2**62 for value in dims):
+        raise ValueError(f"{values!r} is not a shape")
+    return dims
+
+
+def _check_piece(key: str, piece: Piece) -> None:
+    local = piece.data.shape
+    fits = len(piece.shape) == len(piece.offset) == len(local) and all(
+        start + length <= total for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"piece {key!r} of {list(local)} at {piece.offset} does not fit into {piece.shape}")
+
+
+def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
+    """One torch file, as `torch.save` writes it, holding the state in its natural nesting.
+
+    `torch.save` lays the file out with the bytes left blank; the tensors themselves follow as segments, so that they
+    can be written in parallel and copied from a device piece by piece.
+    """
+    owned: list[Tensor] = []
+    blanks: dict[str, Tensor | Slice] = {}
+    by_memory: dict[str, Tensor] = {}
+    aliases = tied(tensors)
+    for key, value in tensors.items():
+        if isinstance(value, Slice):
+            raise CheckpointError(f"{key} is a slice of a sharded tensor; torch files hold whole tensors only.")
+        if (same := aliases.get(key)) is not None:
+            blanks[key] = by_memory[same]
+            continue
+        tensor = dense(value, key)
+        blanks[key] = by_memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        owned.append(tensor)
+    order = {id(blank): n for n, blank in enumerate(by_memory.values())}
+    nested: Any = dict(blanks) if data is None else to_native(data, blanks)
+    with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
+        path = Path(folder) / "archive"
+        with skip_data():
+            torch.save(nested, path)
+        return _fill(path, owned, [order[id(blank)] for blank in _storages(nested)])
+
+
+def _storages(value: Any) -> list[Tensor]:
+    """Tensors of a nested value in the order in which pickle meets their storages."""
+    found: dict[int, Tensor] = {}
+
+    def visit(item: Any) -> None:
+        if isinstance(item, Tensor):
+            found.setdefault(id(item), item)
+        elif isinstance(item, dict):
+            for key, inner in item.items():
+                visit(key)
+                visit(inner)
+        elif isinstance(item, (list, tuple, set)):
+            for inner in item:
+                visit(inner)
+
+    visit(value)
+    return list(found.values())
+
+
+def _fill(path: Path, owned: list[Tensor], order: list[int]) -> Blob:
+    """Put the tensors where the blank archive left room for them."""
+    size = path.stat().st_size
+    segments: list[bytes | Tensor] = []
+    reader: Any = torch._C.PyTorchFileReader(str(path))  # Any: the stubs lack get_record_offset
+    at = 0
+    with path.open("rb") as file:
+        places = sorted((reader.get_record_offset(f"data/{n}"), index) for n, index in enumerate(order))
+        for offset, index in places:
+            tensor = owned[index]
+            file.seek(at)
+            segments.append(file.read(offset - at))
+            num_bytes = tensor.numel() * tensor.element_size()
+            if num_bytes:
+                segments.append(tensor)
+            at = offset + num_bytes
+        file.seek(at)
+        segments.append(file.read(size - at))
+    return Blob(segments, size)
+
+
+def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
+    """Map a torch file into memory with the restricted loader, which builds plain values and runs no code.
+
+    Raises: UnsafeCheckpointError when it holds anything else; CorruptCheckpointError when it is damaged.
+    """
+    try:
+        value = load_torch(path, allow_pickle)
+        data, tensors = from_native(value)
+        pieces = {key: Piece(t, tuple(t.shape), (0,) * t.dim()) for key, t in tensors.items() if isinstance(t, Tensor)}
+    except (RuntimeError, ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: not a sound torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
+            "another checkpoint."
+        ) from error
+    flat = isinstance(value, dict) and len(pieces) == len(value)
+    return TensorFile(pieces, {}, None if flat else data)
+
+
+def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
+    """What `torch.save` wrote, on the CPU and mapped where possible; unrestricted only on the user's explicit word."""
+    try:
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpointError(
+            f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "
+            f"whoever wrote the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
+            "allow_pickle=True."
+        ) from error
+    except (EOFError, OSError, IndexError, UnicodeDecodeError, AssertionError, MemoryError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: cannot be read as a torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; "
+            "use another checkpoint."
+        ) from error
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def read_tensors(path: Path, allow_pickle: bool = False) -> TensorFile:
+    """Map a tensor file by its suffix: safetensors, or torch for `.bin`, `.pt` and `.pth`."""
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    return read_torch(path, allow_pickle)

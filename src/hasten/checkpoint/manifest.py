@@ -1,0 +1,188 @@
+"""The manifest: what a complete checkpoint consists of, decoded strictly and never trusted."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import msgspec
+
+from hasten.errors import CheckpointVersionError, CorruptCheckpointError, UnsafeCheckpointError
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+MAX_MANIFEST_BYTES = 256 * 1024**2
+CHUNK_BYTES = 16 * 1024**2
+"""Checksums are taken over chunks of this size, so that many threads can write and verify one file."""
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file: its path inside the checkpoint, its size and the CRC-32 of each chunk, as 8 hex digits."""
+
+    name: str
+    size: int
+    crc32: tuple[str, ...]
+    component: str | None = None
+    rank: int | None = None
+
+
+class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One component: what it is, how its files are encoded, and whether each rank has its own."""
+
+    kind: str
+    format: Literal["safetensors", "torch"]
+    per_rank: bool = False
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table of contents; its presence is what makes a checkpoint complete."""
+
+    version: int = FORMAT_VERSION
+    number: int | None = None
+    step: int | None = None
+    created_s: float = 0.0
+    world_size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    mesh: dict[str, int] = {}
+    versions: dict[str, str] = {}
+    metrics: dict[str, float | None] = {}
+    components: dict[str, ComponentRecord] = {}
+    files: tuple[FileRecord, ...] = ()
+    # Any: JSON written by the run (settings, tracker run ids); shown and handed back, never interpreted here.
+    notes: dict[str, Any] = {}
+    chunk_bytes: int = CHUNK_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(file.size for file in self.files)
+
+    def files_of(self, component: str, rank: int | None = None) -> list[FileRecord]:
+        """The files of a component, in order; of one rank if given."""
+        return [f for f in self.files if f.component == component and (rank is None or f.rank == rank)]
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    crc32: str
+    manifest: msgspec.Raw
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as JSON, sealed with its own checksum."""
+    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    return b'{"crc32":"%08x","manifest":' % zlib.crc32(body) + body + b"}\n"
+
+
+def decode(raw: bytes, where: str) -> Manifest:
+    """The manifest, checked from end to end.
+
+    Raises: CorruptCheckpointError, CheckpointVersionError or UnsafeCheckpointError, naming `where`.
+    """
+    try:
+        envelope = msgspec.json.decode(raw, type=_Envelope)
+        body = bytes(envelope.manifest)
+        if f"{zlib.crc32(body):08x}" != envelope.crc32:
+            raise CorruptCheckpointError(
+                f"{where}: the manifest's checksum does not match its content, so it is damaged and cannot be "
+                "trusted. Load another checkpoint."
+            )
+        version = msgspec.json.decode(body, type=_Version).version
+        if version != FORMAT_VERSION:
+            raise CheckpointVersionError(
+                f"{where}: written in checkpoint format {version}; this version of hasten reads format "
+                f"{FORMAT_VERSION}. Load it with the version of hasten that wrote it."
+            )
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"{where}: not a manifest hasten can read ({error}); the checkpoint is damaged or was written by another "
+            "tool. Load another checkpoint, or convert it with `hasten ckpt convert`."
+        ) from error
+    _check(manifest, where)
+    return manifest
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    problem = _problem(manifest)
+    if problem:
+        raise CorruptCheckpointError(
+            f"{where}: {problem}; the manifest contradicts itself, so nothing of it can be trusted. "
+            "Load another checkpoint."
+        )
+    for file in manifest.files:
+        safe_name(file.name, where)
+
+
+def _problem(manifest: Manifest) -> str | None:
+    if manifest.world_size < 1 or manifest.chunk_bytes < 1:
+        return f"world_size={manifest.world_size} and chunk_bytes={manifest.chunk_bytes} must be positive"
+    if any(not 0 <= rank < manifest.world_size for rank in manifest.ranks):
+        return f"ranks {list(manifest.ranks)} do not fit world_size={manifest.world_size}"
+    names: set[str] = set()
+    for file in manifest.files:
+        folded = file.name.casefold()
+        if folded in names or folded == MANIFEST_NAME:
+            return f"file {file.name!r} is listed twice"
+        names.add(folded)
+        if file.size < 0 or len(file.crc32) != -(-file.size // manifest.chunk_bytes):
+            return f"file {file.name!r} has size {file.size} but {len(file.crc32)} chunk checksums"
+        if file.component is not None and file.component not in manifest.components:
+            return f"file {file.name!r} belongs to the unknown component {file.component!r}"
+        if file.rank is not None and not 0 <= file.rank < manifest.world_size:
+            return f"file {file.name!r} belongs to rank {file.rank} of {manifest.world_size}"
+    return _missing_files(manifest)
+
+
+def _missing_files(manifest: Manifest) -> str | None:
+    for name, component in manifest.components.items():
+        if not component.per_rank:
+            if not manifest.files_of(name):
+                return f"component {name!r} has no file"
+            continue
+        held = {file.rank for file in manifest.files_of(name)}
+        absent = sorted(set(manifest.ranks) - held)
+        if absent:
+            return f"component {name!r} has no file of ranks {absent}"
+    return None
+
+
+def safe_name(name: str, where: str) -> str:
+    """The file name, if it stays inside the checkpoint's folder on every system.
+
+    Raises: UnsafeCheckpointError otherwise.
+    """
+    parts = PurePosixPath(name).parts
+    bad = (
+        not name
+        or len(name) > 1024
+        or name.startswith("/")
+        or any(char in name for char in '\\:*?"<>|')
+        or any(ord(char) < 32 or ord(char) == 127 for char in name)
+        or any(part in ("..", ".") for part in name.split("/"))
+        or "/".join(parts) != name
+    )
+    if bad:
+        raise UnsafeCheckpointError(
+            f"{where}: the manifest names the file {name[:120]!r}, which may lie outside the checkpoint's folder. "
+            "Nothing was read. Do not use this checkpoint: somebody has edited it."
+        )
+    return name
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file of the checkpoint, refused when a link leads out of the folder.
+
+    Raises: UnsafeCheckpointError.
+    """
+    path = folder / safe_name(name, str(folder))
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UnsafeCheckpointError(
+            f"{path} is a link that leads out of the checkpoint, to {path.resolve()}. Nothing was read. "
+            "Copy the file into the checkpoint's folder if it really belongs there."
+        )
+    return path

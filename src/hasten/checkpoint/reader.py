@@ -1,0 +1,202 @@
+"""Opening a checkpoint: everything is verified before anything in memory changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.base import CheckpointStore, Json
+from hasten.checkpoint.disk import default_threads, file_checksums
+from hasten.checkpoint.formats import Piece, read_tensors
+from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, inside
+from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.transfer import PinnedBuffer, as_bytes, device_of, worker_pool
+from hasten.checkpoint.writer import settle
+from hasten.comm.base import Comm
+from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, IncompleteCheckpointError
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A component as it lies in the files: pieces by name, and its JSON."""
+
+    name: str
+    kind: str
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    data: Json = None
+
+    def of(self, key: str) -> list[Piece] | None:
+        """The pieces of a tensor under this or another of its names."""
+        return self.pieces.get(key) or self.pieces.get(self.aliases.get(key, ""))
+
+    def keys(self) -> set[str]:
+        """All names, other names of the same tensor included."""
+        return set(self.pieces) | set(self.aliases)
+
+
+class Checkpoint:
+    """An open checkpoint. Files are mapped, not read, until copied from."""
+
+    def __init__(self, name: str, manifest: Manifest, folder: Path, allow_pickle: bool = False) -> None:
+        self.name = name
+        self.manifest = manifest
+        self.folder = folder
+        self._allow_pickle = allow_pickle
+
+    def component(self, name: str, rank: int | None = None) -> Found:
+        """A component; of a per-rank one, the part of `rank`.
+
+        Raises: IncompleteCheckpointError when the checkpoint has no such part.
+        """
+        record = self.manifest.components.get(name)
+        files = self.manifest.files_of(name, rank if record is not None and record.per_rank else None)
+        if record is None or not files:
+            whose = f" of rank {rank}" if record is not None else ""
+            raise IncompleteCheckpointError(
+                f"{self.folder} has no {name!r}{whose}; it holds {sorted(self.manifest.components)} of "
+                f"{self.manifest.world_size} ranks. Nothing was loaded. Prepare and register what was there when it "
+                "was saved, or load with strict=False."
+            )
+        found = Found(name, record.kind)
+        data = None
+        for file in files:
+            content = read_tensors(inside(self.folder, file.name), self._allow_pickle)
+            for key, piece in content.pieces.items():
+                known = found.pieces.setdefault(key, [])
+                if known and known[0].data.dtype != piece.data.dtype:
+                    raise CorruptCheckpointError(
+                        f"{self.folder / file.name}: {key} has two dtypes. Nothing was loaded."
+                    )
+                known.append(piece)
+            found.aliases.update(content.aliases)
+            data = content.data if content.data is not None else data
+        return Found(name, record.kind, found.pieces, found.aliases, data)
+
+
+def verify_files(
+    folder: Path, files: Sequence[FileRecord], chunk_bytes: int, progress: Progress | None = None
+) -> list[str]:
+    """What is wrong with the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
+    problems = []
+    with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-verify") as pool:
+        for file in files:
+            problem = _verify_file(folder, file, chunk_bytes, pool)
+            if problem is not None:
+                problems.append(problem)
+            if progress is not None:
+                progress(file.size)
+    return problems
+
+
+def _verify_file(folder: Path, file: FileRecord, chunk_bytes: int, pool: ThreadPoolExecutor) -> str | None:
+    path = inside(folder, file.name)
+    try:
+        if not path.is_file():
+            return f"{file.name} is missing"
+        size = path.stat().st_size
+        if size != file.size:
+            return f"{file.name} has {size} bytes instead of {file.size} (truncated or replaced)"
+        sums = file_checksums(path, size, chunk_bytes, pool)
+    except OSError as error:
+        return f"{file.name} cannot be read: {error}"
+    bad = [i for i, (now, then) in enumerate(zip(sums, file.crc32, strict=True)) if now != then]
+    return f"{file.name} has a wrong checksum in chunks {bad[:4]} of {len(sums)}" if bad else None
+
+
+@contextmanager
+def open_checkpoint(
+    store: CheckpointStore, name: str, comm: Comm, *, verify: bool = True, allow_pickle: bool = False
+) -> Iterator[Checkpoint]:
+    """A verified checkpoint, for the time of the block.
+
+    Ranks: every rank; the work of verifying is shared out, and a fault found by one is raised on all.
+    Raises: IncompleteCheckpointError, CorruptCheckpointError, UnsafeCheckpointError or CheckpointVersionError.
+    """
+    manifest, error = None, None
+    try:
+        manifest = store.manifest(name)
+    except HastenError as problem:
+        error = problem
+    settle(comm, error, f"reading the manifest of {name!r}")
+    assert manifest is not None, "the vote passed"
+    with store.fetch(name, manifest.files) as folder:
+        if verify:
+            _verify_together(folder, manifest, comm)
+        yield Checkpoint(name, manifest, folder, allow_pickle)
+
+
+def _verify_together(folder: Path, manifest: Manifest, comm: Comm) -> None:
+    mine, error = share_out(manifest.files, comm.rank, comm.size), None
+    try:
+        check_sound(folder, mine, manifest.chunk_bytes)
+    except HastenError as problem:
+        error = problem
+    settle(comm, error, f"verifying {folder}")
+
+
+def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> None:
+    """Raise unless every file is there, with its size and checksums."""
+    problems = verify_files(folder, files, chunk_bytes)
+    if not problems:
+        return
+    kind = IncompleteCheckpointError if all("missing" in line for line in problems) else CorruptCheckpointError
+    raise kind(
+        f"{folder}: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}. Nothing was loaded. "
+        "Load an earlier checkpoint (`hasten ckpt verify` says which are sound)."
+    )
+
+
+def share_out(files: Sequence[FileRecord], rank: int, size: int) -> list[FileRecord]:
+    """This rank's share of the files, so that every rank has about as many bytes."""
+    loads, mine = [0] * size, []
+    for file in sorted(files, key=lambda file: (-file.size, file.name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += file.size + 4096
+        if lightest == rank:
+            mine.append(file)
+    return mine
+
+
+def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
+    """Fill live tensors from mapped files on several threads, straight to their device, chunk by chunk."""
+    buffer = PinnedBuffer()
+    jobs: list[Callable[[], None]] = []
+    for copy in copies:
+        jobs += _chunked(copy, buffer)
+    device = device_of(copy.target for copy in copies)
+    with worker_pool(threads or default_threads(), device, "hasten-read") as pool:
+        for problem in pool.map(_guarded, jobs):
+            if problem is not None:
+                raise problem
+
+
+def _guarded(job: Callable[[], None]) -> CheckpointError | None:
+    try:
+        with torch.no_grad():
+            job()
+    except RuntimeError as error:
+        return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
+    return None
+
+
+def _chunked(copy: Copy, buffer: PinnedBuffer) -> list[Callable[[], None]]:
+    target, source = copy.target, copy.source
+    if not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
+        return [partial(_copy, target, source)]
+    to, of = as_bytes(target), as_bytes(source)
+    move = _copy if target.device.type == "cpu" else buffer.to_device
+    return [partial(move, to[i : i + CHUNK_BYTES], of[i : i + CHUNK_BYTES]) for i in range(0, to.numel(), CHUNK_BYTES)]
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)

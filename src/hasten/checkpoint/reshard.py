@@ -1,0 +1,121 @@
+"""Reading any slice of a global tensor from pieces that any other layout wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hasten.checkpoint.base import Slice
+from hasten.checkpoint.formats import Piece
+from hasten.errors import CheckpointError, CorruptCheckpointError
+
+
+def dtensor_slice(tensor: DTensor) -> Slice:
+    """The piece of a distributed tensor that this rank holds, and whether this rank is the one to write it.
+
+    Raises: CheckpointError for tensors whose parts still have to be summed.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(isinstance(placement, Partial) for placement in placements):
+        raise CheckpointError(
+            f"a tensor with placements {placements} holds partial sums, which are no state; reduce it before saving "
+            "(call redistribute with Replicate or Shard)."
+        )
+    local: Tensor = tensor.to_local()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds no part of the tensor's mesh"
+    owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if isinstance(p, Replicate))
+    if local.numel() == 0:  # an empty shard at the end of an uneven split has no place of its own
+        offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
+        owned = False
+    return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned)
+
+
+def as_stored(tensor: Tensor) -> Tensor | Slice:
+    """A tensor as checkpoints see it: distributed tensors become slices, others stay."""
+    return dtensor_slice(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One piece of memory to fill, from one piece of a file."""
+
+    target: Tensor
+    source: Tensor
+
+
+Region = tuple[tuple[int, int], ...]  # (start, length) per dim
+
+
+def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], extent: Sequence[int]) -> Region | None:
+    """What two boxes of a global tensor share, in global coordinates; None when they do not meet."""
+    region = []
+    for a, n, b, m in zip(offset, shape, other, extent, strict=True):
+        start, stop = max(a, b), min(a + n, b + m)
+        if start >= stop:
+            return None
+        region.append((start, stop - start))
+    return tuple(region)
+
+
+def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> list[Copy]:
+    """The copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
+
+    Raises: CheckpointError when the shape differs; CorruptCheckpointError when a part is in no file.
+    """
+    live = target.data if isinstance(target, Slice) else target.detach()
+    shape = target.shape if isinstance(target, Slice) else tuple(live.shape)
+    offset = target.offset if isinstance(target, Slice) else (0,) * live.dim()
+    for piece in pieces:
+        if tuple(piece.shape) != tuple(shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(shape)} here and {tuple(piece.shape)} in the checkpoint. Nothing was loaded. "
+                "Build the model as it was when it was saved, or load with strict=False to leave this tensor out."
+            )
+    if live.numel() == 0:
+        return []
+    copies, filled = [], 0
+    for piece in pieces:
+        region = overlap(offset, tuple(live.shape), piece.offset, tuple(piece.data.shape))
+        if region is None:
+            continue
+        copies.append(Copy(_cut(live, region, offset), _cut(piece.data, region, piece.offset)))
+        filled += copies[-1].target.numel()
+    if filled != live.numel():
+        raise CorruptCheckpointError(
+            f"{name}: the files hold {filled} of the {live.numel()} numbers this rank needs, so parts of the tensor are "
+            "missing (or stored twice). Nothing was loaded. If machines do not share a disk, bring all rank files "
+            "into one folder."
+        )
+    return copies
+
+
+def _cut(tensor: Tensor, region: Region, offset: Sequence[int]) -> Tensor:
+    for dim, ((start, length), base) in enumerate(zip(region, offset, strict=True)):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start - base, length)
+    return tensor
+
+
+def whole(pieces: Sequence[Piece], name: str) -> Tensor:
+    """The global tensor on the CPU; the mapped file itself when one piece is all of it."""
+    first = pieces[0]
+    if len(pieces) == 1 and tuple(first.data.shape) == tuple(first.shape):
+        return first.data
+    tensor = torch.empty(first.shape, dtype=first.data.dtype)
+    for copy in plan_copies(name, tensor, pieces):
+        copy.target.copy_(copy.source)
+    return tensor
+
+
+def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor whose memory lies one level down
+    """The plain memory behind a tensor on this rank."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,74 @@
+"""Bytes between device and host: threads with a stream and a page-locked buffer of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.manifest import CHUNK_BYTES
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A dense tensor as a flat tensor of bytes, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """A flat byte tensor on the host as Python sees memory."""
+    return memoryview(tensor.numpy().data)
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
+    """The accelerator the tensors lie on; None when all are on the host."""
+    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+
+
+def worker_pool(threads: int, device: torch.device | None, name: str) -> ThreadPoolExecutor:
+    """Threads that copy; with a device, each has a stream of its own, after all work queued so far is done."""
+    if device is None:
+        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+    torch.accelerator.synchronize(device)
+    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_own_stream, initargs=(device,))
+
+
+def _own_stream(device: torch.device) -> None:
+    torch.accelerator.set_stream(torch.Stream(device))
+
+
+class PinnedBuffer(threading.local):
+    """One page-locked buffer per thread, through which device tensors pass chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def take(self, size: int) -> Tensor:
+        """The first `size` bytes of this thread's buffer."""
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True)
+        return self._buffer[:size]
+
+    def to_host(self, parts: Sequence[bytes | Tensor]) -> memoryview:
+        """The parts one after another, in this thread's buffer."""
+        sizes = [len(part) if isinstance(part, bytes) else part.numel() for part in parts]
+        buffer, at, device = self.take(sum(sizes)), 0, None
+        for part, size in zip(parts, sizes, strict=True):
+            if isinstance(part, bytes):
+                byte_view(buffer)[at : at + size] = part
+            else:
+                buffer[at : at + size].copy_(part, non_blocking=True)
+                device = part.device if part.device.type != "cpu" else device
+            at += size
+        assert device is not None, "host memory needs no buffer"
+        torch.accelerator.current_stream(device).synchronize()
+        return byte_view(buffer)
+
+    def to_device(self, target: Tensor, source: Tensor) -> None:
+        """Copy mapped bytes to a device by way of this thread's buffer."""
+        buffer = self.take(source.numel())
+        buffer.copy_(source)
+        target.copy_(buffer, non_blocking=True)
+        torch.accelerator.current_stream(target.device).synchronize()

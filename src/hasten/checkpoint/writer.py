@@ -1,0 +1,278 @@
+"""One collective save: every rank writes its files into a draft, all vote, each disk's main commits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree
+from hasten.checkpoint.formats import encode_safetensors, encode_torch
+from hasten.checkpoint.layout import FilePlan, Sizes, check_names, hub_index, plan_component
+from hasten.checkpoint.manifest import ComponentRecord, FileRecord, Manifest
+from hasten.checkpoint.retention import Kept, Retention, expired
+from hasten.comm.agreement import vote
+from hasten.comm.base import Comm
+from hasten.errors import CheckpointError, HastenError, MismatchError, PeerFailedError
+
+log = logging.getLogger(__name__)
+ARRIVAL_S = 30.0
+"""How long the ranks that call save wait for those that do not."""
+
+
+def settle(comm: Comm, error: BaseException | None, label: str) -> None:
+    """Return when no rank has an error; otherwise raise a CheckpointError with the same cause on every rank."""
+    if error is not None and not isinstance(error, HastenError):
+        failure = CheckpointError(f"{label} failed on rank {comm.ranks[comm.rank]}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        error = failure
+    try:
+        vote(comm, error, label)
+    except PeerFailedError as peer:
+        raise CheckpointError(str(peer)) from peer
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGroup:
+    """Ranks that see the same folder; the first of them commits."""
+
+    ranks: tuple[int, ...]
+    draft: Draft
+
+    def is_main(self, rank: int) -> bool:
+        """Whether this rank commits for the group."""
+        return rank == self.ranks[0]
+
+
+def start(store: CheckpointStore, comm: Comm, name: str, *, node: int = 0, each_node: bool = False) -> DiskGroup:
+    """Begin a draft on every disk there is: one if all ranks share it, else one per machine.
+
+    Ranks: every rank. `node` is the number of this rank's machine.
+    Raises: CheckpointError when machines do not share the folder and `each_node` was not asked for.
+    """
+    rank = comm.ranks[comm.rank]
+    draft: Draft | None = None
+    error: BaseException | None = None
+    if comm.rank == 0:
+        try:
+            draft = store.begin(name)
+        except (OSError, HastenError) as problem:
+            error = problem
+    settle(comm, error, f"starting the checkpoint {name!r}")
+    token = comm.broadcast_object(draft.token if draft is not None else None)
+    if comm.size == 1:
+        assert draft is not None, "a single process is its own main"
+        return DiskGroup((rank,), draft)
+    joined = draft or store.join(name, token)
+    seen: list[tuple[int, bool]] = comm.all_gather_object((node, joined is not None))
+    if all(sees for _, sees in seen):
+        assert joined is not None, "every rank sees the draft"
+        return DiskGroup(comm.ranks, joined)
+    blind = [comm.ranks[i] for i, (_, sees) in enumerate(seen) if not sees]
+    if not each_node:
+        if draft is not None:
+            draft.abort()
+        raise CheckpointError(
+            f"ranks {blind} do not see {store.address} as rank {comm.ranks[0]} does, so their files would be missing. "
+            "Nothing was saved. Use a folder that all machines share, or set save_on_each_node=True in "
+            "ProjectConfiguration."
+        )
+    return _per_node(store, comm, name, draft, [n for n, _ in seen], node)
+
+
+def _per_node(
+    store: CheckpointStore, comm: Comm, name: str, draft: Draft | None, nodes: Sequence[int], node: int
+) -> DiskGroup:
+    members = tuple(comm.ranks[i] for i, other in enumerate(nodes) if other == node)
+    rank = comm.ranks[comm.rank]
+    error: BaseException | None = None
+    if rank == members[0] and draft is None:
+        try:
+            draft = store.begin(name)
+        except (OSError, HastenError) as problem:
+            error = problem
+    settle(comm, error, f"starting the checkpoint {name!r} on machine {node}")
+    tokens = comm.all_gather_object(draft.token if draft is not None else None)
+    token = tokens[comm.ranks.index(members[0])]
+    mine = draft or store.join(name, token)
+    blind = None if mine is not None else CheckpointError(f"rank {rank} does not see {store.address} of its machine")
+    settle(comm, blind, "joining the checkpoint of this machine")
+    assert mine is not None, "the vote passed"
+    return DiskGroup(members, mine)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What this rank will write: bytes by file name, and the table they are listed in."""
+
+    blobs: dict[str, Blob]
+    owners: dict[str, FilePlan | None]
+    components: dict[str, ComponentRecord]
+
+
+def prepare(tree: StateTree, group: DiskGroup, comm: Comm, sizes: Sizes | None = None) -> Prepared:
+    """Decide this rank's files and lay them out; no byte is copied yet.
+
+    Ranks: every rank. Raises: MismatchError when ranks do not save the same components.
+    """
+    rank = comm.ranks[comm.rank]
+    error: BaseException | None = None
+    blobs: dict[str, Blob] = {}
+    owners: dict[str, FilePlan | None] = {}
+    try:
+        _compare(tree, comm)
+        plans: list[FilePlan] = []
+        for name, component in tree.components.items():
+            files = plan_component(name, component, rank, group.ranks, sizes)
+            plans += files
+            whole = len(files) > 1 and component.kind == "model" and group.is_main(rank)
+            if whole:
+                stem, _, end = files[0].name.partition("-00001-of-")
+                index = f"{stem}.{end.partition('.')[2]}.index.json"
+                raw = json.dumps(hub_index(files, component), indent=1, sort_keys=True).encode()
+                blobs[index], owners[index] = Blob([raw], len(raw)), None
+        for file, plan in check_names(plans).items():
+            if plan.writer == rank:
+                blobs[file], owners[file] = encode(tree.components[plan.component], plan), plan
+    except (HastenError, ValueError, RuntimeError, OSError) as problem:
+        error = problem
+    settle(comm, error, "preparing the checkpoint")
+    records = {
+        name: ComponentRecord(kind=c.kind, format=c.format, per_rank=c.per_rank) for name, c in tree.components.items()
+    }
+    return Prepared(blobs, owners, records)
+
+
+def encode(component: Component, plan: FilePlan) -> Blob:
+    """The bytes of one planned file."""
+    tensors = {key: component.tensors[key] for key in plan.keys}
+    data = component.data if plan.with_data else None
+    if plan.format == "torch":
+        return encode_torch(tensors, data)
+    return encode_safetensors(tensors, data)
+
+
+def _compare(tree: StateTree, comm: Comm) -> None:
+    """Ranks must save the same components; whole ones must hold the same tensors."""
+    if comm.size == 1:
+        return
+    described: list[Any] = []
+    for name, c in tree.components.items():
+        shapes = [] if c.per_rank or c.sliced else sorted((k, str(v.shape)) for k, v in c.tensors.items())
+        described.append((name, c.kind, c.per_rank, c.sliced, shapes))
+    digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+    views = comm.all_gather_object((digest, sorted(tree.components)))
+    if len({digest for digest, _ in views}) > 1:
+        listed = "; ".join(f"rank {comm.ranks[i]}: {names}" for i, (_, names) in enumerate(views))
+        raise MismatchError(
+            f"ranks do not save the same state ({listed}, or other shapes under these names), so the checkpoint would "
+            "not be one. Prepare and register the same objects on every rank."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished save hands back."""
+
+    info: CheckpointInfo
+    deleted: tuple[str, ...] = ()
+
+
+def finish(
+    prepared: Prepared,
+    group: DiskGroup,
+    comm: Comm,
+    header: Manifest,
+    after: Callable[[], Sequence[str]] = lambda: (),
+) -> Outcome:
+    """Write this rank's files, vote, commit, then run `after` (retention) on each disk's main.
+
+    Ranks: every rank. Safe on a background thread when `comm` is its own group.
+    Raises: CheckpointError on every rank if one failed; earlier checkpoints stay as they were.
+    """
+    rank = comm.ranks[comm.rank]
+    name = group.draft.name
+    error: BaseException | None = None
+    records: list[FileRecord] = []
+    try:
+        records = _put(prepared, group.draft, rank)
+    except (OSError, HastenError, RuntimeError) as problem:
+        error = problem
+    try:
+        settle(comm, error, f"writing the checkpoint {name!r}")
+    except HastenError:
+        _abort(group, rank)
+        raise
+    gathered: list[list[FileRecord]] = comm.all_gather_object(records)
+    manifest = header
+    deleted: tuple[str, ...] = ()
+    if group.is_main(rank):
+        try:
+            manifest = _manifest(header, prepared, group, comm, gathered)
+            group.draft.commit(manifest)
+        except (OSError, HastenError) as problem:
+            error = problem
+            _abort(group, rank)
+    settle(comm, error, f"committing the checkpoint {name!r}")
+    if group.is_main(rank):
+        deleted = _clean(after, name)
+    comm.barrier(f"save_state {name} done")
+    return Outcome(CheckpointInfo(name, manifest), deleted)
+
+
+def _put(prepared: Prepared, draft: Draft, rank: int) -> list[FileRecord]:
+    written = draft.put(prepared.blobs)
+    records = []
+    for file, record in written.items():
+        plan = prepared.owners[file]
+        owner = plan.component if plan is not None else None
+        records.append(msgspec.structs.replace(record, component=owner, rank=rank if owner is not None else None))
+    return records
+
+
+def _manifest(
+    header: Manifest, prepared: Prepared, group: DiskGroup, comm: Comm, gathered: Sequence[Sequence[FileRecord]]
+) -> Manifest:
+    files = [record for i, records in enumerate(gathered) if comm.ranks[i] in group.ranks for record in records]
+    files += group.draft.adopt([file.name for file in files])
+    return msgspec.structs.replace(
+        header,
+        world_size=comm.size,
+        ranks=group.ranks,
+        components=prepared.components,
+        files=tuple(sorted(files, key=lambda file: file.name)),
+    )
+
+
+def _abort(group: DiskGroup, rank: int) -> None:
+    if group.is_main(rank):
+        try:
+            group.draft.abort()
+        except OSError as error:  # the next save clears drafts that could not be removed now
+            log.warning("the draft of %s could not be removed now: %s", group.draft.name, error)
+
+
+def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
+    try:
+        return tuple(after())
+    except OSError as error:  # the new checkpoint is safe; old ones are tried again after the next save
+        log.warning("after saving %s, old checkpoints could not be deleted: %s", name, error)
+        return ()
+
+
+def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[[str], int | None]) -> list[str]:
+    """Delete what the policy no longer keeps; returns the names. Ranks: each disk's main, after the commit."""
+    kept = []
+    for name in store.names():
+        number = numbers(name)
+        if number is not None and store.complete(name):
+            kept.append(Kept(name, number, store.manifest(name).metrics))
+    names = expired(kept, policy)
+    for name in names:
+        store.delete(name)
+    return names
