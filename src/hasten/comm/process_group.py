@@ -39,6 +39,11 @@ class ProcessGroupComm:
         notes = dist.PrefixStore(f"hasten/{_tag(self.ranks)}/{number}", store)
         self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
 
+    @property
+    def store(self) -> dist.Store:
+        """Where members leave notes for each other without meeting."""
+        return self._store
+
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self.all_reduce(torch.view_as_real(x), kind))

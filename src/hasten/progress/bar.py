@@ -1,0 +1,159 @@
+"""Progress over an iterable: steps, values, rates, memory, time left; shown by the main process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from torch import Tensor
+
+from hasten import trees
+from hasten.errors import ConfigError
+from hasten.progress.display import Display
+from hasten.progress.memory import MemoryGauge
+from hasten.progress.meter import Meter, Reading
+from hasten.progress.scalars import LateScalars
+from hasten.progress.straggler import Pulse, StragglerWatch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Counter = Callable[[Any], int]  # Any: a batch of the user's own shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a progress bar may know about the process it runs in."""
+
+    display: Display
+    is_main: bool = True
+    replicas: int = 1  # processes that read different samples: rates are those of all of them
+    memory: MemoryGauge | None = None
+    pulse: Pulse | None = None
+    watch: StragglerWatch | None = None
+
+
+class Progress(Generic[T]):
+    """Iterates over what it was given and shows how it goes; also usable by hand with `update`.
+
+    Ranks: every rank may use it; only the main one shows anything, the others leave notes about their pace.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[T] | None = None,
+        *,
+        here: Surroundings,
+        total: int | None = None,
+        desc: str = "",
+        samples: Counter | None = None,
+        tokens: Counter | None = None,
+    ) -> None:
+        """`samples` and `tokens` count what one batch holds; by default its rows, and its `input_ids`."""
+        self._iterable = iterable
+        self._here = here
+        self._desc = desc
+        self._samples, self._tokens = samples or _rows, tokens or _input_ids
+        self._meter = Meter(_length(iterable) if total is None else total, time.perf_counter())
+        self._late = LateScalars()
+        self._next_draw_s = 0.0
+        self._open = True
+
+    def __len__(self) -> int:
+        if self._meter.total is None:
+            raise TypeError("this progress has no known length; give total=")
+        return self._meter.total
+
+    def __iter__(self) -> Iterator[T]:
+        if self._iterable is None:
+            raise ConfigError("progress() got nothing to iterate over; give an iterable, or call update() by hand.")
+        pulse = self._here.pulse
+        if pulse is not None:
+            pulse.asked()
+        with self:
+            for item in self._iterable:
+                yield item
+                self._advance(item)
+                if pulse is not None:
+                    pulse.asked()
+
+    def show(self, **values: float | str | Tensor) -> None:
+        """Show these values beside the bar from now on; a tensor's number appears when it is ready, without waiting."""
+        if self._here.is_main:
+            self._late.give(values)
+
+    def update(self, steps: int = 1, samples: int = 0, tokens: int = 0) -> None:
+        """Count `steps` done by hand, with the samples and tokens this process saw in them."""
+        meter, replicas = self._meter, self._here.replicas
+        meter.step += steps
+        meter.samples += samples * replicas
+        meter.tokens += tokens * replicas
+        self._tick()
+
+    def close(self) -> None:
+        """Show the last state; a second call does nothing."""
+        if self._open:
+            self._open = False
+            if self._here.is_main:
+                now = time.perf_counter()
+                self._here.display.close(self._complete(self._meter.read_all(now, self._desc), wait=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _advance(self, item: T) -> None:
+        if self._here.is_main:
+            meter, replicas = self._meter, self._here.replicas
+            meter.step += 1
+            meter.samples += self._samples(item) * replicas
+            meter.tokens += self._tokens(item) * replicas
+        self._tick()
+
+    def _tick(self) -> None:
+        now, here = time.perf_counter(), self._here
+        if here.watch is not None and here.pulse is not None and here.watch.tick(now, here.pulse):
+            log.warning("%s", here.watch.found)
+        if here.is_main and now >= self._next_draw_s:
+            self._next_draw_s = now + here.display.every_s
+            here.display.draw(self._complete(self._meter.read(now, self._desc)))
+
+    def _complete(self, reading: Reading, wait: bool = False) -> Reading:
+        memory, watch = self._here.memory, self._here.watch
+        return replace(
+            reading,
+            values=self._late.read(wait),
+            memory_bytes=memory.used_bytes() if memory else None,
+            memory_total_bytes=memory.total_bytes if memory else None,
+            hint=str(watch.found) if watch and watch.found else "",
+        )
+
+
+def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its length is asked
+    try:
+        return len(iterable)  # type: ignore[arg-type]
+    except TypeError:  # a stream has no length, and that is all a bar needs to know
+        return None
+
+
+def _rows(batch: Any) -> int:  # Any: a batch of the user's own shape
+    if isinstance(batch, Mapping):  # the common batch, without walking all of it
+        for value in batch.values():
+            if isinstance(value, Tensor) and value.ndim:
+                return value.shape[0]
+    return trees.batch_size(batch) or 0
+
+
+def _input_ids(batch: Any) -> int:  # Any: a batch of the user's own shape
+    if not isinstance(batch, Mapping):
+        return 0
+    tokens = batch.get("input_ids")
+    return tokens.numel() if isinstance(tokens, Tensor) else 0

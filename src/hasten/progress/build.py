@@ -1,0 +1,54 @@
+"""Put a Progress together from what an Accelerator knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from rich.console import Console
+
+from hasten.progress.bar import Counter, Progress, Surroundings
+from hasten.progress.display import choose_display
+from hasten.progress.memory import MemoryGauge
+from hasten.progress.straggler import Pulse, StoreNotes, StragglerWatch
+from hasten.runtime.axes import BATCH
+from hasten.runtime.context import ProcessContext
+
+T = TypeVar("T")
+
+
+def straggler_watch(ctx: ProcessContext, every_s: float = 10.0) -> StragglerWatch | None:
+    """A watch over the ranks of the world, or None where there is one rank or no store to leave notes in."""
+    store = getattr(ctx.world, "store", None)  # not part of Comm: a hint is the only thing that wants it
+    if ctx.world.size < 2 or store is None:
+        return None
+    return StragglerWatch(StoreNotes(store), ctx.world.rank, ctx.world.size, every_s)
+
+
+def progress(
+    iterable: Iterable[T] | None,
+    *,
+    ctx: ProcessContext,
+    total: int | None = None,
+    desc: str = "",
+    samples: Counter | None = None,
+    tokens: Counter | None = None,
+    every_s: float | None = None,
+    console: Console | None = None,
+    pulse: Pulse | None = None,
+    watch: StragglerWatch | None = None,
+) -> Progress[T]:
+    """A progress bar over `iterable` for this process.
+
+    `pulse` is told by the Accelerator when a backward pass begins; without it there are no straggler hints.
+    """
+    is_main = ctx.topology.rank == 0
+    here = Surroundings(
+        display=choose_display(console or Console(stderr=True), is_main=is_main, every_s=every_s),
+        is_main=is_main,
+        replicas=ctx.mesh.size(*BATCH),
+        memory=MemoryGauge(ctx.device) if is_main else None,
+        pulse=pulse,
+        watch=watch,
+    )
+    return Progress(iterable, here=here, total=total, desc=desc, samples=samples, tokens=tokens)

@@ -1,0 +1,126 @@
+"""Where progress is shown: a bar in a terminal, an updated cell in a notebook, plain lines in a file."""
+
+from __future__ import annotations
+
+import html
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hasten.optional import available, need
+from hasten.progress import text
+from hasten.progress.meter import Reading
+
+
+class Display(Protocol):
+    """Shows readings; `every_s` is how often it wants one."""
+
+    every_s: float
+
+    def draw(self, reading: Reading) -> None: ...
+    def close(self, reading: Reading) -> None: ...
+
+
+class TerminalDisplay:
+    """A bar that redraws itself in place; prints of the program appear above it."""
+
+    def __init__(self, console: Console, every_s: float = 0.25) -> None:
+        self.every_s = every_s
+        self._console = console
+        self._live: Live | None = None
+
+    def draw(self, reading: Reading) -> None:
+        """Redraw the bar, and begin it the first time."""
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(_rendered(reading), refresh=True)
+
+    def close(self, reading: Reading) -> None:
+        """Draw the last state and leave the terminal as it was."""
+        self.draw(reading)
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _rendered(reading: Reading) -> RenderableType:
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(
+        total=reading.total, completed=reading.step, width=24, pulse=reading.total is None, animation_time=0.0
+    )
+    details = Text(" · ").join(Text(part) for part in text.parts(reading))
+    row.add_row(Text(reading.desc, style="bold"), bar, Text(text.count(reading), style="cyan"), details)
+    return Group(row, Text(reading.hint, style="yellow")) if reading.hint else row
+
+
+class LineDisplay:
+    """One line of plain text now and then: what a log file wants."""
+
+    def __init__(self, console: Console, every_s: float = 10.0) -> None:
+        self.every_s = every_s
+        self._console = console
+
+    def draw(self, reading: Reading) -> None:
+        """Write one line."""
+        self._console.file.write(text.line(reading) + "\n")
+        self._console.file.flush()
+
+    def close(self, reading: Reading) -> None:
+        """Write the last line."""
+        self.draw(reading)
+
+
+class NotebookDisplay:
+    """One output of a notebook cell, updated in place; text where the front end shows no HTML."""
+
+    def __init__(self, every_s: float = 0.5) -> None:
+        self.every_s = every_s
+        self._handle: Any = None  # Any: IPython is an optional package
+
+    def draw(self, reading: Reading) -> None:
+        """Show or update the output."""
+        content = {"text/plain": text.line(reading), "text/html": _markup(reading)}
+        if self._handle is None:
+            self._handle = need("IPython.display").display(content, raw=True, display_id=True)
+        else:
+            self._handle.update(content, raw=True)
+
+    def close(self, reading: Reading) -> None:
+        """Show the last state."""
+        self.draw(reading)
+
+
+def _markup(reading: Reading) -> str:
+    bar = "" if reading.total is None else f'<progress value="{reading.step}" max="{max(reading.total, 1)}"></progress>'
+    hint = f"<br><b>{html.escape(reading.hint)}</b>" if reading.hint else ""
+    details = html.escape(" · ".join(text.parts(reading)))
+    return f"<code>{html.escape(reading.desc)} {bar} {html.escape(text.count(reading))} {details}{hint}</code>"
+
+
+class NoDisplay:
+    """Shows nothing: the display of all processes but the main one."""
+
+    every_s = float("inf")
+
+    def draw(self, reading: Reading) -> None:
+        """Do nothing."""
+
+    def close(self, reading: Reading) -> None:
+        """Do nothing."""
+
+
+def choose_display(console: Console, *, is_main: bool = True, every_s: float | None = None) -> Display:
+    """The display that fits where `console` writes to."""
+    given = {} if every_s is None else {"every_s": every_s}
+    if not is_main:
+        return NoDisplay()
+    if console.is_jupyter and available("IPython"):
+        return NotebookDisplay(**given)
+    if console.is_terminal:
+        return TerminalDisplay(console, **given)
+    return LineDisplay(console, **given)

@@ -1,0 +1,61 @@
+"""How far and how fast: counts in, rates and remaining time out. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_WINDOW = 30  # draws a rate is averaged over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Everything a display shows at one moment."""
+
+    desc: str = ""
+    step: int = 0
+    total: int | None = None
+    elapsed_s: float = 0.0
+    eta_s: float | None = None
+    steps_per_s: float = 0.0
+    samples_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    memory_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    values: Mapping[str, float | str] = field(default_factory=dict)
+    hint: str = ""
+
+
+class Meter:
+    """Counts of steps, samples and tokens over time."""
+
+    def __init__(self, total: int | None, now_s: float) -> None:
+        self.total = total
+        self.step = self.samples = self.tokens = 0
+        self._began_s = now_s
+        self._marks: deque[tuple[float, int, int, int]] = deque([(now_s, 0, 0, 0)], maxlen=_WINDOW)
+
+    def read(self, now_s: float, desc: str = "") -> Reading:
+        """The rates since the oldest mark of the window, and the time left at that rate; sets a new mark."""
+        then_s, steps, samples, tokens = self._marks[0]
+        seconds = max(now_s - then_s, 1e-9)
+        rate = (self.step - steps) / seconds
+        left = None if self.total is None else max(self.total - self.step, 0)
+        self._marks.append((now_s, self.step, self.samples, self.tokens))
+        return Reading(
+            desc=desc,
+            step=self.step,
+            total=self.total,
+            elapsed_s=now_s - self._began_s,
+            eta_s=left / rate if left is not None and rate > 0 else None,
+            steps_per_s=rate,
+            samples_per_s=(self.samples - samples) / seconds,
+            tokens_per_s=(self.tokens - tokens) / seconds,
+        )
+
+    def read_all(self, now_s: float, desc: str = "") -> Reading:
+        """The rates over the whole time, for the last line."""
+        self._marks.clear()
+        self._marks.append((self._began_s, 0, 0, 0))
+        return self.read(now_s, desc)

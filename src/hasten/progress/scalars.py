@@ -1,0 +1,71 @@
+"""Read scalar tensors in bulk, or without ever waiting for their device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
+    """The numbers in one-element `tensors`: one transfer per device and dtype, however many tensors there are."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    numbers: list[float] = [0.0] * len(tensors)
+    for indices in groups.values():
+        stacked = torch.stack([tensors[index].detach().reshape(()) for index in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            numbers[index] = number
+    return numbers
+
+
+class LateScalars:
+    """The newest values that have arrived on the host; reading never waits unless asked to."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, float | str | Tensor] = {}
+        self._shown: dict[str, float | str] = {}
+        self._sent: tuple[list[str], Tensor, torch.Event] | None = None
+
+    def give(self, values: Mapping[str, float | str | Tensor]) -> None:
+        """Remember the newest values; tensors stay where they are."""
+        for name, value in values.items():
+            self._given[name] = value.detach() if isinstance(value, Tensor) else value
+
+    def read(self, wait: bool = False) -> dict[str, float | str]:
+        """The newest values known on the host: those on a device are one read behind, or current with `wait`."""
+        self._collect(wait)
+        for name, value in self._given.items():
+            if not isinstance(value, Tensor):
+                self._shown[name] = value
+            elif value.device.type == "cpu" or wait:
+                self._shown[name] = float(value)
+        if not wait and self._sent is None:
+            self._send()
+        return {name: self._shown[name] for name in self._given if name in self._shown}
+
+    def _send(self) -> None:
+        """Start a copy to the host and leave an event behind it."""
+        waiting = {n: v for n, v in self._given.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
+        if not waiting:
+            return
+        device = next(iter(waiting.values())).device
+        names = [name for name, value in waiting.items() if value.device == device]
+        stacked = torch.stack([waiting[name].float().reshape(()) for name in names])
+        host = torch.empty(len(names), pin_memory=device.type == "cuda").copy_(stacked, non_blocking=True)
+        event = torch.Event(device)
+        event.record()
+        self._sent = (names, host, event)
+
+    def _collect(self, wait: bool) -> None:
+        """Take the numbers of the last copy if it has arrived."""
+        if self._sent is None:
+            return
+        names, host, event = self._sent
+        if wait:
+            event.synchronize()
+        if wait or event.query():
+            self._shown.update(zip(names, host.tolist(), strict=True))
+            self._sent = None

@@ -1,0 +1,138 @@
+"""Find the rank the others wait for: each leaves a note with its own time, the main process compares them.
+
+In synchronous training every rank's step takes equally long, because the fast ones wait inside the backward pass.
+What differs is the time from asking for a batch to reaching the backward pass: that is what is measured and compared.
+Notes lie in the process group's store. Nobody waits for anybody, so a rank that leaves its loop early hangs no one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.distributed import DistError, PrefixStore, Store
+
+
+class Notes(Protocol):
+    """A board where ranks leave short texts for each other."""
+
+    def post(self, name: str, text: str) -> None: ...
+    def read(self, name: str) -> str | None: ...
+
+
+class StoreNotes:
+    """Notes in a torch.distributed store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("hasten/notes", store)
+
+    def post(self, name: str, text: str) -> None:
+        """Leave or replace a note."""
+        self._store.set(name, text)
+
+    def read(self, name: str) -> str | None:
+        """The note, or None when there is none yet."""
+        return self._store.get(name).decode() if self._store.check([name]) else None
+
+
+class Pulse:
+    """Measures this rank's time from asking for a batch to its backward pass.
+
+    On the CPU every step is measured. On an accelerator the host runs ahead of the device, so one step per `every_s`
+    is measured between two synchronisations and the rest cost nothing.
+    """
+
+    def __init__(
+        self, device: torch.device, every_s: float = 10.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._asynchronous = device.type != "cpu"
+        self._every_s, self._clock = every_s, clock
+        self._asked_s: float | None = None
+        self._next_s = clock() + every_s
+        self._sum_s, self._count = 0.0, 0
+
+    def asked(self) -> None:
+        """The loop asks for its next batch."""
+        if self._asynchronous:
+            if self._clock() < self._next_s:
+                self._asked_s = None
+                return
+            self._next_s = self._clock() + self._every_s
+            torch.accelerator.synchronize()
+        self._asked_s = self._clock()
+
+    def reached(self) -> None:
+        """The first backward pass of the step begins; later ones of the same step do not count."""
+        if self._asked_s is None:
+            return
+        if self._asynchronous:
+            torch.accelerator.synchronize()
+        self._sum_s += self._clock() - self._asked_s
+        self._count += 1
+        self._asked_s = None
+
+    def take(self) -> float | None:
+        """The mean time since the last call, or None when nothing was measured."""
+        mean = self._sum_s / self._count if self._count else None
+        self._sum_s, self._count = 0.0, 0
+        return mean
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """The rank the others wait for."""
+
+    rank: int
+    seconds: float
+    usual_s: float
+
+    def __str__(self) -> str:
+        factor = self.seconds / max(self.usual_s, 1e-9)
+        return (
+            f"rank {self.rank} holds up the rest: {self.seconds * 1e3:.3g} ms to its backward pass, "
+            f"{factor:.1f}x the usual {self.usual_s * 1e3:.3g} ms"
+        )
+
+
+def find_straggler(times_s: Mapping[int, float], factor: float = 1.3, at_least_s: float = 1e-3) -> Straggler | None:
+    """The slowest rank, if it needs `factor` times the median of the others and `at_least_s` more."""
+    if len(times_s) < 2:
+        return None
+    slowest = max(times_s, key=lambda rank: times_s[rank])
+    usual = statistics.median(seconds for rank, seconds in times_s.items() if rank != slowest)
+    seconds = times_s[slowest]
+    return Straggler(slowest, seconds, usual) if seconds > factor * usual and seconds - usual > at_least_s else None
+
+
+class StragglerWatch:
+    """Posts this rank's time now and then, and on the main process reads those of all ranks."""
+
+    def __init__(self, notes: Notes, rank: int, size: int, every_s: float = 10.0) -> None:
+        self._notes, self._rank, self._size, self._every_s = notes, rank, size, every_s
+        self._next_s = time.perf_counter() + min(every_s, 2.0)  # the first look comes early
+        self.found: Straggler | None = None
+
+    def tick(self, now_s: float, pulse: Pulse) -> bool:
+        """Post and compare if it is time; True when `found` changed to another rank."""
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + self._every_s
+        mean = pulse.take()
+        if mean is None:
+            return False
+        try:
+            self._notes.post(f"pace/{self._rank}", f"{mean:.6f}")
+            times = self._read_all() if self._rank == 0 else {}
+        except (DistError, RuntimeError):  # the store is gone: training will say so itself; a hint may be missing
+            self._next_s = float("inf")
+            return False
+        before, self.found = self.found, find_straggler(times)
+        return self.found is not None and (before is None or before.rank != self.found.rank)
+
+    def _read_all(self) -> dict[int, float]:
+        notes = {rank: self._notes.read(f"pace/{rank}") for rank in range(self._size)}
+        return {rank: float(text) for rank, text in notes.items() if text is not None}

@@ -1,0 +1,67 @@
+"""How readings are written: short numbers, clock times, and the parts of a progress line."""
+
+from __future__ import annotations
+
+from hasten.progress.meter import Reading
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def short(number: float) -> str:
+    """`number` with three digits and a prefix: 1234567 is 1.23M."""
+    for factor, prefix in _PREFIXES:
+        if abs(number) >= factor:
+            return f"{number / factor:.3g}{prefix}"
+    return f"{number:.3g}"
+
+
+def clock(seconds: float | None) -> str:
+    """`seconds` as m:ss or h:mm:ss; a question mark when unknown."""
+    if seconds is None:
+        return "?"
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, left = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+
+
+def value_text(value: float | str) -> str:
+    """One shown value: four significant digits, or the string itself."""
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def gigabytes(size: int) -> str:
+    """`size` in GB with the digits that matter."""
+    return f"{size / 1e9:.3g}"
+
+
+def parts(reading: Reading) -> list[str]:
+    """The pieces of a progress line after its bar."""
+    shown = [f"{name} {value_text(value)}" for name, value in reading.values.items()]
+    if reading.samples_per_s > 0:
+        shown.append(f"{short(reading.samples_per_s)} samples/s")
+    else:
+        shown.append(f"{short(reading.steps_per_s)} it/s")
+    if reading.tokens_per_s > 0:
+        shown.append(f"{short(reading.tokens_per_s)} tok/s")
+    if reading.memory_bytes is not None:
+        of_total = f"/{gigabytes(reading.memory_total_bytes)}" if reading.memory_total_bytes else ""
+        shown.append(f"mem {gigabytes(reading.memory_bytes)}{of_total} GB")
+    eta = "" if reading.total is None else f"<{clock(reading.eta_s)}"
+    shown.append(f"{clock(reading.elapsed_s)}{eta}")
+    return shown
+
+
+def count(reading: Reading) -> str:
+    """Steps done, of how many."""
+    if reading.total is None:
+        return str(reading.step)
+    percent = 100 * reading.step // max(reading.total, 1)
+    return f"{reading.step}/{reading.total} {percent}%"
+
+
+def line(reading: Reading) -> str:
+    """The whole reading as one line of plain text."""
+    head = f"{reading.desc} " if reading.desc else ""
+    tail = f" | {reading.hint}" if reading.hint else ""
+    return f"{head}{count(reading)} | {' | '.join(parts(reading))}{tail}"
