@@ -85,11 +85,6 @@ def test_warnings_are_as_strict_as_in_the_caller(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
-def test_skip_in_a_worker_skips_the_test(ctx: ProcessContext) -> None:
-    pytest.skip("a worker may skip; this test shows it")
-
-
-@ranks(2)
 def test_first_leaves_a_mess(ctx: ProcessContext) -> None:
     """What it leaves is looked for in the next test."""
     os.environ["HASTEN_TEST_MESS"] = "1"

@@ -43,6 +43,9 @@ STACK_S: Final = 0.3
 CLEAN_S: Final = 10.0
 OUTPUT_LIMIT: Final = 20_000
 _WORKER_FRAMES: Final = ("hasten/testing/worker.py", "hasten/testing/zygote.py", "<frozen runpy>")
+_BOUND_FIXTURES: Final = frozenset(
+    {"monkeypatch", "capsys", "capfd", "capsysbinary", "caplog", "recwarn", "request", "pytester"}
+)
 _NO_MESH: Final[Mapping[str, int]] = MappingProxyType({})
 
 
@@ -294,6 +297,7 @@ def _own_frames(dump: str) -> str:
 
 def check(outcomes: Sequence[Outcome], name: str) -> None:
     """Raise what a person needs to see if any rank failed."""
+    __tracebackhide__ = True
     failed = [o for o in outcomes if o.status != "returned"]
     if not failed:
         return
@@ -335,8 +339,16 @@ def ranks(
                 f"one number of ranks, and a plain function whose first argument takes the process context."
             )
 
+        stuck = _BOUND_FIXTURES.intersection(names)
+        if stuck:
+            raise ConfigError(
+                f"{_name_of(fn)} asks for {', '.join(sorted(stuck))}, which works in the pytest process only, while @ranks runs the "
+                f"test in workers. Inside the test use pytest.MonkeyPatch.context(), pytest.warns, contextlib.redirect_stdout."
+            )
+
         @functools.wraps(fn)
         def test(**given: Any) -> None:  # Any: fixtures and parameters
+            __tracebackhide__ = True
             pool: Pool = given.pop("rank_pool")
             num_ranks: int = given.pop("num_ranks")
             args = [given[name] for name in names[1:]]

@@ -49,7 +49,7 @@ class Zygote:
         try:
             with theirs, self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "hasten.testing.zygote", str(theirs.fileno())],
+                    [sys.executable, "-m", "hasten.testing.zygote", str(theirs.fileno()), str(folder)],
                     pass_fds=(theirs.fileno(),),
                     env={**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                     stdin=subprocess.DEVNULL,

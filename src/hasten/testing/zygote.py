@@ -1,6 +1,6 @@
 """The parent of the pool's workers: imports torch once, then forks a worker whenever it is asked to.
 
-Run as `python -m hasten.testing.zygote FD`. Forking happens here and not in the caller because the caller may have threads,
+Run as `python -m hasten.testing.zygote FD FOLDER`. Forking happens here and not in the caller because the caller may have threads,
 a CUDA context or anything else that does not survive a fork.
 """
 
@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -35,8 +36,8 @@ PRELOAD: Final = (
 IF_INSTALLED: Final = ("_pytest.assertion.rewrite", "pytest")
 
 
-def main(control_fd: int) -> None:
-    """Import everything, then serve the pool until it closes its end."""
+def main(control_fd: int, folder: str) -> None:
+    """Import everything, then serve the pool until it closes its end; then remove its folder and its workers."""
     torch.set_num_threads(1)
     for name in PRELOAD:
         importlib.import_module(name)
@@ -63,6 +64,7 @@ def main(control_fd: int) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _receive(control: socket.socket) -> tuple[bytes, int, list[int]] | None:
@@ -93,4 +95,4 @@ def _fork(control: socket.socket, fd: int) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
