@@ -12,12 +12,26 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    pass
+    from hasten.progress.bar import Progress as Progress
+    from hasten.progress.tqdm_bar import tqdm as tqdm
+    from hasten.tracking.backends.jsonl import read_metrics as read_metrics
+    from hasten.tracking.base import Entry as Entry
+    from hasten.tracking.base import Run as Run
+    from hasten.tracking.base import Tracker as Tracker
 
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
-_PUBLIC: Final = MappingProxyType[str, str]({})
+_PUBLIC: Final = MappingProxyType[str, str](
+    {
+        "Progress": "hasten.progress.bar",
+        "tqdm": "hasten.progress.tqdm_bar",
+        "read_metrics": "hasten.tracking.backends.jsonl",
+        "Entry": "hasten.tracking.base",
+        "Run": "hasten.tracking.base",
+        "Tracker": "hasten.tracking.base",
+    }
+)
 
 __all__ = ["__version__", *_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
 

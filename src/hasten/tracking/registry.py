@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Final
 
 from hasten.errors import TrackerError
 from hasten.optional import available
@@ -29,7 +29,7 @@ class Builtin:
 
 
 _HERE = "hasten.tracking.backends"
-BUILTINS = (
+BUILTINS: Final = (
     Builtin("jsonl", f"{_HERE}.jsonl:JsonlTracker", None),
     Builtin("tensorboard", f"{_HERE}.tensorboard:TensorboardTracker", "tensorboard"),
     Builtin("wandb", f"{_HERE}.wandb:WandbTracker", "wandb"),
@@ -72,7 +72,7 @@ def _create(name: str) -> Tracker:
     for row in BUILTINS:
         if row.name == name:
             module, _, attribute = row.where.partition(":")
-            return _checked(name, getattr(import_module(module), attribute)())
+            return _checked(name, getattr(import_module(module), attribute)())  # only the backends asked for
     for point in entry_points(group=GROUP):
         if point.name == name:
             return _checked(name, point.load()())

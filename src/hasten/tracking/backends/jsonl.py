@@ -6,12 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from types import MappingProxyType
+from typing import IO, Any, Final
 
 from hasten.tracking.base import Entry, ImageEntry, Run, Scalar, TableEntry, Tracker
 from hasten.tracking.images import png
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_WORDS: Final = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})
 
 
 class JsonlTracker(Tracker):
