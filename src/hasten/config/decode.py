@@ -167,6 +167,8 @@ def _tuple(value: Any, members: tuple[Any, ...], text: bool) -> tuple[Any, ...]:
         text = True  # the parts of a comma-separated list are text wherever it stands
     elif isinstance(value, list | tuple | set | frozenset):
         parts = list(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        parts = [value]  # gpu_ids: 0
     else:
         raise Mismatch
     if members[-1] is not Ellipsis:

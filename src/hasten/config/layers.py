@@ -1,6 +1,7 @@
 """Settings as each source gives them: a file's tree, the environment, arguments in code; all become entries."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -63,6 +64,14 @@ class Problems:
     def add(self, error: ConfigError) -> None:
         """Keep one problem, or the several inside a collected one."""
         self.found.extend(error.problems or (error,))
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Keep a problem raised in the block and go on."""
+        try:
+            yield
+        except ConfigError as error:
+            self.add(error)
 
     def settle(self) -> None:
         """Raise what was found: one problem as itself, several as one ConfigError that lists them."""
@@ -193,10 +202,10 @@ def _handlers(handlers: Iterable[Any]) -> list[Entry]:
     seen: set[type] = set()
     entries: list[Entry] = []
     for handler in handlers:
-        kind = type(handler)
-        if kind not in HANDLERS:
-            known = ", ".join(cls.__name__ for cls in HANDLERS)
-            raise UnknownSettingError(f"kwargs_handlers holds {kind.__name__}, which has no place; known are {known}.")
+        kind = next((cls for cls in HANDLERS if isinstance(handler, cls)), None)
+        if kind is None:
+            known, name = ", ".join(cls.__name__ for cls in HANDLERS), type(handler).__name__
+            raise UnknownSettingError(f"kwargs_handlers holds {name}, which has no place; known are {known}.")
         if kind in seen:
             raise ContradictionError(f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one.")
         seen.add(kind)

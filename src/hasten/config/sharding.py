@@ -31,7 +31,7 @@ class FullyShardedDataParallelPlugin(Section):
     transformer_cls_names_to_wrap: tuple[str, ...] | None = setting(
         None, "class names of blocks sharded on their own", flags=("fsdp_transformer_layer_cls_to_wrap",)
     )
-    min_num_params: int | None = setting(None, "smallest module sharded on its own, in parameters", minimum=1)
+    min_num_params: int | None = setting(None, "smallest module sharded on its own, in parameters", minimum=0)
     ignored_modules: str | tuple[Any, ...] | None = setting(
         None, "modules left whole: a regular expression over names, or the modules"
     )

@@ -1,0 +1,233 @@
+"""Settings that are each right but cannot hold together: every rule is a function from the settings to complaints."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Final, get_args
+
+from hasten.config.choices import contradiction
+from hasten.config.compiling import DynamoBackend
+from hasten.config.layers import nearest
+from hasten.config.root import Config
+from hasten.config.source import DEFAULT, Entry, Path
+from hasten.errors import ConfigError, SettingValueError
+
+Entries = Mapping[Path, Entry]
+Rule = Callable[[Config, Entries], Iterator[ConfigError]]
+
+
+def contradictions(config: Config, entries: Entries) -> list[ConfigError]:
+    """Return what cannot hold together in the settings."""
+    return [error for rule in RULES for error in rule(config, entries)]
+
+
+def at(config: Config, entries: Entries, name: str) -> Entry:
+    """Return the entry of a setting, made up from the default where nothing was given."""
+    path = tuple(name.split("."))
+    value: object = config
+    for part in path:
+        value = getattr(value, part)
+    return entries.get(path) or Entry(path, value, DEFAULT)
+
+
+def precision(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """fp8 recipes need mixed_precision fp8; a scaler needs fp16 only when it is asked for."""
+    recipe = next((e for p, e in entries.items() if p[0] == "fp8" and e.source.kind != "environment"), None)
+    chosen = at(config, entries, "mixed_precision")
+    if recipe and config.mixed_precision != "fp8" and recipe.source.level >= chosen.source.level:
+        yield contradiction(chosen, recipe, "an fp8 recipe has an effect under fp8 only", "set mixed_precision: fp8")
+    te, ao = ({p: e for p, e in entries.items() if p[:2] == ("fp8", part)} for part in ("te", "ao"))
+    for backend, others in (("ao", te), ("te", ao)):
+        if config.fp8.backend == backend and others:
+            other = next(iter(others.values()))
+            why = f"{other.name} belongs to the other implementation"
+            yield contradiction(at(config, entries, "fp8.backend"), other, why, "keep one")
+
+
+def processes(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Counts of machines, processes and devices fit each other."""
+    launch = config.launch
+    processes_ = at(config, entries, "launch.num_processes")
+    machines = at(config, entries, "launch.num_machines")
+    if launch.num_processes and launch.num_processes < launch.num_machines:
+        yield contradiction(processes_, machines, "every machine needs a process", "raise num_processes")
+    if launch.machine_rank is not None and launch.machine_rank >= launch.num_machines and not launch.nnodes:
+        rank = at(config, entries, "launch.machine_rank")
+        remedy = f"give a machine_rank from 0 to {launch.num_machines - 1}"
+        yield contradiction(rank, machines, "machines are numbered from 0", remedy)
+    if launch.nnodes and launch.num_machines > 1 and launch.nnodes != str(launch.num_machines):
+        nnodes = at(config, entries, "launch.nnodes")
+        yield contradiction(nnodes, machines, "both say how many machines there are", "keep one")
+    if launch.num_processes and launch.num_processes > 1 and config.strategy == "none":
+        strategy = at(config, entries, "strategy")
+        yield contradiction(strategy, processes_, "strategy none trains in one process", "set strategy: ddp")
+    if launch.module and launch.no_python:
+        module, program = at(config, entries, "launch.module"), at(config, entries, "launch.no_python")
+        yield contradiction(module, program, "a module is run by Python", "keep one")
+
+
+def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Named devices are enough, and are not named for the CPU."""
+    launch, ids = config.launch, config.launch.gpu_ids
+    if isinstance(ids, str):
+        return
+    named = at(config, entries, "launch.gpu_ids")
+    cpu = at(config, entries, "cpu")
+    if config.cpu and named.source.level >= cpu.source.level:
+        yield contradiction(cpu, named, "the CPU has no device numbers", "remove one")
+    if not config.cpu and launch.num_machines == 1 and launch.num_processes and launch.num_processes > len(ids):
+        count = at(config, entries, "launch.num_processes")
+        remedy = f"set num_processes: {len(ids)} or name more devices"
+        yield contradiction(count, named, "each process needs a device of its own", remedy)
+    if len(set(ids)) != len(ids):
+        yield SettingValueError(f"{named.place}: a device is named twice; name each device once.")
+
+
+def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """nnodes reads min:max."""
+    if (text := config.launch.nnodes) is None:
+        return
+    low, _, high = text.partition(":")
+    if not low.isdigit() or (high and not high.isdigit()) or not 1 <= int(low) <= int(high or low):
+        entry = at(config, entries, "launch.nnodes")
+        yield SettingValueError(f"{entry.place}: expected a number or min:max, such as 1:2.")
+
+
+def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """The sizes of the mesh divide the processes."""
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size")
+    sizes = {name: getattr(config.parallelism, name) for name in names}
+    filled = [name for name, size in sizes.items() if size == -1]
+    if len(filled) > 1:
+        first, second = (at(config, entries, f"parallelism.{name}") for name in filled[:2])
+        yield contradiction(first, second, "only one axis can take what is left", "give one of them a number")
+        return
+    total, fixed = config.launch.num_processes, {n: s for n, s in sizes.items() if s and s > 1}
+    if total and fixed and not config.launch.nnodes:
+        product = prod(fixed.values())
+        count = at(config, entries, "launch.num_processes")
+        blamed = at(config, entries, f"parallelism.{max(fixed, key=lambda name: fixed[name])}")
+        shape = " × ".join(f"{name} {size}" for name, size in fixed.items())
+        open_axis = bool(filled) or sizes["dp_replicate_size"] is None or sizes["dp_shard_size"] is None
+        if total % product or (not open_axis and total != product):
+            remedy = f"use a multiple of {product} processes" if open_axis else f"use {product} processes"
+            yield contradiction(blamed, count, f"{shape} = {product} does not fit {total} processes", remedy)
+
+
+def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Axes that a strategy cannot provide are refused."""
+    strategy = at(config, entries, "strategy")
+    sizes = config.parallelism
+    if config.strategy == "ddp" and (sizes.dp_shard_size or 1) > 1:
+        shard = at(config, entries, "parallelism.dp_shard_size")
+        yield contradiction(strategy, shard, "ddp keeps whole copies", "set strategy: fsdp")
+    if sizes.cp_size > 1 and sizes.sp_size > 1:
+        cp, sp = at(config, entries, "parallelism.cp_size"), at(config, entries, "parallelism.sp_size")
+        yield contradiction(cp, sp, "both split the sequence", "keep one")
+    if sizes.sp_size > 1 and config.strategy not in ("deepspeed", "auto"):
+        sp = at(config, entries, "parallelism.sp_size")
+        yield contradiction(strategy, sp, "sequence parallelism of this kind is DeepSpeed's", "set strategy: deepspeed")
+    if config.strategy in ("deepspeed", "megatron", "xla"):
+        for name in ("tp_size", "cp_size", "pp_size"):
+            if getattr(sizes, name) != 1:
+                axis = at(config, entries, f"parallelism.{name}")
+                why = f"{config.strategy} lays out its own processes"
+                yield contradiction(strategy, axis, why, "use the strategy's own options, or strategy: fsdp")
+
+
+def fsdp(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Wrap policies get the option they need and no other."""
+    policy = at(config, entries, "fsdp.auto_wrap_policy")
+    if config.fsdp.transformer_cls_names_to_wrap and config.fsdp.auto_wrap_policy in ("size_based_wrap", "no_wrap"):
+        names = at(config, entries, "fsdp.transformer_cls_names_to_wrap")
+        yield contradiction(policy, names, "class names need the transformer policy", "set transformer_based_wrap")
+    size = at(config, entries, "fsdp.min_num_params")
+    # Accelerate's files carry a size beside any policy; there it was never read.
+    stray = config.fsdp.min_num_params and config.fsdp.auto_wrap_policy in ("transformer_based_wrap", "no_wrap")
+    if stray and size.source.kind != "environment" and not size.said:
+        yield contradiction(policy, size, "a size needs the size policy", "set size_based_wrap or remove the size")
+    if config.fsdp.activation_checkpointing_offload and not config.fsdp.activation_checkpointing:
+        offload = at(config, entries, "fsdp.activation_checkpointing_offload")
+        recompute = at(config, entries, "fsdp.activation_checkpointing")
+        yield contradiction(offload, recompute, "nothing is recomputed", "set activation_checkpointing: true")
+
+
+def deepspeed(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Offload fits the ZeRO stage, NVMe has its folder, and DeepSpeed's own file stands alone."""
+    ds = config.deepspeed
+    stage = at(config, entries, "deepspeed.zero_stage")
+    if ds.hf_ds_config is not None:
+        whole = at(config, entries, "deepspeed.hf_ds_config")
+        for name in ("zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping"):
+            single = entries.get(("deepspeed", name))
+            if single and single.source.level >= whole.source.level and single.source.kind != "environment":
+                yield contradiction(whole, single, "DeepSpeed's own configuration says it too", "say it in one place")
+        return
+    for part, lowest in (("param", 3), ("optimizer", 1)):
+        device, folder = getattr(ds, f"offload_{part}_device"), getattr(ds, f"offload_{part}_nvme_path")
+        entry = at(config, entries, f"deepspeed.offload_{part}_device")
+        if device != "none" and ds.zero_stage < lowest:
+            yield contradiction(entry, stage, f"this offload needs ZeRO stage {lowest}", f"set zero_stage: {lowest}")
+        if (device == "nvme") != (folder is not None):
+            other = at(config, entries, f"deepspeed.offload_{part}_nvme_path")
+            yield contradiction(entry, other, "NVMe offload needs both device and folder", "set both or neither")
+    if ds.zero3_init_flag and ds.zero_stage != 3:
+        flag = at(config, entries, "deepspeed.zero3_init_flag")
+        yield contradiction(flag, stage, "parameters are sharded by stage 3 only", "set zero_stage: 3")
+
+
+def megatron(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Megatron's own sizes divide the processes."""
+    sizes, total = config.megatron, config.launch.num_processes
+    product = sizes.tp_degree * sizes.pp_degree * sizes.context_parallel_size
+    if config.strategy == "megatron" and total and total % product:
+        widest = "tp_degree" if sizes.tp_degree >= sizes.pp_degree else "pp_degree"
+        blamed = at(config, entries, f"megatron.{widest}")
+        count = at(config, entries, "launch.num_processes")
+        why = f"tp {sizes.tp_degree} × pp {sizes.pp_degree} × cp {sizes.context_parallel_size} = {product} does not fit"
+        yield contradiction(blamed, count, why, f"use a multiple of {product} processes")
+
+
+def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """Options of compilation need compilation, and torch takes a mode or options."""
+    backend = at(config, entries, "dynamo.backend")
+    if config.dynamo.backend == "no":
+        for name in ("fullgraph", "use_regional_compilation", "options"):
+            entry = at(config, entries, f"dynamo.{name}")
+            if entry.value and entry.source.kind != "environment":
+                yield contradiction(entry, backend, "nothing is compiled", "set dynamo.backend: inductor")
+    elif config.dynamo.options is not None and config.dynamo.mode != "default":
+        mode, options = at(config, entries, "dynamo.mode"), at(config, entries, "dynamo.options")
+        yield contradiction(mode, options, "torch.compile takes a mode or options", "keep one")
+    known = get_args(DynamoBackend)
+    if isinstance(backend.value, str) and backend.value not in known and (near := nearest(backend.value, known)):
+        yield SettingValueError(f"{backend.place}: no such compiler backend; did you mean {near!r}?")
+
+
+def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """The best checkpoints need a metric to rank them."""
+    if config.project.keep_best and not config.project.best_metric:
+        best, metric = at(config, entries, "project.keep_best"), at(config, entries, "project.best_metric")
+        yield contradiction(best, metric, "the best ones are ranked by a metric", "name best_metric")
+
+
+def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
+    """A cast around a hook needs a hook that does not cast already."""
+    if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in ("power_sgd", "batched_power_sgd"):
+        wrapper, hook = at(config, entries, "ddp.comm_wrapper"), at(config, entries, "ddp.comm_hook")
+        yield contradiction(wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd")
+
+
+RULES: Final[tuple[Rule, ...]] = (
+    precision,
+    processes,
+    devices,
+    nnodes_range,
+    mesh,
+    strategy_and_mesh,
+    fsdp,
+    deepspeed,
+    megatron,
+    compiling,
+    checkpoints,
+    hooks,
+)

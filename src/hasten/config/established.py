@@ -1,0 +1,315 @@
+"""Settings spelled as Hugging Face Accelerate spells them: its YAML keys, switches and environment variables."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from hasten.config.decode import Mismatch, to_bool
+from hasten.config.layers import Problems, nearest
+from hasten.config.legacy import OLD_NAMES
+from hasten.config.marked import Marked
+from hasten.config.root import Config
+from hasten.config.schema import SETTABLE
+from hasten.config.source import Entry, Path, Source
+from hasten.errors import ConfigFileError, SettingValueError, UnknownSettingError
+
+SWITCHES: Final = MappingProxyType(
+    {
+        "use_ddp": "ddp",
+        "use_fsdp": "fsdp",
+        "use_deepspeed": "deepspeed",
+        "use_megatron_lm": "megatron",
+    }
+)
+"""Yes-or-no settings that choose a strategy."""
+
+_TOP: Final = MappingProxyType[str, Path](
+    {
+        "mixed_precision": ("mixed_precision",),
+        "use_cpu": ("cpu",),
+        "debug": ("debug",),
+        "gradient_accumulation_steps": ("gradient_accumulation", "num_steps"),
+        "main_training_function": ("xla", "main_training_function"),
+        "downcast_bf16": ("xla", "downcast_bf16"),
+        "tpu_name": ("xla", "tpu_name"),
+        "tpu_zone": ("xla", "tpu_zone"),
+        "tpu_use_cluster": ("xla", "tpu_use_cluster"),
+        "tpu_use_sudo": ("xla", "tpu_use_sudo"),
+        "tpu_vm": ("xla", "tpu_vm"),
+        "tpu_env": ("xla", "tpu_env"),
+        "command_file": ("xla", "command_file"),
+        "commands": ("xla", "commands"),
+        "dynamo_backend": ("dynamo", "backend"),
+    }
+    | {
+        name: ("launch", name)
+        for name in [
+            "num_processes",
+            "machine_rank",
+            "num_machines",
+            "gpu_ids",
+            "main_process_ip",
+            "main_process_port",
+            "rdzv_backend",
+            "same_network",
+            "enable_cpu_affinity",
+        ]
+    }
+)
+_NESTED: Final = MappingProxyType(
+    {
+        "fsdp_config": ("fsdp", "fsdp_"),
+        "deepspeed_config": ("deepspeed", "deepspeed_"),
+        "megatron_lm_config": ("megatron", "megatron_lm_"),
+        "dynamo_config": ("dynamo", "dynamo_"),
+        "parallelism_config": ("parallelism", "parallelism_config_"),
+        "fp8_config": ("fp8", "fp8_"),
+        "mpirun_config": ("launch", "mpirun_"),
+    }
+)
+_RENAMED: Final = MappingProxyType[tuple[str, str], Path](
+    {
+        ("fp8_config", "amax_history_length"): ("fp8", "te", "amax_history_len"),
+        ("fp8_config", "amax_compute_algorithm"): ("fp8", "te", "amax_compute_algo"),
+        ("fp8_config", "format"): ("fp8", "te", "fp8_format"),
+        ("deepspeed_config", "gradient_accumulation_steps"): ("gradient_accumulation", "num_steps"),
+        ("deepspeed_config", "deepspeed_config_file"): ("deepspeed", "hf_ds_config"),
+    }
+)
+_SAGEMAKER: Final = frozenset(
+    [
+        "ec2_instance_type",
+        "iam_role_name",
+        "image_uri",
+        "profile",
+        "region",
+        "base_job_name",
+        "pytorch_version",
+        "transformers_version",
+        "py_version",
+        "sagemaker_inputs_file",
+        "sagemaker_metrics_file",
+        "additional_args",
+    ]
+)
+_GONE: Final = MappingProxyType(
+    {
+        "ipex_config": "Intel's extension is part of torch now",
+        "use_mps_device": "Apple devices are found by themselves",
+        "downcase_fp16": "it never had an effect",
+    }
+)
+_DISTRIBUTED: Final = MappingProxyType[str, tuple[tuple[Path, Any], ...]](
+    {
+        "NO": (),
+        "MULTI_CPU": ((("cpu",), True), (("strategy",), "ddp")),
+        "FSDP": ((("strategy",), "fsdp"),),
+        "DEEPSPEED": ((("strategy",), "deepspeed"),),
+        "MEGATRON_LM": ((("strategy",), "megatron"),),
+        "XLA": ((("launch", "tpu"), True), (("strategy",), "xla")),
+        "TPU": ((("launch", "tpu"), True), (("strategy",), "xla")),
+        "TP": (),
+    }
+    | {
+        f"MULTI_{device}": ((("launch", "multi_gpu"), True), (("strategy",), "ddp"))
+        for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
+    }
+)
+MARKS: Final = (
+    frozenset({"compute_environment", "distributed_type", "fp16", *SWITCHES, *_NESTED, *_SAGEMAKER, *_GONE, *_TOP})
+    - Config.__dataclass_fields__.keys()
+)
+"""Top-level keys that only an Accelerate file has."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """An Accelerate file as entries, with what had to be said about it."""
+
+    file: str
+    entries: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
+
+    def take(self, path: Path, value: Any, line: int, said: str, *, weak: bool = False) -> None:
+        """Add one setting; empty values were not given."""
+        if value is not None and value != [] and not (path[0] != "mixed_precision" and value in ("None", "none", "")):
+            source = Source("file", f"{self.file}:{line}")
+            self.entries.append(Entry(path, value, source, text=True, said=said, weak=weak))
+
+
+def from_accelerate(tree: Marked, file: str) -> tuple[list[Entry], list[str]]:
+    """Return the entries of an Accelerate file and what was translated, in words.
+
+    Raises: ConfigFileError for a SageMaker file; ConfigError that lists every unknown key with its line.
+    """
+    reading = Reading(file)
+    _refuse_sagemaker(tree, file)
+    for key, item in tree.value.items():
+        with reading.problems.catching():
+            _read_key(reading, key, item)
+    reading.problems.settle()
+    first = f"{file} is a Hugging Face Accelerate file; its settings are read under our names (config show --why)"
+    return reading.entries, [first, *reading.notes]
+
+
+def _refuse_sagemaker(tree: Marked, file: str) -> None:
+    keys = sorted(_SAGEMAKER & tree.value.keys(), key=lambda key: tree.value[key].line)
+    place = tree.value.get("compute_environment")
+    if place is not None and str(place.value).upper() == "AMAZON_SAGEMAKER":
+        keys.insert(0, "compute_environment")
+    if keys:
+        line = tree.value[keys[0]].line
+        raise ConfigFileError(
+            f"{file}:{line}: {keys[0]!r} asks for Amazon SageMaker, which hasten does not start; "
+            "start the job with SageMaker's own tools and call `hasten launch` inside it."
+        )
+
+
+def _read_key(reading: Reading, key: str, item: Marked) -> None:
+    place = f"{reading.file}:{item.line}"
+    if key == "compute_environment":
+        if str(item.value).upper() != "LOCAL_MACHINE":
+            raise SettingValueError(f"{place}: compute_environment: {item.value!r} is unknown; use LOCAL_MACHINE.")
+    elif key == "distributed_type":
+        _distributed_type(reading, item, place)
+    elif key in SWITCHES:
+        if _yes(item.value, f"{place}: {key}"):
+            reading.take(("strategy",), SWITCHES[key], item.line, key)
+    elif key == "fp16":  # before mixed_precision existed
+        value = "fp16" if _yes(item.value, f"{place}: {key}") else "no"
+        reading.take(("mixed_precision",), value, item.line, key)
+        reading.notes.append(f"{place}: fp16: {str(value == 'fp16').lower()} is mixed_precision: {value}")
+    elif key == "use_parallelism_config":
+        _yes(item.value, f"{place}: {key}")  # the sizes themselves decide
+    elif key in _GONE:
+        if item.plain():
+            reading.notes.append(f"{place}: {key} has no meaning any more: {_GONE[key]}")
+    elif key in _TOP:
+        reading.take(_TOP[key], item.plain(), item.line, key)
+    elif key in _NESTED:
+        _read_nested(reading, key, item)
+    else:
+        raise _unknown_key(place, key, MARKS | {"mixed_precision", "debug", "use_parallelism_config"})
+
+
+def _distributed_type(reading: Reading, item: Marked, place: str) -> None:
+    kind = str(item.value).upper()
+    if kind not in _DISTRIBUTED:
+        near = nearest(kind.lower(), [name.lower() for name in _DISTRIBUTED]).upper()
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(_DISTRIBUTED)}."
+        raise SettingValueError(f"{place}: distributed_type: {item.value!r} is unknown; {hint}")
+    for path, value in _DISTRIBUTED[kind]:
+        reading.take(path, value, item.line, "distributed_type", weak=kind.startswith("MULTI_"))
+    if kind == "TPU":
+        reading.notes.append(f"{place}: distributed_type: TPU is called XLA now")
+
+
+def _read_nested(reading: Reading, key: str, item: Marked) -> None:
+    if item.value is None:
+        return
+    place = f"{reading.file}:{item.line}"
+    if not isinstance(item.value, Mapping):
+        raise SettingValueError(f"{place}: {key} holds {item.plain()!r}, but settings are expected below it.")
+    names = nested_names(key)
+    for name, inner in item.value.items():
+        where = f"{reading.file}:{inner.line}"
+        if name in ("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level"):
+            reading.notes.append(f"{where}: {key}.{name} has no meaning any more: MS-AMP is no longer maintained")
+        elif name not in names:
+            reading.problems.add(_unknown_key(where, f"{key}.{name}", [f"{key}.{known}" for known in names]))
+        elif names[name] == ("fp8", "backend") and str(inner.value).upper() == "MSAMP":
+            message = (
+                f"{where}: fp8 backend MSAMP is no longer maintained; use AO (torchao) or TE (Transformer Engine)."
+            )
+            reading.problems.add(SettingValueError(message))
+        else:
+            value = inner.plain()
+            path = names[name]
+            if path == ("gradient_accumulation", "num_steps") and value == "auto":
+                path = ("deepspeed", "gradient_accumulation_steps")
+            reading.take(path, value, inner.line, f"{key}.{name}")
+
+
+def nested_names(key: str) -> Mapping[str, Path]:
+    """Return every name a nested mapping of an Accelerate file may hold, with the setting it means."""
+    section, prefix = _NESTED[key]
+    names: dict[str, Path] = {}
+    for info in SETTABLE:
+        if info.path[0] == section and (section != "launch" or info.path[-1].startswith(prefix)):
+            for flag in (*info.flags, info.path[-1]):
+                names.setdefault(flag, info.path)
+                names.setdefault(flag.removeprefix(prefix), info.path)
+    if section == "fsdp":
+        for old in OLD_NAMES:
+            names |= {old: ("fsdp", old), f"fsdp_{old}": ("fsdp", old)}
+    extra = {name: path for (nested, name), path in _RENAMED.items() if nested == key}
+    return names | extra | dict.fromkeys(("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level"), ())
+
+
+def _unknown_key(place: str, name: str, known: Iterable[str]) -> UnknownSettingError:
+    near = nearest(name, known)
+    hint = f"did you mean {near!r}?" if near else "remove it, or see docs/config.md for the known keys."
+    return UnknownSettingError(f"{place}: unknown key {name!r}, which would have no effect; {hint}")
+
+
+def _yes(value: Any, place: str) -> bool:
+    try:
+        return value is not None and to_bool(value)
+    except Mismatch as error:
+        raise SettingValueError(f"{place}: got {value!r}, expected true or false.") from error
+
+
+def from_established_environment(env: Mapping[str, str]) -> list[Entry]:
+    """Return the entries of the variables that Accelerate's users and libraries set."""
+    entries = []
+    for name, path in established_variables():
+        value = env.get(name, "")
+        if value.strip() and not (name.startswith("ACCELERATE_GRADIENT_ACC") and value.strip().lower() == "auto"):
+            entries.append(Entry(path, value, Source("environment", name), text=True))
+    for switch, strategy in SWITCHES.items():
+        name = f"ACCELERATE_{switch.upper()}"
+        if env.get(name, "").strip() and _yes(env[name], f"environment {name}={env[name]}"):
+            entries.append(Entry(("strategy",), strategy, Source("environment", name), text=True))
+    return entries
+
+
+def established_variables() -> Iterator[tuple[str, Path]]:
+    """Yield every established variable with the setting it means."""
+    yield from _VARIABLES.items()
+    for info in SETTABLE:
+        match info.path:
+            case ("parallelism" | "megatron", *_):
+                yield info.flag.upper(), info.path
+            case ("dynamo" | "fp8", *_):
+                for flag in info.flags:
+                    yield f"ACCELERATE_{flag.upper()}", info.path
+            case ("fsdp", name):
+                yield f"FSDP_{name.upper()}", info.path
+    for old in OLD_NAMES:
+        yield f"FSDP_{old.upper()}", ("fsdp", old)
+
+
+_VARIABLES: Final = MappingProxyType[str, Path](
+    {
+        "ACCELERATE_MIXED_PRECISION": ("mixed_precision",),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("gradient_accumulation", "num_steps"),
+        "ACCELERATE_GRADIENT_CLIPPING": ("deepspeed", "gradient_clipping"),
+        "ACCELERATE_USE_CPU": ("cpu",),
+        "ACCELERATE_DEBUG_MODE": ("debug",),
+        "ACCELERATE_CPU_AFFINITY": ("launch", "enable_cpu_affinity"),
+        "ACCELERATE_DOWNCAST_BF16": ("xla", "downcast_bf16"),
+        "ACCELERATE_NUM_PROCESSES": ("launch", "num_processes"),
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": ("deepspeed", "hf_ds_config"),
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("deepspeed", "zero_stage"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": ("deepspeed", "offload_optimizer_device"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("deepspeed", "offload_param_device"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH": ("deepspeed", "offload_optimizer_nvme_path"),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": ("deepspeed", "offload_param_nvme_path"),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": ("deepspeed", "zero3_init_flag"),
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": ("deepspeed", "zero3_save_16bit_model"),
+        "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ("deepspeed", "transformer_moe_cls_names"),
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": ("fsdp", "transformer_cls_names_to_wrap"),
+    }
+)

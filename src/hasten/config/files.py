@@ -1,0 +1,148 @@
+"""Settings files: where they lie, reading ours and Accelerate's, writing ours, and moving old ones forward."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import yaml
+
+from hasten.config.base import Section, default_of, meta_of
+from hasten.config.decode import encode
+from hasten.config.established import MARKS, from_accelerate
+from hasten.config.layers import from_tree
+from hasten.config.marked import Marked, parse
+from hasten.config.root import Config
+from hasten.config.schema import subsection
+from hasten.config.source import Entry
+from hasten.errors import ConfigFileError
+
+SCHEMA: Final = 1
+"""Version of the file format this release writes."""
+
+Migration = Callable[[dict[str, Marked]], tuple[dict[str, Marked], list[str]]]
+MIGRATIONS: Final = MappingProxyType[int, Migration]({})
+"""From a version to the next: what to change in the top of the tree, and what to say about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """A settings file as entries, with what was translated on the way."""
+
+    path: Path
+    kind: str
+    entries: tuple[Entry, ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def home(env: Mapping[str, str], platform: str = sys.platform) -> Path:
+    """Return the folder of settings: HASTEN_HOME, else `hasten` in the platform's folder for configuration."""
+    if given := env.get("HASTEN_HOME"):
+        return Path(given).expanduser()
+    user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
+    if platform == "darwin":
+        return user / "Library" / "Application Support" / "hasten"
+    if platform == "win32":
+        return Path(env.get("APPDATA") or user / "AppData" / "Roaming") / "hasten"
+    return Path(env.get("XDG_CONFIG_HOME") or user / ".config") / "hasten"
+
+
+def default_path(env: Mapping[str, str]) -> Path:
+    """Return where our settings file lies."""
+    return home(env) / "config.yaml"
+
+
+def accelerate_paths(env: Mapping[str, str]) -> tuple[Path, ...]:
+    """Return where Accelerate keeps its settings file, in the order it looks."""
+    user = Path(env.get("HOME") or env.get("USERPROFILE") or "~").expanduser()
+    cache = Path(env.get("XDG_CACHE_HOME") or user / ".cache")
+    folder = Path(env.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+    return tuple(folder / f"default_config.{ending}" for ending in ("yaml", "yml", "json"))
+
+
+def find(env: Mapping[str, str]) -> Path | None:
+    """Return the settings file that holds when none is named: ours, else Accelerate's, else none."""
+    return next((path for path in (default_path(env), *accelerate_paths(env)) if path.is_file()), None)
+
+
+def read(path: Path | str) -> SettingsFile:
+    """Return the settings in a file, ours or Accelerate's, YAML or JSON.
+
+    Raises: ConfigFileError when it cannot be read or parsed; ConfigError that lists every unknown key with its line.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError as error:
+        raise ConfigFileError(f"no settings file at {path}; write one with `hasten config`.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigFileError(f"{path} cannot be read: {error}; give a readable YAML or JSON file.") from error
+    return read_text(text, path)
+
+
+def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRATIONS) -> SettingsFile:
+    """Return the settings in the text of a file."""
+    name = str(path)
+    tree = parse(text, name)
+    top = dict(tree.value)
+    if "schema" not in top and top.keys() & MARKS:
+        entries, notes = from_accelerate(tree, name)
+        return SettingsFile(path, "accelerate", tuple(entries), tuple(notes))
+    version = top.pop("schema", Marked(SCHEMA, 1))
+    top, said = _migrate(top, version, name, migrations)
+    return SettingsFile(path, "hasten", tuple(from_tree(Marked(top, 1), name)), tuple(said))
+
+
+def _migrate(
+    top: dict[str, Marked], version: Marked, name: str, migrations: Mapping[int, Migration]
+) -> tuple[dict[str, Marked], list[str]]:
+    newest = max((SCHEMA, *(old + 1 for old in migrations)))
+    number = version.value
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ConfigFileError(f"{name}:{version.line}: schema: {number!r} is not a version; write schema: {newest}.")
+    if number > newest:
+        raise ConfigFileError(
+            f"{name}:{version.line}: schema: {number} is newer than this hasten understands ({newest}), so settings "
+            "could be lost; upgrade hasten, or write the file again with `hasten config`."
+        )
+    said: list[str] = []
+    for old in range(number, newest):
+        if old not in migrations:
+            raise ConfigFileError(f"{name}:{version.line}: schema: {old} was never released; write schema: {newest}.")
+        top, sentences = migrations[old](top)
+        said += [f"{name}: {sentence}" for sentence in sentences]
+    return top, said
+
+
+def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:
+    """Return settings as plain nested mappings: what differs from the defaults, or all of it."""
+    tree: dict[str, Any] = {}
+    for name, spec in section.__dataclass_fields__.items():
+        value = getattr(section, name)
+        if subsection(spec.type):
+            if inner := to_mapping(value, defaults=defaults):
+                tree[name] = inner
+        elif not meta_of(type(section), name).code_only and (defaults or value != default_of(type(section), name)):
+            tree[name] = encode(value)
+    return tree
+
+
+def dump(config: Config, *, as_json: bool = False) -> str:
+    """Return settings as the text of a file of ours; what is at its default is left out."""
+    tree = {"schema": SCHEMA, **to_mapping(config)}
+    if as_json:
+        return json.dumps(tree, indent=2) + "\n"
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def write(config: Config, path: Path | str) -> Path:
+    """Write settings to a file of ours, JSON if its name says so, and return its path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(dump(config, as_json=path.suffix == ".json"), "utf-8")
+    draft.replace(path)
+    return path

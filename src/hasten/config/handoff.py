@@ -1,0 +1,52 @@
+"""The resolved settings as one string, HASTEN_CONFIG, from the launcher to its workers, sources included."""
+
+import json
+from typing import Any, Final
+
+from hasten.config.decode import encode
+from hasten.config.resolve import Resolved
+from hasten.config.schema import BY_PATH
+from hasten.config.source import PRECEDENCE, Entry, Source, dotted
+from hasten.errors import ConfigError
+
+VARIABLE: Final = "HASTEN_CONFIG"
+_VERSION: Final = 1
+
+
+def pack(resolved: Resolved) -> str:
+    """Return the settings that are not at their default, each with its source, as one line of JSON."""
+    rows = [
+        [dotted(path), encode(entry.value), entry.source.kind, entry.source.detail]
+        for path, entry in resolved.entries.items()
+        if not BY_PATH[path].meta.code_only and _travels(entry.value)
+    ]
+    return json.dumps({"version": _VERSION, "settings": rows}, separators=(",", ":"))
+
+
+def unpack(text: str) -> tuple[Entry, ...]:
+    """Return the entries a launcher handed over.
+
+    Raises: ConfigError when the string was not written by `pack` of this version.
+    """
+    try:
+        data: Any = json.loads(text)
+        assert data["version"] == _VERSION, data["version"]
+        return tuple(_entry(*row) for row in data["settings"])
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"{VARIABLE} holds no settings of this version ({type(error).__name__}: {error}), so the worker does not "
+            "know what was asked for; start it with `hasten launch` of the same version, or unset the variable."
+        ) from error
+
+
+def _entry(name: str, value: Any, kind: str, detail: str) -> Entry:
+    return Entry(tuple(name.split(".")), value, Source(PRECEDENCE[PRECEDENCE.index(kind)], detail))  # type: ignore[arg-type]
+
+
+def _travels(value: Any) -> bool:
+    """Whether a value survives the journey: functions and objects stay where they are."""
+    try:
+        json.dumps(encode(value))
+    except TypeError:
+        return False
+    return True

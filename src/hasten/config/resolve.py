@@ -1,0 +1,131 @@
+"""All sources of settings brought to one: code over flag over environment over file over default."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, cast
+
+from hasten.config.base import Section, fit
+from hasten.config.checks import contradictions
+from hasten.config.choices import settle_choices
+from hasten.config.established import from_established_environment
+from hasten.config.layers import Problems, from_code, from_environment, unknown
+from hasten.config.legacy import translate
+from hasten.config.root import Config
+from hasten.config.schema import BY_PATH, subsection
+from hasten.config.source import DEFAULT, Entry, Path, Source
+from hasten.errors import ContradictionError
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The settings of a run, with the source of every value and what was said on the way."""
+
+    config: Config
+    entries: Mapping[Path, Entry]
+    """The entry that won for each setting that is not at its default, decoded."""
+    shadowed: Mapping[Path, tuple[Entry, ...]] = field(default_factory=dict)
+    """Entries that a stronger source replaced."""
+    notes: tuple[str, ...] = ()
+    """What was translated or chosen for the user: to be said once."""
+
+    def source(self, name: str | Path) -> Source:
+        """Return where the value of a setting, such as "fsdp.cpu_offload", came from."""
+        path = tuple(name.split(".")) if isinstance(name, str) else name
+        entry = self.entries.get(path)
+        return entry.source if entry else DEFAULT
+
+
+def resolve(
+    *,
+    code: Mapping[str, Any] | None = None,
+    flags: Iterable[Entry] = (),
+    env: Mapping[str, str] | None = None,
+    file: Iterable[Entry] = (),
+    handed: Iterable[Entry] = (),
+    notes: Sequence[str] = (),
+) -> Resolved:
+    """Return the settings that hold when all sources are considered.
+
+    `code` maps argument names to values, `flags` and `file` are entries as the command line and `files.read` give them,
+    `env` is the environment, and `handed` is what a launcher handed over (`handoff.unpack`).
+    Raises: ConfigError for what is unknown, of the wrong type, or contradictory; several problems are listed at once.
+    """
+    problems = Problems()
+    entries: list[Entry] = [*file, *flags]
+    with problems.catching():
+        entries += [*from_environment(env or {}), *from_established_environment(env or {})]
+    with problems.catching():
+        entries += from_code(code or {})
+    entries += _still_standing(handed, entries)
+    decoded, said = _decode_all(entries, problems)
+    winners, shadowed = _merge(decoded, problems)
+    problems.settle()
+    winners, shadowed, chosen = settle_choices(winners, shadowed, problems)
+    problems.settle()
+    config = cast(Config, build(Config, (), {path: entry.value for path, entry in winners.items()}))
+    resolved = Resolved(config, MappingProxyType(winners), MappingProxyType(shadowed), (*notes, *said, *chosen))
+    for contradiction in contradictions(config, winners):
+        problems.add(contradiction)
+    problems.settle()
+    return resolved
+
+
+def _still_standing(handed: Iterable[Entry], entries: Sequence[Entry]) -> list[Entry]:
+    """Drop handed-over variables that the process reads for itself: they may have changed since."""
+    read_here = {entry.path for entry in entries if entry.source.kind == "environment"}
+    return [entry for entry in handed if entry.source.kind != "environment" or entry.path not in read_here]
+
+
+def _decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry], list[str]]:
+    """Return entries in today's terms with typed values, and sentences about what was translated."""
+    decoded: list[Entry] = []
+    said: list[str] = []
+    for given in entries:
+        with problems.catching():
+            translated, sentences = translate(given)
+            said += [sentence for sentence in sentences if sentence not in said]
+            for entry in translated:
+                info = BY_PATH.get(entry.path)
+                if info is None:
+                    raise unknown(str(entry.source), entry.path)
+                value = fit(info.owner, entry.path[-1], entry.value, entry.place, text=entry.text)
+                decoded.append(replace(entry, value=value))
+    return decoded, said
+
+
+def _merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entry], dict[Path, tuple[Entry, ...]]]:
+    """Return for each setting the entry of the strongest source, and those it replaced."""
+    by_path: dict[Path, list[Entry]] = {}
+    for entry in entries:
+        by_path.setdefault(entry.path, []).append(entry)
+    winners: dict[Path, Entry] = {}
+    shadowed: dict[Path, tuple[Entry, ...]] = {}
+    for path, rivals in by_path.items():
+        ranked = sorted(rivals, key=lambda entry: (entry.source.level, not entry.weak), reverse=True)
+        first = ranked[0]
+        for other in ranked[1:]:
+            if (other.source.level, other.weak) == (first.source.level, first.weak) and other.value != first.value:
+                problems.add(
+                    ContradictionError(
+                        f"{first.place} ({first.source}) and {other.place} ({other.source}) set {first.name!r} to "
+                        f"{first.value!r} and {other.value!r}; neither outranks the other, so remove one."
+                    )
+                )
+        winners[path] = first
+        if len(ranked) > 1:
+            shadowed[path] = tuple(ranked[1:])
+    return winners, shadowed
+
+
+def build(cls: type[Section], path: Path, values: Mapping[Path, Any]) -> Section:
+    """Return a section made of the values below a path; what is not given keeps its default."""
+    arguments: dict[str, Any] = {}
+    for name, spec in cls.__dataclass_fields__.items():
+        here = (*path, name)
+        if inner := subsection(spec.type):
+            if any(given[: len(here)] == here for given in values):
+                arguments[name] = build(inner, here, values)
+        elif here in values:
+            arguments[name] = values[here]
+    return cls(**arguments)
