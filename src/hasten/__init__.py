@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from hasten.accelerator.facade import Accelerator as Accelerator
+    from hasten.accelerator.process import Process as Process
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
@@ -24,6 +26,8 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
     {
+        "Accelerator": "hasten.accelerator.facade",
+        "Process": "hasten.accelerator.process",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
         "read_metrics": "hasten.tracking.backends.jsonl",

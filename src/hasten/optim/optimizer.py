@@ -26,7 +26,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.last: StepResult | None = None
         """What became of the latest step; None when the latest call was off the boundary."""
         self.num_attempts = 0
+        """Calls of `step` at a boundary."""
         self.num_updates = 0
+        """Those that were not skipped."""
         self._clock = clock
         self._precision = precision
         self._scaled = precision.scaler is not None
@@ -99,6 +101,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the latest step was skipped because gradients overflowed."""
         return self.last is not None and not self.last.applied
+
+    @property
+    def untouched(self) -> bool:
+        """Whether training has not begun: no step was tried and no loss is on its way."""
+        return self.num_attempts == 0 and self._clock.boundary and self._clock.in_flight == 0
+
+    @property
+    def acts_now(self) -> bool:
+        """Whether the current micro-step ends its window."""
+        return self._clock.boundary
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the inner one's
         """Update the parameters if the window ends here; what the inner optimizer returns.

@@ -14,8 +14,8 @@ class PreparedScheduler(LRScheduler):
     """The user's scheduler, following its optimizer's updates.
 
     A call of `step` counts only when the optimizer was updated since the last one that did, so the schedule is the
-    same on any number of processes, under accumulation, and when fp16 skips an update. Before the optimizer's first
-    attempt a call counts as it does in torch.
+    same on any number of processes, under accumulation, and when fp16 skips an update. Before training
+    begins a call counts as it does in torch.
     """
 
     def __init__(self, inner: Any, optimizer: PreparedOptimizer | None, follow: bool = True) -> None:
@@ -28,7 +28,7 @@ class PreparedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer was updated since it last advanced."""
         optimizer = self._follows
-        if optimizer is not None and optimizer.num_attempts:
+        if optimizer is not None and not optimizer.untouched:
             if optimizer.num_updates == self._seen:
                 return
             self._seen = optimizer.num_updates

@@ -1,0 +1,368 @@
+"""The Accelerator: the one object a training script talks to. It delegates; it decides nothing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
+
+from hasten.accelerator import metrics, profile
+from hasten.accelerator.accumulation import Accumulation
+from hasten.accelerator.preparing import Preparer
+from hasten.accelerator.process import Process
+from hasten.accelerator.setup import Parts, build
+from hasten.comm import ops
+from hasten.comm.base import Comm, ReduceKind
+from hasten.config.precision import AutocastKwargs
+from hasten.config.root import Config
+from hasten.config.tracking import ProfileKwargs
+from hasten.data.build import skip_first_batches
+from hasten.data.loader import Loader
+from hasten.errors import StepError
+from hasten.optim import clip
+from hasten.optim.clock import check_every
+from hasten.optim.optimizer import PreparedOptimizer, settle
+from hasten.optim.scheduler import PreparedScheduler
+from hasten.runtime.axes import BATCH, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import empty_cache
+from hasten.trees import Tree
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Accelerator:
+    """Runs a plain training loop on any number of processes and devices.
+
+    ```python
+    accelerator = Accelerator()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        loss = loss_fn(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    ```
+    Settings given here win over flags, environment and files. Ranks: every rank makes one, with the same settings.
+    """
+
+    def __init__(
+        self,
+        *,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool | None = None,
+        device_placement: bool | None = None,
+        strategy: str | None = None,
+        project_dir: str | None = None,
+        log_with: Any = None,  # Any: a name, a tracker, or a list of them
+        kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
+        context: ProcessContext | None = None,
+        **settings: Any,  # Any: every other setting or settings class by its name, see docs/config.md
+    ) -> None:
+        given = {
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "cpu": cpu,
+            "device_placement": device_placement,
+            "strategy": strategy,
+            "project_dir": project_dir,
+            "log_with": log_with,
+            "kwargs_handlers": kwargs_handlers,
+            **settings,
+        }
+        parts: Parts = build(given, context)
+        self.config: Config = parts.config
+        self.ctx = parts.ctx
+        self.process = Process(parts.ctx)
+        self.clock = parts.clock
+        self.strategy = parts.strategy
+        self.precision = parts.precision
+        self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
+        self.prepared = self._preparer.done
+
+    # -- this process among the others ----------------------------------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.ctx.device
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes in the world."""
+        return self.process.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process in the world."""
+        return self.process.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its node."""
+        return self.process.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the world."""
+        return self.process.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its node."""
+        return self.process.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the world."""
+        return self.process.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.process.num_processes > 1
+
+    @property
+    def comm(self) -> Comm:
+        """The world's communicator."""
+        return self.ctx.world
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. Ranks: every rank."""
+        self.process.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
+        """Print once per node."""
+        self.process.print(*args, **kwargs)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on the main process, then on the others; an error on any rank is raised on all."""
+        return self.process.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on each node's main process, then on the others; an error on any rank is raised on all."""
+        return self.process.local_main_process_first()
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """The function, run on the main process only."""
+        return self.process.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """The function, run on each node's main process only."""
+        return self.process.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """The function, run on the last process only."""
+        return self.process.on_last_process(function)
+
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
+        """The function, run on one process only. Any: a function, or a decorator when called without one."""
+        return self.process.on_process(function, process_index)
+
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
+        """The function, run on one process of each node. Any: a function, or a decorator when called without one."""
+        return self.process.on_local_process(function, local_process_index)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """This process's share of a list, tuple, dict of those, tensor or dataset. Any: the same kind comes back."""
+        return self.process.split_between_processes(inputs, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Raise the flag that `check_trigger` shows on every process. Ranks: any."""
+        self.process.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Whether any process has set the trigger; it is lowered again. Ranks: every rank."""
+        return self.process.check_trigger()
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Models, optimizers, schedulers and loaders ready for this run, in the order given. Any: the user's objects.
+
+        An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object comes back alone, several as a
+        tuple. Ranks: every rank, with the same objects in the same order.
+        """
+        prepared = self._preparer.prepare(objects, device_placement)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model, ready; in evaluation mode placed, cast and compiled, but not spread for training."""
+        placement = None if device_placement is None else [device_placement]
+        prepared: nn.Module = self._preparer.prepare((model,), placement, train=not evaluation_mode)[0]
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """The optimizer of a prepared model, following the step clock."""
+        prepared: PreparedOptimizer = self._preparer.prepare((optimizer,))[0]
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
+        """The scheduler of a prepared optimizer, stepping once per update."""
+        prepared: PreparedScheduler = self._preparer.prepare((scheduler,))[0]
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Loader:
+        """The loader, reading this process's share. Any: a DataLoader of any element, and the user's own slicing."""
+        return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, data_loader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
+        """The loader, beginning `num_batches` later in its current epoch."""
+        return skip_first_batches(data_loader, num_batches)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def accumulate(self, *models: nn.Module) -> Accumulation:
+        """One micro-step over these models (all of them when none is named).
+
+        Optimizers and schedulers act, and gradients are synchronised, only where the window ends.
+        """
+        prepared = self.prepared
+        chosen = models or tuple(prepared.models)
+        key = tuple([prepared.index_of(model) for model in models])
+        return Accumulation(self.clock, self.strategy, chosen, key, self.config.gradient_accumulation.sync_each_batch)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block in which backward leaves this model's gradients unsynchronised."""
+        return self.strategy.no_sync(model)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends its window."""
+        return self.clock.boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.clock.force(value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per update; a change acts from the next window on."""
+        return self.clock.every
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        check_every(value)
+        self.clock.every = value
+
+    def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Backpropagate the loss, weighed so that the window's gradient is the mean over the big batch.
+
+        With `weight` (the tokens or samples the loss is the mean of), the mean is weighted over all micro-steps and
+        ranks. Any: keywords of torch's backward.
+        """
+        self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A block that computes in this run's precision, for code outside a prepared model."""
+        return self.precision.forward_context(autocast_handler)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:  # Any: one optimizer, several, or None for all
+        """Bring gradients to their final size at the end of a window; harmless to repeat. Ranks: every rank."""
+        if not self.clock.boundary:
+            return
+        chosen = self.prepared.optimizers if optimizer is None else optimizer
+        for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            one.settle()
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip gradients to a global norm at the end of a window and give the norm they had; None before the end.
+
+        Ranks: every rank.
+        """
+        if not self.clock.boundary:
+            return None
+        chosen = clip.as_list(parameters)
+        settle(chosen, self.prepared.optimizers)
+        return clip.clip_norm(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
+        if not self.strategy.caps.clips_by_value:
+            raise StepError(
+                f"clip_grad_value_() is not possible under {self.strategy.name}, which keeps gradients where they "
+                "cannot be clamped one by one; use clip_grad_norm_()."
+            )
+        if not self.clock.boundary:
+            return
+        chosen = clip.as_list(parameters)
+        settle(chosen, self.prepared.optimizers)
+        clip.clip_value(chosen, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether any optimizer's latest step was skipped because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:  # Any: prepared models and optimizers
+        """A block in which processes may run out of batches at different times."""
+        return self._preparer.join(joinables, even_batches)
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
+        self.strategy.mark_forward_method(model, name)
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+    def gather(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
+        """Every process's tensors joined along the first dimension, over the world or some mesh axes."""
+        return ops.gather(tensor, self._over(axes))
+
+    def reduce(
+        self, tensor: Tree, reduction: ReduceKind = "sum", scale: float = 1.0, axes: Sequence[Axis] | None = None
+    ) -> Tree:
+        """Tensors summed, averaged, or their min or max taken over processes, times `scale`."""
+        return ops.reduce(tensor, self._over(axes), reduction, scale)
+
+    def broadcast(self, tensor: Tree, from_process: int = 0) -> Tree:
+        """The tensors of one process."""
+        return ops.broadcast(tensor, self.ctx.world, from_process)
+
+    def pad_across_processes(self, tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+        """Tensors padded along `dim` to the largest size any process has."""
+        return ops.pad_across(tensor, self.ctx.world, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The results of every process for the current batch, each real sample once. Any: tensors or objects."""
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), self.clock.active, use_gather_object)
+
+    def _over(self, axes: Sequence[Axis] | None) -> Comm:
+        return self.ctx.world if axes is None else self.ctx.groups(*axes)
+
+    # -- models and memory ----------------------------------------------------------------------------------------
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The user's own module inside a prepared one."""
+        return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
+        """Every parameter and buffer of a prepared model, whole. Ranks: every rank."""
+        return self.strategy.full_state_dict(model)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[TorchProfile]:
+        """A block under torch.profiler, leaving one Chrome trace per rank when a folder is given."""
+        return profile.profile(profile_handler or self.config.profile, self.ctx)
+
+    def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
+        """Forget everything prepared and hand cached device memory back; the arguments come back as None."""
+        self.prepared.clear()
+        cleared = [None] * len(objects)
+        del objects
+        gc.collect()
+        empty_cache(self.device)
+        return cleared[0] if len(cleared) == 1 else cleared
+
+    clear = free_memory

@@ -1,0 +1,144 @@
+"""Preparing objects: models and optimizers through the strategy, then schedulers and loaders around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hasten.bundle import Bundle, Item
+from hasten.config.root import Config
+from hasten.data.build import prepare_loader
+from hasten.data.loader import Loader
+from hasten.errors import PrepareError
+from hasten.optim.clock import StepClock
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.scheduler import PreparedScheduler
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Strategy
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Everything one Accelerator has prepared, in order."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[Loader] = field(default_factory=list)
+
+    def holds(self, value: object) -> bool:
+        """Whether `value` is something this Accelerator has handed out."""
+        return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
+
+    def index_of(self, model: nn.Module) -> int:
+        """The number of a prepared model. Raises: PrepareError for any other."""
+        for index, known in enumerate(self.models):
+            if known is model:
+                return index
+        raise PrepareError(
+            f"a {type(model).__name__} was given that this Accelerator has not prepared, so nothing is known of its "
+            "gradients; pass what prepare() returned."
+        )
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for held in (self.models, self.optimizers, self.schedulers, self.loaders):
+            held.clear()
+
+
+class Preparer:
+    """Turns what the user gives into what the run needs."""
+
+    def __init__(
+        self, config: Config, ctx: ProcessContext, strategy: Strategy, precision: Precision, clock: StepClock
+    ) -> None:
+        self._config = config
+        self._ctx = ctx
+        self._strategy = strategy
+        self._precision = precision
+        self._clock = clock
+        self.done = Prepared()
+
+    def prepare(
+        self, objects: tuple[Any, ...], placement: Sequence[bool] | None = None, train: bool = True
+    ) -> tuple[Any, ...]:  # Any: the user's objects
+        """The objects prepared, in call order. Ranks: every rank, with the same kinds in the same order."""
+        if placement is not None and len(placement) != len(objects):
+            raise PrepareError(
+                f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
+            )
+        bundle = Bundle.sort(objects, list(placement or [self._config.device_placement] * len(objects)))
+        for item in bundle.items:
+            if self.done.holds(item.value):
+                item.kind = "nothing"
+        bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
+        self._strategy.prepare(bundle, self._ctx, self._precision, train)
+        self.done.models += [item.value for item in bundle.of("model")]
+        for item in bundle.of("optimizer"):
+            item.value = self._optimizer(item.value)
+        for item in bundle.of("scheduler"):
+            item.value = self._scheduler(item.value)
+        self._loaders(bundle.of("loader"))
+        return bundle.in_call_order()
+
+    def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
+        self.done.optimizers.append(prepared)
+        return prepared
+
+    def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
+        inner = getattr(scheduler, "optimizer", None)
+        owner = next((known for known in self.done.optimizers if inner in (known, known.optimizer)), None)
+        if owner is None:
+            raise PrepareError(
+                f"{type(scheduler).__name__} schedules an optimizer that is not prepared, so it could not follow its "
+                "updates; pass the optimizer to prepare() too, before or together with the scheduler."
+            )
+        prepared = PreparedScheduler(scheduler, owner, self._config.step_scheduler_with_optimizer)
+        self.done.schedulers.append(prepared)
+        return prepared
+
+    def _loaders(self, items: list[Item]) -> None:
+        if not items:
+            return
+        seed = int(self._ctx.world.broadcast_object(torch.initial_seed()))
+        for item in items:
+            item.value = self.loader(item.value, item.place, seed)
+
+    def prepare_loader(self, loader: Any, placement: bool | None = None, slice_fn: Any = None) -> Loader:
+        """One loader, prepared with the user's own slicing. Any: a DataLoader of any element type."""
+        if self.done.holds(loader):
+            return loader  # type: ignore[no-any-return]  # held loaders are Loaders
+        place = self._config.device_placement if placement is None else placement
+        return self.loader(loader, place, int(self._ctx.world.broadcast_object(torch.initial_seed())), slice_fn)
+
+    @contextmanager
+    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+        """A block in which ranks may run out of batches at different times. Any: prepared models and optimizers."""
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self.done.loaders:
+                    stack.enter_context(loader.even(even_batches))
+            stack.enter_context(self._strategy.join([one for one in joinables if isinstance(one, nn.Module)]))
+            yield
+
+    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Loader:
+        """The loader, prepared. Any: a DataLoader of any element type, and the user's own slicing."""
+        prepared = prepare_loader(
+            loader,
+            ctx=self._ctx,
+            config=self._config.dataloader,
+            clock=self._clock,
+            device=self._ctx.device if place else None,
+            seed=seed,
+            slice_fn=slice_fn,
+        )
+        self.done.loaders.append(prepared)
+        return prepared

@@ -1,0 +1,200 @@
+"""Process helpers: who this process is, who goes first, who prints, and who gets which share of a list."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset
+
+from hasten import trees
+from hasten.comm.agreement import vote
+from hasten.comm.flag import Flag
+from hasten.errors import DataError
+from hasten.runtime import bootstrap, env
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import choose_device
+from hasten.runtime.topology import Topology
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Process:
+    """This process among the others. Usable on its own: `Process()` reads the environment and joins the world."""
+
+    def __init__(self, ctx: ProcessContext | None = None, cpu: bool = False) -> None:
+        self.ctx = ctx or start_here(cpu)
+        self._trigger = Flag(self.ctx.world)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes in the world."""
+        return self.ctx.topology.world_size
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process in the world."""
+        return self.ctx.topology.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its node."""
+        return self.ctx.topology.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.ctx.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the world."""
+        return self.ctx.is_main
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its node."""
+        return self.ctx.is_local_main
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the world."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. Ranks: every rank."""
+        self.ctx.world.barrier("wait_for_everyone")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
+        """Print once per node."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201  # printing is what the user asked for
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the block on the main process, then on the others; an error on any rank is raised on all."""
+        with self._first(self.is_main_process, "main_process_first"):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the block on each node's main process, then on the others; an error on any rank is raised on all."""
+        with self._first(self.is_local_main_process, "local_main_process_first"):
+            yield
+
+    @contextmanager
+    def _first(self, first: bool, label: str) -> Iterator[None]:
+        if not first:  # the first may prepare data for hours: no timeout, but a word in the log
+            self._together(None, f"{label}: the first")
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
+            error = caught
+        if first:
+            self._together(error, f"{label}: the first")
+        self._together(error, f"{label}: the others")
+
+    def _together(self, error: Exception | None, label: str) -> None:
+        self.ctx.world.barrier(label, math.inf)
+        vote(self.ctx.world, error, label)
+
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """The function, run on the main process only; None elsewhere."""
+        return self._only(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """The function, run on each node's main process only; None elsewhere."""
+        return self._only(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """The function, run on the last process only; None elsewhere."""
+        return self._only(lambda: self.is_last_process, function)
+
+    def on_process(
+        self, function: Callable[P, R] | None = None, process_index: int = 0
+    ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """The function, run on one process only; also usable as `@on_process(process_index=2)`."""
+        if function is None:
+            return lambda given: self._only(lambda: self.process_index == process_index, given)
+        return self._only(lambda: self.process_index == process_index, function)
+
+    def on_local_process(
+        self, function: Callable[P, R] | None = None, local_process_index: int = 0
+    ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
+        """The function, run on one process of each node; also usable as `@on_local_process(local_process_index=1)`."""
+        if function is None:
+            return lambda given: self._only(lambda: self.local_process_index == local_process_index, given)
+        return self._only(lambda: self.local_process_index == local_process_index, function)
+
+    @staticmethod
+    def _only(here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            return function(*args, **kwargs) if here() else None
+
+        return run
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's share of a list, tuple, dict of those, tensor or dataset.
+
+        Shares differ by at most one; with `apply_padding` the last element is repeated until all are equal.
+        Any: the caller's own container comes back as the same kind.
+        """
+        yield share(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def set_trigger(self) -> None:
+        """Raise the flag that `check_trigger` shows on every process. Ranks: any."""
+        self._trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether any process has set the trigger; it is lowered again. Ranks: every rank."""
+        return self._trigger.check()
+
+
+def start_here(cpu: bool = False) -> ProcessContext:
+    """The context of this process, from the environment it was started in."""
+    topology = Topology.from_env(env.snapshot())
+    return bootstrap.start(topology, choose_device(topology.local_rank, cpu))
+
+
+def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
+    """Where share number `index` begins and ends when `length` things are dealt out in order; the first get more."""
+    each, rest = divmod(length, shares)
+    start = index * each + min(index, rest)
+    return start, start + each + (index < rest)
+
+
+def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:  # Any: the caller's container
+    """Share number `index` of `inputs`. Raises: DataError when a dict's values differ in length."""
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(
+                f"split_between_processes got a dict whose values differ in length: {lengths}; their rows would no "
+                "longer belong together. Give values of equal length."
+            )
+        return trees.rebuild(inputs, [share(value, index, shares, apply_padding) for value in inputs.values()])
+    if shares == 1:
+        return inputs
+    start, end = bounds(len(inputs), index, shares)
+    missing = -(-len(inputs) // shares) - (end - start) if apply_padding and len(inputs) else 0
+    if isinstance(inputs, Tensor):
+        return (
+            torch.cat([inputs[start:end], inputs[-1:].expand(missing, *inputs.shape[1:])])
+            if missing
+            else inputs[start:end]
+        )
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # a Hugging Face dataset
+        return inputs.select([*range(start, end), *([len(inputs) - 1] * missing)])
+    if isinstance(inputs, Dataset):
+        return Subset(inputs, [*range(start, end), *([len(inputs) - 1] * missing)])  # type: ignore[arg-type]
+    part = inputs[start:end]
+    return part + inputs[-1:] * missing if missing else part

@@ -1,0 +1,82 @@
+"""Building an Accelerator's parts from what it was given: settings, process, strategy, precision, clock."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from hasten.config.launch import InitProcessGroupKwargs
+from hasten.config.resolve import resolve
+from hasten.config.root import Config
+from hasten.optim.clock import StepClock
+from hasten.precision.base import Precision
+from hasten.precision.build import build as build_precision
+from hasten.runtime import bootstrap, env
+from hasten.runtime.axes import LOSS
+from hasten.runtime.bootstrap import GroupSettings
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import choose_device
+from hasten.runtime.topology import Topology
+from hasten.strategies.base import Strategy
+from hasten.strategies.choose import choose, mesh_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an Accelerator is made of."""
+
+    config: Config
+    ctx: ProcessContext
+    strategy: Strategy
+    precision: Precision
+    clock: StepClock
+
+
+def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
+    """The parts for these constructor arguments. Any: settings of every type. Ranks: every rank."""
+    config = _settings(given)
+    ctx = context or _context(config)
+    strategy = choose(config, ctx)
+    accumulation = config.gradient_accumulation
+    loss = ctx.groups(*LOSS)
+    clock = StepClock(every=accumulation.num_steps, comm=loss, sync_with_dataloader=accumulation.sync_with_dataloader)
+    precision = build_precision(
+        config.mixed_precision,
+        ctx.device,
+        ctx.world,
+        autocast=config.autocast,
+        scaler=config.scaler,
+        fp8=config.fp8,
+        in_flight=lambda: clock.in_flight,
+        sharded=strategy.caps.sharded_state,
+    )
+    return Parts(config, ctx, strategy, precision, clock)
+
+
+def _settings(given: Mapping[str, Any]) -> Config:
+    variables = env.snapshot()
+    resolved = resolve(code=given, env=variables)
+    for note in resolved.notes:
+        log.info(note)
+    return resolved.config
+
+
+def _context(config: Config) -> ProcessContext:
+    topology = Topology.from_env(env.snapshot())
+    device = choose_device(topology.local_rank, config.cpu)
+    return bootstrap.start(topology, device, partial(mesh_of, config), _group(config.process_group))
+
+
+def _group(config: InitProcessGroupKwargs) -> GroupSettings:
+    plain = GroupSettings()
+    return GroupSettings(
+        backend=config.backend,
+        init_method=config.init_method,
+        init_timeout_s=plain.init_timeout_s if config.init_timeout is None else config.init_timeout.total_seconds(),
+        timeout_s=plain.timeout_s if config.timeout is None else config.timeout.total_seconds(),
+    )

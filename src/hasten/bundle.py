@@ -1,0 +1,75 @@
+"""Bundle: what was given to prepare(), sorted by kind and handed back in call order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from hasten.errors import PrepareError
+
+Kind = Literal["model", "optimizer", "scheduler", "loader", "nothing"]
+OptimizerFactory = Callable[..., Optimizer]
+
+
+@dataclass(slots=True)
+class Item:
+    """One argument of prepare(): `value` is replaced by its prepared form."""
+
+    kind: Kind
+    value: Any  # a model, optimizer, factory, scheduler, loader or None, as `kind` says
+    place: bool
+    """Whether it may be moved to the device."""
+
+
+@dataclass(slots=True)
+class Bundle:
+    """The arguments of one prepare() call."""
+
+    items: list[Item] = field(default_factory=list)
+    earlier: list[nn.Module] = field(default_factory=list)
+    """The user's modules of earlier calls: optimizers of this call may hold their parameters."""
+
+    @classmethod
+    def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> Bundle:
+        """The bundle of these objects. Raises: PrepareError naming an object that is none of the kinds."""
+        return cls([Item(kind_of(value), value, ok) for value, ok in zip(objects, place, strict=True)])
+
+    def of(self, kind: Kind) -> list[Item]:
+        """The items of one kind, in call order."""
+        return [item for item in self.items if item.kind == kind]
+
+    def in_call_order(self) -> tuple[Any, ...]:
+        """The prepared values in the order their originals were given."""
+        return tuple(item.value for item in self.items)
+
+
+def kind_of(value: Any) -> Kind:  # Any: whatever the user gave
+    """What an argument of prepare() is."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, nn.Module):
+        return "model"
+    if isinstance(value, Optimizer) or is_factory(value):
+        return "optimizer"
+    if isinstance(value, LRScheduler) or (hasattr(value, "optimizer") and callable(getattr(value, "step", None))):
+        return "scheduler"
+    if isinstance(value, DataLoader):
+        return "loader"
+    hint = "wrap the dataset in a torch.utils.data.DataLoader" if isinstance(value, Dataset) else "leave it out"
+    raise PrepareError(
+        f"prepare() got an object of type {type(value).__name__}, which is no model, optimizer, scheduler or "
+        f"DataLoader, so nothing would be done with it; {hint}."
+    )
+
+
+def is_factory(value: Any) -> bool:  # Any: whatever the user gave
+    """Whether `value` makes an optimizer when called with parameters: a partial of an optimizer class, or the class."""
+    made = value.func if isinstance(value, functools.partial) else value
+    return isinstance(made, type) and issubclass(made, Optimizer)

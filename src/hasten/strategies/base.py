@@ -1,0 +1,117 @@
+"""The Strategy protocol, the capabilities a strategy declares, and the transforms native strategies are made of."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bundle import Bundle
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """What a strategy takes care of by itself, and what it cannot do."""
+
+    divides_loss: bool = False
+    owns_precision: bool = False
+    owns_clipping: bool = False
+    owns_schedule: bool = False
+    clips_by_value: bool = True
+    sharded_state: bool = False
+    joins_uneven_inputs: bool = False
+
+
+class Stage(IntEnum):
+    """The fixed order in which transforms act on a model."""
+
+    SPLIT = 0
+    TENSOR = 1
+    CONTEXT = 2
+    PLACE = 3
+    CONVERT = 4
+    RECOMPUTE = 5
+    COMPILE_BLOCKS = 6
+    SPREAD = 7
+    COMPILE_WHOLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one prepare() asks for one model."""
+
+    place: bool = True
+    """Move it to the process's device."""
+    train: bool = True
+    """Its gradients will be needed; false leaves it whole, unspread and unsynchronised."""
+
+
+class Transform(Protocol):
+    """One step on a model's way to being trained in parallel."""
+
+    @property
+    def stage(self) -> Stage: ...
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        """The transformed model: the same object, or a module around it."""
+        ...
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        """The model without this transform, as far as it can be taken off."""
+        ...
+
+
+class Strategy(Protocol):
+    """How models are spread over processes. Models and optimizers are always prepared together."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def caps(self) -> Caps: ...
+
+    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+        """Replace the models and optimizers of the bundle by their prepared forms. Ranks: every rank."""
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block in which backward leaves gradients unsynchronised."""
+        ...
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backpropagate. Any: torch's own keywords."""
+        ...
+
+    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+        """The user's own module inside a prepared one."""
+        ...
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Every parameter and buffer whole, on the CPU when sharded. Ranks: every rank."""
+        ...
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        """Make calls of the method synchronise gradients like calls of the model itself."""
+        ...
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        """A block in which ranks may run out of batches at different times."""
+        ...
+
+
+def is_trainable(model: nn.Module) -> bool:
+    """Whether any parameter of the model takes gradients."""
+    return any(p.requires_grad for p in model.parameters())
+
+
+def parameter_device(model: nn.Module) -> torch.device | None:
+    """The device of the model's first parameter or buffer, or None when it has neither."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return None

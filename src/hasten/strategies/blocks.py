@@ -1,0 +1,53 @@
+"""Finding the repeated blocks of a model: what is compiled, recomputed or sharded one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from hasten.errors import ConfigError
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost blocks that occur several times in one list or sequence: a transformer's layers, for example."""
+    return list(_repeated(model, ""))
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and (block := _common_class(child)):
+            for index, part in child.named_children():
+                if isinstance(part, block):
+                    yield f"{path}.{index}", part
+                else:
+                    yield from _repeated(part, f"{path}.{index}")
+        else:
+            yield from _repeated(child, path)
+
+
+def _common_class(container: nn.Module) -> type[nn.Module] | None:
+    """The class most children share, when there are several of it and each has parts of its own."""
+    counts = Counter(type(child) for child in container.children() if any(child.children()))
+    if not counts:
+        return None
+    kind, number = counts.most_common(1)[0]
+    return kind if number > 1 else None
+
+
+def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> list[tuple[str, nn.Module]]:
+    """Every submodule whose class is named.
+
+    Raises: ConfigError naming the classes there are when a name matches none.
+    """
+    found = [(path, part) for path, part in model.named_modules() if type(part).__name__ in names]
+    missing = sorted(set(names) - {type(part).__name__ for _, part in found})
+    if missing:
+        present = sorted({type(part).__name__ for part in model.modules()})
+        raise ConfigError(
+            f"{setting} names {', '.join(missing)}, but {type(model).__name__} has no module of that class, so nothing "
+            f"would happen; its classes are {', '.join(present)}."
+        )
+    return found

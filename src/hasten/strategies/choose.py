@@ -1,0 +1,81 @@
+"""Choosing the strategy of a run from its settings."""
+
+from __future__ import annotations
+
+import logging
+from typing import assert_never
+
+from hasten.config.root import Config
+from hasten.errors import ConfigError
+from hasten.runtime.axes import LOSS, Axis, MeshSpec
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Caps, Strategy, Transform
+from hasten.strategies.compiling import CompileBlocks, CompileWhole
+from hasten.strategies.ddp import Replicate
+from hasten.strategies.native import NativeStrategy
+from hasten.strategies.placing import Convert, Place
+from hasten.strategies.recompute import Recompute
+
+log = logging.getLogger(__name__)
+
+
+def mesh_of(config: Config, world_size: int) -> MeshSpec:
+    """The mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
+    sizes = config.parallelism
+    shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
+    if config.strategy == "fsdp" and shard is None:
+        shard = -1 if replicate != -1 else 1
+    return MeshSpec.build(
+        world_size,
+        pp=sizes.pp_size,
+        dp_replicate=replicate,
+        dp_shard=1 if shard is None else shard,
+        cp=sizes.cp_size,
+        tp=sizes.tp_size,
+    )
+
+
+def choose(config: Config, ctx: ProcessContext) -> Strategy:
+    """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
+    for axis in (Axis.PP, Axis.CP, Axis.TP):
+        if ctx.mesh.size(axis) > 1:
+            raise ConfigError(
+                f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
+                f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
+            )
+    match config.strategy:
+        case "auto" | "none" | "ddp":
+            return _replicated(config, ctx)
+        case "fsdp":
+            raise ConfigError("strategy='fsdp' is not in this version yet; use 'ddp'.")
+        case "deepspeed" | "megatron" | "xla":
+            raise ConfigError(
+                f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
+                "change what you asked for; use 'ddp' or 'fsdp'."
+            )
+        case other:
+            assert_never(other)
+
+
+def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
+    alone = ctx.mesh.size(*LOSS) == 1
+    if config.strategy == "none" and not alone:
+        raise ConfigError(
+            f"strategy='none' was asked for with {ctx.world.size} processes; their models would drift apart. "
+            "Use strategy='ddp', or start one process."
+        )
+    transforms: list[Transform] = [Place(), Convert(), *_common(config)]
+    if not alone:
+        transforms.append(Replicate(config.ddp))
+    return NativeStrategy("single" if alone else "ddp", transforms, Caps(joins_uneven_inputs=True))
+
+
+def _common(config: Config) -> list[Transform]:
+    """The transforms every native strategy shares: recompute and compile."""
+    chosen: list[Transform] = []
+    if config.recompute:
+        chosen.append(Recompute(config.recompute))
+    if config.dynamo.backend != "no":
+        regional = config.dynamo.use_regional_compilation
+        chosen.append(CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo))
+    return chosen

@@ -1,0 +1,82 @@
+"""The transforms that compile a model: whole, or its repeated block once."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from hasten.config.compiling import TorchDynamoPlugin
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Stage, Wish
+from hasten.strategies.blocks import repeated_blocks
+
+log = logging.getLogger(__name__)
+
+
+class CompileWhole:
+    """Compiles the whole prepared model in place: its class, names and state dict stay."""
+
+    stage = Stage.COMPILE_WHOLE
+
+    def __init__(self, config: TorchDynamoPlugin) -> None:
+        self._options = options(config)
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not is_compiled(model):
+            model.compile(**self._options)
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return uncompiled(model)
+
+
+class CompileBlocks:
+    """Compiles each repeated block in place; equal blocks share one compilation."""
+
+    stage = Stage.COMPILE_BLOCKS
+
+    def __init__(self, config: TorchDynamoPlugin) -> None:
+        self._options = options(config)
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        blocks = [block for _, block in repeated_blocks(model)]
+        if not blocks:
+            log.info("%s has no repeated block to compile by region; compiling it whole", type(model).__name__)
+            blocks = [model]
+        for block in blocks:
+            if not is_compiled(block):
+                block.compile(**self._options)
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        for part in model.modules():
+            uncompiled(part)
+        return model
+
+
+def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile's own keywords
+    """The keywords of torch.compile for these settings."""
+    chosen: dict[str, Any] = {
+        "backend": config.backend,
+        "fullgraph": config.fullgraph,
+        "dynamic": config.dynamic,
+        "disable": config.disable,
+    }
+    if config.options is not None:
+        return {**chosen, "options": dict(config.options)}
+    return chosen if config.mode == "default" else {**chosen, "mode": config.mode}
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether calls of this module itself go through a compiled function."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module, called eagerly again."""
+    if is_compiled(model):
+        model._compiled_call_impl = None
+    return model

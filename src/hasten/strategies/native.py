@@ -1,0 +1,100 @@
+"""NativeStrategy: torch's own parallelism as transforms in a fixed order, then optimizers bound to the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hasten.bundle import Bundle, Item, is_factory
+from hasten.errors import PrepareError, StepError
+from hasten.optim.rebind import OptimizerRecord
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Caps, Stage, Transform, Wish
+from hasten.strategies.ddp import route_method
+
+
+class NativeStrategy:
+    """Any combination of transforms; the same class for one process, DDP and sharded data parallel."""
+
+    def __init__(self, name: str, transforms: Sequence[Transform], caps: Caps) -> None:
+        self.name = name
+        self.caps = caps
+        self._transforms = sorted(transforms, key=lambda t: t.stage)
+
+    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+        models = bundle.of("model")
+        _make_optimizers(bundle.of("optimizer"), [item.value for item in models])
+        originals = [*bundle.earlier, *(item.value for item in models)]
+        optimizers = bundle.of("optimizer")
+        records = [OptimizerRecord.write(item.value, originals) for item in optimizers]
+        for item in models:
+            wish = Wish(place=item.place, train=train)
+            for transform in self._transforms:
+                item.value = transform.apply(item.value, wish, ctx, precision)
+        inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
+        for item, record in zip(optimizers, records, strict=True):
+            record.bind(item.value, inner)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        skip = getattr(model, "no_sync", None)
+        return skip() if callable(skip) else nullcontext()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+        kept = {Stage.RECOMPUTE, Stage.PLACE}
+        if keep_precision:
+            kept.add(Stage.CONVERT)
+        if keep_compile:
+            kept |= {Stage.COMPILE_BLOCKS, Stage.COMPILE_WHOLE}
+        for transform in reversed(self._transforms):
+            if transform.stage not in kept:
+                model = transform.undo(model)
+        return model
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        return dict(self.unwrap(model).state_dict())
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        route_method(model, name)
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        joinable: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
+        if not joinable:
+            return nullcontext()
+        if not self.caps.joins_uneven_inputs:
+            raise StepError(
+                f"join_uneven_inputs() is not possible under {self.name}: every rank must take part in every gather of "
+                "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
+            )
+        return _joined(joinable)
+
+
+@contextmanager
+def _joined(joinable: list[Joinable]) -> Iterator[None]:
+    with Join(joinable):
+        yield
+
+
+def _make_optimizers(items: Iterable[Item], models: list[nn.Module]) -> None:
+    """Replace optimizer factories by optimizers over the trainable parameters of the one model they can mean."""
+    for item in items:
+        if not is_factory(item.value):
+            continue
+        trainable = [model for model in models if any(p.requires_grad for p in model.parameters())]
+        if len(trainable) != 1:
+            raise PrepareError(
+                f"an optimizer factory was given with {len(trainable)} trainable models, so it is not clear which "
+                "parameters it is for; prepare each model with its factory in a call of its own, or make the "
+                "optimizer yourself."
+            )
+        made: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
+        item.value = made

@@ -1,0 +1,47 @@
+"""The transform that moves a model to the process's device."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hasten.errors import PrepareError
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Stage, Wish
+
+
+class Place:
+    """Moves parameters and buffers to the device, keeping the parameter objects optimizers point to."""
+
+    stage = Stage.PLACE
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+        if on_meta:
+            raise PrepareError(
+                f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
+                "train. Load weights into the model first, or shard it with strategy='fsdp', which fills meta "
+                "parameters."
+            )
+        if not wish.place or hasattr(model, "hf_device_map"):  # already spread over devices by whoever loaded it
+            return model
+        return model.to(ctx.device)
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class Convert:
+    """Makes the model compute in the run's precision."""
+
+    stage = Stage.CONVERT
+
+    def __init__(self) -> None:
+        self._precision: Precision | None = None
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        self._precision = precision
+        return precision.convert(model)
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model if self._precision is None else self._precision.restore(model)
