@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import datetime
 import enum
 import importlib
 import logging
 import re
+import struct
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Final
 
 import msgspec
+import numpy as np
 import packaging.specifiers
 import packaging.version
 import pytest
@@ -47,7 +50,16 @@ PLAIN: Final = (
         msgspec.json.Decoder,
         msgspec.json.Encoder,
     ),
-    *(torch.dtype, torch.device, torch.Size, packaging.version.Version, packaging.specifiers.SpecifierSet),
+    *(
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        np.generic,
+        struct.Struct,
+        datetime.timedelta,
+        packaging.version.Version,
+        packaging.specifiers.SpecifierSet,
+    ),
 )
 
 
