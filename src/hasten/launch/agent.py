@@ -1,0 +1,220 @@
+"""Runs a plan's processes under torch's elastic agent and tells how they ended. Imports torch: loaded by `run` alone."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from hasten.errors import LaunchError
+from hasten.launch import network
+from hasten.launch.base import LaunchPlan, Meeting, Supervision
+from hasten.launch.checkin import Report
+from hasten.launch.failure import Failure, first_failure, read_failure, render_failure
+from hasten.launch.guard import Interrupted, SignalGuard, kill_groups
+from hasten.launch.peers import PeerMachineFailed, Peers
+from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
+
+Say = Callable[[str], None]
+
+_SHUTDOWN_S: Final = 15
+_COLLECT_S: Final = 3.0
+# Torch's waits are made for thousands of machines; these find a lost machine in seconds.
+_ELASTIC_DEFAULTS: Final = MappingProxyType(
+    {"last_call_timeout": "5", "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
+)
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, which besides remembers how processes failed and leaves none of their children behind."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, peers: Callable[[], Peers | None], say: Say) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=_SHUTDOWN_S)
+        self.failures: list[Failure] = []
+        self.groups: set[int] = set()
+        self._peers = peers
+        self._say = say
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        started: dict[int, int] = super()._start_workers(worker_group)
+        self.groups.update(started.values())
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self.failures = _failures_of(result)
+            kill_groups(self.groups)  # loader processes of ranks that died without ending them
+            self.groups.clear()
+            if self._remaining_restarts > 0:
+                self._tell_restart()
+        return result
+
+    def _tell_restart(self) -> None:
+        most = self._worker_group.spec.max_restarts
+        number = most - self._remaining_restarts + 1
+        self._say(render_failure(self.failures))
+        self._say(f"restart {number} of {most}")
+
+    def _exit_barrier(self) -> None:
+        peers = self._peers()
+        if peers is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it so
+        elif len(peers.hosts) > 1:
+            peers.wait_done()
+
+
+def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
+    """The exit code of the job, after its processes have run on this machine (and on the others).
+
+    The processes inherit this process's environment, so the plan's variables must be set in it.
+    """
+    meeting, supervision = plan.meeting, plan.supervision
+    assert meeting is not None, "a torchrun plan has a meeting"
+    _quieten_torch(supervision)
+    check_in = CheckIn(with_address(report, meeting), supervision, say, meeting.join_timeout_s)
+    with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
+        agent: Agent | None = None
+        with SignalGuard(lambda: agent.groups if agent else (), grace_s=_SHUTDOWN_S + 5, last_words=say):
+            try:
+                handler = _handler(meeting, check_in)
+                agent = Agent(_spec(plan, handler), _logs(supervision, scratch), lambda: handler.peers, say)
+                return _outcome(agent, handler, supervision, say)
+            except (SignalException, Interrupted) as stop:
+                number = stop.sigval if isinstance(stop, SignalException) else stop.number
+                say(f"{signal.Signals(number).name}: all processes of this machine were ended")
+                return 128 + number
+            finally:
+                if agent is not None:
+                    kill_groups(agent.groups)
+
+
+def _outcome(agent: Agent, handler: FixedRendezvous | ElasticRendezvous, supervision: Supervision, say: Say) -> int:
+    """Run to the end, and put the end into words."""
+    try:
+        result = agent.run()
+    except PeerMachineFailed as error:
+        return _tell_failure(agent.failures + list(error.failures), handler.peers, supervision, say)
+    except (LaunchError, RendezvousError, DistError) as error:
+        say(f"{error}" if isinstance(error, LaunchError) else f"the machines could not meet: {error}")
+        if agent.failures:
+            say(render_failure(agent.failures, python=sys.executable))
+        return 1
+    if not result.is_failed():
+        agent.groups.clear()  # what a finished program left running in the background is its own affair
+        _leave(handler.peers)
+        handler.shutdown()
+        return 0
+    return _tell_failure(agent.failures, handler.peers, supervision, say)
+
+
+def _tell_failure(failures: Sequence[Failure], peers: Peers | None, supervision: Supervision, say: Say) -> int:
+    failures, silent = _with_others(list(failures), peers)
+    say(render_failure(failures, python=sys.executable, full=supervision.debug))
+    if silent:
+        say(f"{' and '.join(silent)} did not answer any more: probably lost first, look there.")
+    return first_failure(failures).exit_code or 1
+
+
+def _with_others(failures: list[Failure], peers: Peers | None) -> tuple[list[Failure], list[str]]:
+    """All machines' failures, and the machines that say nothing any more."""
+    if peers is None or len(peers.hosts) == 1:
+        return failures, []
+    try:
+        peers.publish([f for f in failures if f.host == socket.gethostname()])
+        known = {(f.host, f.rank) for f in failures}
+        failures += [f for f in peers.collect(_COLLECT_S) if (f.host, f.rank) not in known]
+        silent = peers.silent()
+        peers.leave(_COLLECT_S)
+    except DistError:
+        silent = [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
+    return failures, silent
+
+
+def _leave(peers: Peers | None) -> None:
+    if peers is not None and len(peers.hosts) > 1:
+        try:
+            peers.leave(_COLLECT_S)
+        except DistError:  # machine 0 has gone already; all ranks had finished
+            return
+
+
+def _failures_of(result: RunResult) -> list[Failure]:
+    """The failures of this machine's ranks; torch lists those it found dead before those it then stopped."""
+    host, now = socket.gethostname(), time.time()
+    found = [
+        read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=now)
+        for rank, f in result.failures.items()
+    ]
+    return [replace(found[0], stopped=False), *found[1:]]
+
+
+def _spec(plan: LaunchPlan, handler: FixedRendezvous | ElasticRendezvous) -> WorkerSpec:
+    argv = plan.procs[0].argv
+    return WorkerSpec(
+        role=plan.supervision.role,
+        local_world_size=len(plan.procs),
+        entrypoint=argv[0],
+        args=argv[1:],
+        rdzv_handler=handler,
+        max_restarts=plan.supervision.max_restarts,
+        monitor_interval=plan.supervision.monitor_interval_s,
+    )
+
+
+def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
+    """Where output goes: the terminal by default; with log_dir also or only into files; error files always."""
+    keep = supervision.log_dir is not None
+    tee = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
+    folder = Path(supervision.log_dir or scratch)
+    folder.mkdir(parents=True, exist_ok=True)
+    redirects = Std.ALL if keep else Std.NONE
+    return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects, tee=tee)
+
+
+def _handler(meeting: Meeting, check_in: CheckIn) -> FixedRendezvous | ElasticRendezvous:
+    if meeting.kind == "fixed":
+        return FixedRendezvous(meeting, check_in)
+    options: dict[str, str] = {**_ELASTIC_DEFAULTS, **meeting.options}
+    if meeting.kind == "c10d":
+        hosting = (
+            meeting.machine_rank == 0 if meeting.machine_rank is not None else network.owns_address(meeting.address)
+        )
+        options.setdefault("is_host", str(hosting))
+        options.setdefault("join_timeout", f"{meeting.join_timeout_s:.0f}")
+    parameters = RendezvousParameters(
+        backend=meeting.kind,
+        endpoint=f"{meeting.address}:{meeting.port}",
+        run_id=meeting.run_id,
+        min_nodes=meeting.min_machines,
+        max_nodes=meeting.max_machines,
+        local_addr=check_in.report.address,
+        **options,
+    )
+    return ElasticRendezvous(registry.get_rendezvous_handler(parameters), check_in)
+
+
+def _quieten_torch(supervision: Supervision) -> None:
+    """Leave the telling to us: torch's elastic loggers repeat every failure in their own words."""
+    if supervision.debug:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

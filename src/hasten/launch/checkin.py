@@ -1,0 +1,181 @@
+"""Machines checking in before user code runs: who is there, do they agree, and the table of ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Protocol, Self
+
+from hasten.errors import LaunchError
+
+
+class Store(Protocol):
+    """The part of torch's key-value stores that a check-in uses."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, value: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one machine (or one task of a cluster's own launcher) says about itself."""
+
+    host: str
+    address: str
+    num_processes: int
+    device: str = "cpu"
+    machine_rank: int | None = None
+    config: str = ""
+    """Digest of the resolved settings."""
+    code: str = ""
+    """Digest of the program and of the files beside it that it imports."""
+    program: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    """Settings that differ from their defaults, by dotted name: to say where two machines disagree."""
+
+    def encode(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: bytes | str) -> Self:
+        """The report in `text`."""
+        return cls(**json.loads(text))
+
+
+def gather_reports(
+    store: Store,
+    index: int,
+    count: int,
+    report: Report,
+    *,
+    timeout_s: float,
+    name: Callable[[int], str],
+    waiting: Callable[[str], None] = lambda words: None,
+) -> list[Report]:
+    """Every participant's report, in order of index.
+
+    Ranks: every participant, once per round (the store's keys must be fresh).
+    Raises: LaunchError on every participant if two claim one index, or if some have not arrived after `timeout_s`.
+    """
+    if store.add(f"claim/{index}", 1) > 1:
+        other = Report.decode(store.get(f"report/{index}"))
+        _fail(store, f"{_place(report)} and {_place(other)} both say they are {name(index)} of {count}")
+    store.set(f"report/{index}", report.encode())
+    _wait_for_all(store, count, timeout_s=timeout_s, name=name, waiting=waiting)
+    return [Report.decode(store.get(f"report/{i}")) for i in range(count)]
+
+
+def _fail(store: Store, words: str) -> None:
+    message = f"{words}; each must be different. Correct --machine_rank (or the cluster's variables) on one of them."
+    store.set("broken", message)
+    raise LaunchError(message)
+
+
+def _wait_for_all(
+    store: Store, count: int, *, timeout_s: float, name: Callable[[int], str], waiting: Callable[[str], None]
+) -> None:
+    """Return when all have reported; say who is missing meanwhile; fail together if one found a fault."""
+    start, next_word = time.monotonic(), 5.0
+    keys = [f"report/{i}" for i in range(count)]
+    while True:
+        if store.check(["broken"]):
+            raise LaunchError(store.get("broken").decode())
+        if store.check(keys):
+            return
+        elapsed = time.monotonic() - start
+        if elapsed > min(timeout_s, next_word):
+            missing = [name(i) for i, key in enumerate(keys) if not store.check([key])]
+            words = f"{', '.join(missing)} of {count}"
+            if elapsed > timeout_s:
+                raise LaunchError(
+                    f"{words} did not check in within {timeout_s:g} s, so the job cannot start complete. "
+                    f"Start the same command there, check that it reaches this address, or raise "
+                    f"--rdzv_conf join_timeout=SECONDS."
+                )
+            waiting(f"waiting for {words} ({elapsed:.0f} s)")
+            next_word *= 2
+        time.sleep(0.01 if elapsed < 1 else 0.1)
+
+
+def disagreements(reports: Sequence[Report]) -> list[str]:
+    """Where participants differ in settings, code or versions; each line names the machines and the values."""
+    found: list[str] = []
+    if len({r.config for r in reports}) > 1:
+        found += _setting_differences(reports) or [_values("the settings", reports, lambda r: r.config)]
+    if len({r.code for r in reports}) > 1:
+        programs = sorted({r.program for r in reports})
+        found.append(_values(f"the code of {', '.join(programs)}", reports, lambda r: r.code))
+    for package in sorted({p for r in reports for p in r.versions}):
+        if len({r.versions.get(package) for r in reports}) > 1:
+            found.append(_values(package, reports, lambda r, p=package: r.versions.get(p, "absent")))  # type: ignore[misc]
+    return found
+
+
+def _setting_differences(reports: Sequence[Report]) -> list[str]:
+    names = sorted({name for r in reports for name in r.settings})
+    return [
+        _values(f"the setting {name}", reports, lambda r, n=name: r.settings.get(n, "its default"))  # type: ignore[misc]
+        for name in names
+        if len({r.settings.get(name) for r in reports}) > 1
+    ]
+
+
+def _values(what: str, reports: Sequence[Report], read: Callable[[Report], str]) -> str:
+    """`what` with each value and who has it, the most common first."""
+    holders: dict[str, list[str]] = {}
+    for report in reports:
+        holders.setdefault(read(report), []).append(report.host)
+    ordered = sorted(holders.items(), key=lambda item: -len(item[1]))
+    return f"{what}: " + "; ".join(f"{value} on {', '.join(dict.fromkeys(hosts))}" for value, hosts in ordered)
+
+
+def check_agreement(reports: Sequence[Report], expected_world_size: int | None = None) -> None:
+    """Return if all participants can train together.
+
+    Raises: LaunchError listing every difference, or the sum of processes that is not what was asked.
+    """
+    total = sum(r.num_processes for r in reports)
+    if expected_world_size is not None and total != expected_world_size:
+        counts = ", ".join(f"{r.num_processes} on {r.host}" for r in reports)
+        raise LaunchError(
+            f"num_processes={expected_world_size} was asked for all machines together, but they bring {total} ({counts}). "
+            f"Correct --num_processes, or leave it out to use every device."
+        )
+    if found := disagreements(reports):
+        lines = "\n".join(f"  - {line}" for line in found)
+        raise LaunchError(
+            f"the machines do not run the same thing, so they would train apart or hang:\n{lines}\n"
+            f"Bring the same files and packages to every machine (or allow it: --check_in warn)."
+        )
+
+
+def rank_table(reports: Sequence[Report], first_ranks: Sequence[int] | None = None) -> str:
+    """The machines and the ranks on each, as aligned text."""
+    first_ranks = first_ranks or _first_ranks(reports)
+    rows = [("machine", "ranks", "host", "address", "device")]
+    for index, (report, first) in enumerate(zip(reports, first_ranks, strict=True)):
+        last = first + report.num_processes - 1
+        ranks = str(first) if last == first else f"{first}-{last}"
+        rows.append((str(index), ranks, report.host, report.address, report.device))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _first_ranks(reports: Iterable[Report]) -> list[int]:
+    first, starts = 0, []
+    for report in reports:
+        starts.append(first)
+        first += report.num_processes
+    return starts
+
+
+def _place(report: Report) -> str:
+    return f"{report.host} ({report.address})"

@@ -1,0 +1,82 @@
+"""Which launcher a request leads to, and its plan."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from hasten.errors import ConfigError
+from hasten.launch import deepspeed, mpi, single, slurm, torchrun, xla
+from hasten.launch.base import LauncherName, LaunchPlan, Request
+from hasten.launch.host import Host
+from hasten.launch.shape import Shape, decide
+
+
+def make_plan(
+    request: Request,
+    host: Host,
+    *,
+    flags: tuple[str, ...] = (),
+    folder: str = ".",
+    installed_mpi: mpi.Mpi | None = None,
+) -> LaunchPlan:
+    """The plan for `request` on `host`; `flags` are the options as typed, for plans that repeat the command elsewhere.
+
+    Raises: ConfigError for settings that contradict each other or this machine.
+    """
+    config = request.config
+    if config.launch.submit == "slurm":
+        return slurm.plan_submit(request, host, flags, folder)
+    if config.launch.tpu and config.xla.tpu_use_cluster:
+        return xla.plan_pod(request, flags)
+    shape = decide(request, host)
+    name = _launcher(request, host, shape)
+    match name:
+        case "single":
+            return single.plan(request, host, shape)
+        case "torchrun":
+            return torchrun.plan(request, host, shape)
+        case "task" | "slurm":
+            return slurm.plan_task(request, host, shape)
+        case "mpi":
+            return mpi.plan(request, host, shape, installed_mpi or mpi.Mpi())
+        case "deepspeed":
+            return deepspeed.plan(request, host, shape)
+        case "xla":
+            return xla.plan(request, host, shape)
+        case other:
+            assert_never(other)
+
+
+def uses_mpi(request: Request) -> bool:
+    """Whether the plan will be one mpirun command, so that it is worth asking which MPI is installed."""
+    launch = request.config.launch
+    return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
+
+
+def _launcher(request: Request, host: Host, shape: Shape) -> LauncherName:
+    config, launch = request.config, request.config.launch
+    if launch.launcher == "slurm" and shape.allocation.rank is None:
+        if not shape.allocation.source:
+            raise ConfigError(
+                "launcher=slurm reads its ranks from SLURM, but srun did not start this command. "
+                "Start it with srun, or write a batch script with --submit slurm."
+            )
+        return "torchrun"
+    if launch.launcher == "single" and (shape.num_processes > 1 or shape.max_machines > 1):
+        raise ConfigError(
+            f"launcher=single starts one process, but {shape.num_processes} on {shape.max_machines} machine(s) were asked. "
+            f"Leave launcher out, or set num_processes to 1."
+        )
+    if launch.launcher != "auto":
+        return launch.launcher
+    if shape.allocation.rank is not None:
+        return "task"
+    if uses_mpi(request):
+        return "mpi"
+    if launch.tpu or (host.device == "tpu" and not config.cpu):
+        return "xla"
+    if config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard":
+        return "deepspeed"
+    alone = shape.num_processes == 1 and shape.max_machines == 1
+    needs_agent = launch.max_restarts > 0 or launch.log_dir is not None
+    return "torchrun" if needs_agent or not alone else "single"

@@ -1,0 +1,52 @@
+"""Planner of a job through DeepSpeed's own launcher, which reaches other machines by pdsh, MPI or SLURM."""
+
+from __future__ import annotations
+
+from hasten.errors import ConfigError
+from hasten.launch.base import LaunchPlan, PlannedFile, Proc, Request
+from hasten.launch.host import Host
+from hasten.launch.shape import Shape
+from hasten.launch.torchrun import supervision
+from hasten.runtime.topology import DEFAULT_PORT
+
+_ENV_FILE = ".hasten_deepspeed_env"
+
+
+def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+    """One `deepspeed` command on the first machine; it starts the rest from the hostfile.
+
+    Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
+    """
+    launch, engine = request.config.launch, request.config.deepspeed
+    if engine.hostfile is None:
+        raise ConfigError(
+            f"deepspeed.multinode_launcher={engine.multinode_launcher!r} reaches other machines by a hostfile. Give "
+            f"--deepspeed_hostfile, or use the standard launcher (the same hasten command on each machine)."
+        )
+    if launch.max_restarts:
+        raise ConfigError(
+            "DeepSpeed's own launcher cannot restart processes. Use the standard launcher with max_restarts."
+        )
+    if request.target.no_python and request.target.module:
+        raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+    options = ["--hostfile", engine.hostfile, "--launcher", engine.multinode_launcher]
+    options += ["--include", engine.inclusion_filter] if engine.inclusion_filter else []
+    options += ["--exclude", engine.exclusion_filter] if engine.exclusion_filter else []
+    if launch.num_machines > 1:
+        options += ["--num_nodes", str(launch.num_machines)]
+    if launch.num_processes is not None and not engine.inclusion_filter and not engine.exclusion_filter:
+        options += ["--num_gpus", str(launch.num_processes // launch.num_machines)]
+    if launch.main_process_ip:
+        options += ["--master_addr", launch.main_process_ip]
+    options += ["--master_port", str(launch.main_process_port or DEFAULT_PORT), "--no_local_rank"]
+    options += ["--module"] if request.target.module else []
+    options += ["--no_python"] if request.target.no_python else []
+    remote = "".join(f"{name}={value}\n" for name, value in shape.env)
+    return LaunchPlan(
+        launcher="deepspeed",
+        procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
+        notes=(f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} carries the settings to them",),
+        files=(PlannedFile(_ENV_FILE, remote),),
+        supervision=supervision(request, shape),
+        target=request.target,
+    )

@@ -1,0 +1,204 @@
+"""Telling why a job failed: the rank that failed first, its traceback once, the others in a line, and a hint."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended. A negative `code` is a signal, as in subprocess."""
+
+    rank: int
+    host: str
+    code: int
+    time: float
+    pid: int = 0
+    summary: str = ""
+    traceback: str = ""
+    stopped: bool = False
+    """Ended by the launcher because another rank had failed."""
+    log: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a shell for this end: 128 + signal for signals."""
+        return 128 - self.code if self.code < 0 else self.code
+
+    def encode(self) -> dict[str, Any]:
+        """The failure as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, data: dict[str, Any]) -> Self:
+        """The failure in `data`."""
+        return cls(**data)
+
+
+# What a rank says when it was another rank that failed.
+_SECONDARY: Final = re.compile(
+    r"PeerFailedError|MissingRanksError|[Cc]onnection (closed|reset) by peer|[Cc]onnection closed by remote|Broken pipe|"
+    r"remote process exited|Socket (Timeout|closed)|NCCL communicator was aborted|DistNetworkError|"
+    r"Connection refused|failed to recv, got 0 bytes",
+)
+
+# (what the traceback or the log says, what to do)
+_HINTS: Final = (
+    (r"Address already in use|EADDRINUSE|errno: ?98\b",
+     "the port is taken, often by a run that is still alive: choose another with --main_process_port (0 picks a free one)."),
+    (r"(CUDA|HIP|XPU|MPS).{0,40}out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+     "the device is out of memory: lower the batch size and raise gradient accumulation, use bf16, recompute activations or "
+     "shard with FSDP; `hasten plan` estimates what fits."),
+    (r"CUDA driver version is insufficient|no kernel image is available|not compiled with CUDA|libcud(a|art)[^\s]*: cannot open|"
+     r"Found no NVIDIA driver|forward compatibility was attempted|CUDA_ERROR_INVALID_PTX|unsupported toolchain|"
+     r"CUDA error: invalid device ordinal",
+     "torch, the CUDA driver and the device do not match on this machine: compare `hasten env` with a machine that works, "
+     "and install the torch build for this driver (or pass --cpu)."),
+    (r"ModuleNotFoundError|ImportError",
+     "a module is missing on this machine: install it there ({host}) as on the others, in the environment of {python}."),
+    (r"Watchdog caught collective operation timeout|collective operation timeout|Timed out waiting \d+ms|"
+     r"wait timeout after|Timeout waiting for key|DistStoreError.*timed? ?out|timed out after \d+",
+     "a collective waited until the timeout: another rank is stuck, slow or skipped the call. Run with --debug to see which "
+     "rank is where; if a rank works long between collectives, raise the timeout in InitProcessGroupKwargs."),
+    (r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError|ncclRemoteError",
+     "NCCL failed: run again with NCCL_DEBUG=WARN for its reason; with several network cards set NCCL_SOCKET_IFNAME."),
+    (r"Connection (closed|reset) by peer|Broken pipe|remote process exited|PeerFailedError",
+     "the connection to another rank was lost: that rank, or its machine, ended first. Look at its own output."),
+    (r"unable to resolve|Name or service not known|Temporary failure in name resolution|gai error",
+     "a host name cannot be resolved: give --main_process_ip as a number, or fix the name service on this machine."),
+    (r"Unable to find address for|ifa == nullptr|no interface|makeDeviceForHostname|makeDeviceForInterface",
+     "gloo found no network interface for this host name: set GLOO_SOCKET_IFNAME to the interface that reaches the others."),
+    (r"No space left on device|bus error|unable to (open|mmap) shared memory|/dev/shm",
+     "the disk or shared memory is full: in a container raise --shm-size, or use fewer loader workers."),
+    (r"Too many open files", "too many open files: raise `ulimit -n`, or torch.multiprocessing.set_sharing_strategy('file_system')."),
+)  # fmt: skip
+
+_SIGNAL_HINTS: Final = MappingProxyType(
+    {
+        signal.SIGKILL: "SIGKILL comes from outside the program; without a person or a scheduler behind it, it was most probably the "
+        "kernel's out-of-memory killer (see `dmesg | grep -i oom`): use less host memory (fewer loader workers, smaller "
+        "prefetch, one rank loading at a time) or ask for more.",
+        signal.SIGSEGV: "a crash in native code: a mismatch of compiled packages is the usual cause; compare `hasten env` with a machine that works.",
+        signal.SIGABRT: "native code gave up (abort): its last words are in the output above.",
+        signal.SIGBUS: "a bus error usually means that shared memory (/dev/shm) is full: raise it, or use fewer loader workers.",
+        signal.SIGTERM: "SIGTERM came from outside: a scheduler's time limit, a preemption or a person.",
+        signal.SIGXCPU: "the CPU time limit was reached (`ulimit -t` or the scheduler's).",
+    }
+)
+
+
+def first_failure(failures: Iterable[Failure]) -> Failure:
+    """The failure that caused the others: not stopped by us, not an echo of a lost peer, then the earliest."""
+    return min(failures, key=lambda f: (f.stopped, bool(_SECONDARY.search(f.summary)), f.time, f.rank))
+
+
+def hint_for(failure: Failure, python: str = "python") -> str | None:
+    """What to do about a known cause, or None."""
+    text = failure.traceback or failure.summary
+    for pattern, words in _HINTS:
+        if text and re.search(pattern, text):
+            return words.format(host=failure.host, python=python)
+    if failure.code < 0:
+        return _SIGNAL_HINTS.get(signal.Signals(-failure.code))
+    return None
+
+
+def end_words(code: int) -> str:
+    """An exit code or signal in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+    return f"killed by {name}" if -code == signal.SIGKILL else f"signal {name}"
+
+
+def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float, log: str = "") -> Failure:
+    """The failure of a rank, with what it wrote down itself if it could."""
+    recorded = _recorded(Path(error_file)) if error_file else {}
+    return Failure(
+        rank=rank,
+        host=host,
+        code=code,
+        time=recorded.get("time", time),
+        pid=pid,
+        summary=recorded.get("summary", ""),
+        traceback=recorded.get("traceback", ""),
+        stopped=code == -signal.SIGTERM,
+        log=log,
+    )
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """What the failing process wrote, by our bootstrap or by torch's @record; empty if it could not."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):  # killed before or while writing: its end is told by the code alone
+        return {}
+    if "hasten" in data:
+        return dict(data["hasten"])
+    message = data.get("message")
+    if not isinstance(message, dict):
+        return {"summary": str(message)}
+    extra = message.get("extraInfo", {})
+    return {
+        "summary": str(message.get("message", "")),
+        "traceback": str(extra.get("py_callstack", "")),
+        "time": float(extra.get("timestamp", 0)),
+    }
+
+
+def render_failure(failures: Sequence[Failure], *, python: str = "python", full: bool = False) -> str:
+    """The end of a failed job as text: summary, hint, and last the traceback of the first failure.
+
+    With `full` (under --debug) the other ranks' tracebacks come before it.
+    """
+    first = first_failure(failures)
+    rest = sorted((f for f in failures if f != first), key=lambda f: f.rank)
+    lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) failed first: {end_words(first.code)}"]
+    lines += [f"  {line}" for line in _summaries(rest)]
+    if first.log:
+        lines.append(f"  log of rank {first.rank}: {first.log}")
+    if hint := hint_for(first, python):
+        lines.append(f"hint: {hint}")
+    for other in rest:
+        if full and other.traceback:
+            lines += ["", f"rank {other.rank} on {other.host}:", other.traceback.rstrip()]
+    lines.append("")
+    if first.traceback:
+        lines += [f"traceback of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
+    else:
+        lines.append(f"rank {first.rank} left no Python traceback; what it printed last is above.")
+    return "\n".join(lines)
+
+
+def _summaries(failures: Sequence[Failure]) -> list[str]:
+    """The other ranks, those with the same end in one line."""
+    groups: dict[str, list[int]] = {}
+    for failure in failures:
+        if failure.stopped:
+            words = "stopped by the launcher"
+        else:
+            words = end_words(failure.code) + (f": {failure.summary.splitlines()[-1][:160]}" if failure.summary else "")
+        groups.setdefault(words, []).append(failure.rank)
+    return [f"{_ranks_words(ranks)}: {words}" for words, ranks in groups.items()]
+
+
+def _ranks_words(ranks: Sequence[int]) -> str:
+    """Ranks with runs shortened: 0, 2-5."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {words}" if len(ranks) == 1 else f"ranks {words}"

@@ -1,0 +1,97 @@
+"""The last resort on Ctrl-C and SIGTERM: ends workers and launcher even if the main thread is stuck in native code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
+from typing import Final, Self
+
+_WATCHED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """A signal asked the launcher to end before its processes were started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class SignalGuard:
+    """Watches for signals beside the main thread; a second signal, or `grace_s` after the first, ends everything.
+
+    A thread blocked in a native call (a store whose network is gone) runs no Python signal handler. The C-level handler
+    still writes the signal's number into a pipe, which this object's thread reads.
+    """
+
+    def __init__(
+        self, groups: Callable[[], Iterable[int]], *, grace_s: float, last_words: Callable[[str], None]
+    ) -> None:
+        self._groups = groups
+        self._grace_s = grace_s
+        self._last_words = last_words
+        self._first: tuple[int, float] | None = None
+        self._ended = threading.Event()
+        self._read, self._write = os.pipe()
+        self._thread = threading.Thread(target=self._watch, name="hasten-signal-guard", daemon=True)
+        self._old_fd = -1
+        self._old_handlers: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._old_handlers = {number: signal.signal(number, self._raise) for number in _WATCHED}
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    @staticmethod
+    def _raise(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.1):
+            for number in self._signals():
+                if self._first is not None:
+                    self._end(number, "a second signal")
+                self._first = (number, time.monotonic())
+            if self._first is not None:
+                number, since = self._first
+                grace = self._grace_s if list(self._groups()) else 2.0
+                if time.monotonic() - since > grace:
+                    self._end(number, f"nothing ended within {grace:g} s")
+
+    def _signals(self) -> list[int]:
+        try:
+            return [n for n in os.read(self._read, 64) if n in _WATCHED]
+        except BlockingIOError:
+            return []
+
+    def _end(self, number: int, why: str) -> None:
+        self._last_words(f"{signal.Signals(number).name}, {why}: all processes are killed now")
+        kill_groups(self._groups())
+        os._exit(128 + number)
+
+
+def kill_groups(groups: Iterable[int]) -> None:
+    """End process groups at once; those that are gone already are no matter."""
+    for group in groups:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it ended by itself
+            continue

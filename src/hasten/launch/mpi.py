@@ -1,0 +1,91 @@
+"""Planner of processes on many machines through mpirun, for clusters that reach each other by MPI's own means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hasten.errors import ConfigError
+from hasten.launch.base import LaunchPlan, Proc, Request
+from hasten.launch.host import Host
+from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.torchrun import supervision
+from hasten.runtime.topology import DEFAULT_PORT
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """The installed MPI: its kind, and what the hostfile lists."""
+
+    kind: str = "openmpi"
+    """openmpi, or mpich (also Intel MPI, MVAPICH and Cray: they share the options used here)."""
+    hosts: tuple[str, ...] = ()
+
+
+def plan(request: Request, host: Host, shape: Shape, mpi: Mpi) -> LaunchPlan:
+    """One mpirun command that starts every rank; each reads its place from MPI's variables and checks in.
+
+    Raises: ConfigError without a number of processes or an address where they meet.
+    """
+    launch = request.config.launch
+    machines = launch.num_machines if launch.num_machines > 1 else max(1, len(mpi.hosts))
+    total = launch.num_processes or (launch.processes_per_machine or 0) * machines
+    if not total:
+        raise ConfigError("mpirun needs the number of processes over all machines. Give --num_processes.")
+    if total % machines:
+        raise ConfigError(f"num_processes={total} cannot be split evenly over {machines} machines. Change one of them.")
+    address = launch.main_process_ip or (mpi.hosts[0] if mpi.hosts else None)
+    if address is None and machines > 1:
+        raise ConfigError(
+            f"{machines} machines need an address where they meet. Give --main_process_ip, or --mpirun_hostfile, "
+            f"whose first host is taken."
+        )
+    env = {
+        **dict(shape.env),
+        "MASTER_ADDR": address or "127.0.0.1",
+        "MASTER_PORT": str(launch.main_process_port or DEFAULT_PORT),
+    }
+    if launch.mpirun_ccl is not None:
+        env["CCL_WORKER_COUNT"] = str(launch.mpirun_ccl)
+    per_machine = total // machines
+    argv = (
+        *_command(mpi, launch.mpirun_hostfile, total, per_machine, env),
+        *worker_argv(request.target, host, "hasten.launch.task"),
+    )
+    return LaunchPlan(
+        launcher="mpi",
+        procs=(Proc(argv),),
+        notes=(f"{total} processes, {per_machine} on each of {machines} machines, by {mpi.kind}",),
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
+
+
+def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: dict[str, str]) -> list[str]:
+    if mpi.kind == "openmpi":
+        hosts = ["--hostfile", hostfile] if hostfile else []
+        variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
+        return [
+            "mpirun",
+            *hosts,
+            "-n",
+            str(total),
+            "--map-by",
+            f"ppr:{per_machine}:node",
+            "--bind-to",
+            "none",
+            *variables,
+        ]
+    hosts = ["-f", hostfile] if hostfile else []
+    variables = [word for name, value in sorted(env.items()) for word in ("-genv", name, value)]
+    return ["mpirun", *hosts, "-n", str(total), "-ppn", str(per_machine), *variables]
+
+
+def read_hostfile(text: str) -> tuple[str, ...]:
+    """The host names of an MPI or DeepSpeed hostfile: first word of each line, less any `:slots`."""
+    lines = (line.split("#")[0].strip() for line in text.splitlines())
+    return tuple(line.split()[0].partition(":")[0] for line in lines if line)
+
+
+def kind_of(version_text: str) -> str:
+    """Which MPI prints this when asked for its version."""
+    return "openmpi" if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower() else "mpich"

@@ -1,0 +1,92 @@
+"""Addresses, interfaces and ports of this machine, from the standard library alone."""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import socket
+import struct
+from contextlib import closing
+from typing import Final
+
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+_SIOCGIFADDR: Final = 0x8915  # Linux: address of an interface
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port that nothing listens on at this moment."""
+    with closing(socket.create_server((address, 0))) as server:
+        return int(server.getsockname()[1])
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on `port` of every interface now."""
+    try:
+        with closing(socket.create_server(("", port), reuse_port=False)):
+            return True
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return False
+        raise
+
+
+def owns_address(address: str) -> bool:
+    """Whether `address` (a name or a number) is one of this machine's own."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return False
+    return any(_can_bind(family, sockaddr) for family, _, _, _, sockaddr in found)
+
+
+def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
+    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.bind(sockaddr)
+        except OSError:  # not ours: the answer itself
+            return False
+        return True
+
+
+def address_towards(peer: str) -> str:
+    """This machine's address on the route to `peer`; `peer` itself where it cannot be found."""
+    try:
+        family, _, _, _, sockaddr = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.connect(sockaddr)  # a datagram socket sends nothing here, it only picks the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return peer
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that has the IPv4 `address`, or None where that cannot be found."""
+    for _, name in socket.if_nameindex():
+        if _interface_address(name) == address:
+            return name
+    return None
+
+
+def _interface_address(name: str) -> str | None:
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        request = array.array("B", struct.pack("256s", name.encode()[:15]))
+        try:
+            fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request, True)
+        except OSError:  # an interface without an IPv4 address, or a system without this call
+            return None
+    return socket.inet_ntoa(request[20:24].tobytes())
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` stands for this machine on every machine."""
+    return address in _LOOPBACK
+
+
+def reachable(address: str, port: int, timeout_s: float = 1.0) -> bool:
+    """Whether something accepts connections at `address`:`port`."""
+    try:
+        with closing(socket.create_connection((address, port), timeout=timeout_s)):
+            return True
+    except OSError:
+        return False

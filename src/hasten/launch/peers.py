@@ -1,0 +1,121 @@
+"""What an agent knows of the other machines while the job runs: heartbeats, failures and who has finished."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from hasten.errors import LaunchError
+from hasten.launch.checkin import Store
+from hasten.launch.failure import Failure
+
+_SILENCE_S: Final = 60.0
+
+
+class PeerMachineFailed(LaunchError):
+    """Another machine gave up; its failures say why."""
+
+    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
+
+
+@dataclass(slots=True)
+class Peers:
+    """The machines of one round, this one at `index`."""
+
+    store: Store
+    index: int
+    hosts: tuple[str, ...]
+    round: int
+    _beat: int = 0
+    _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def _key(self, what: str, machine: int) -> str:
+        return f"peers/{self.round}/{what}/{machine}"
+
+    def look(self) -> None:
+        """Tell the others that this machine lives, and hear what became of them.
+
+        Raises: PeerMachineFailed if one gave up; LaunchError if one has been silent for a minute.
+        """
+        self._beat += 1
+        self.store.set(self._key("beat", self.index), str(self._beat))
+        if failures := self.published():
+            raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
+        now = time.monotonic()
+        for machine, host in enumerate(self.hosts):
+            if machine == self.index:
+                continue
+            key = self._key("beat", machine)
+            beat = self.store.get(key).decode() if self.store.check([key]) else ""
+            known, since = self._heard.setdefault(machine, (beat, now))
+            if beat != known:
+                self._heard[machine] = (beat, now)
+            elif now - since > _SILENCE_S and not self.store.check([self._key("done", machine)]):
+                raise LaunchError(
+                    f"machine {machine} ({host}) has been silent for {_SILENCE_S:g} s: it is down, or the network to it is. "
+                    f"The job cannot go on without it; look there, then start again."
+                )
+
+    def publish(self, failures: Sequence[Failure]) -> None:
+        """Tell the others how this machine's ranks failed."""
+        self.store.set(self._key("failed", self.index), json.dumps([f.encode() for f in failures]))
+
+    def published(self) -> list[Failure]:
+        """The failures that other machines have told."""
+        found: list[Failure] = []
+        for machine in range(len(self.hosts)):
+            key = self._key("failed", machine)
+            if machine != self.index and self.store.check([key]):
+                found += [Failure.decode(item) for item in json.loads(self.store.get(key))]
+        return found
+
+    def collect(self, timeout_s: float) -> list[Failure]:
+        """The failures of all other machines, waiting a moment for those that are still stopping."""
+        deadline = time.monotonic() + timeout_s
+        keys = [self._key("failed", m) for m in range(len(self.hosts)) if m != self.index]
+        while time.monotonic() < deadline and not self.store.check(keys):
+            time.sleep(0.05)
+        return self.published()
+
+    def silent(self) -> list[str]:
+        """Machines that neither failed in words nor finished."""
+        return [
+            f"machine {m} ({host})"
+            for m, host in enumerate(self.hosts)
+            if m != self.index
+            and not self.store.check([self._key("failed", m)])
+            and not self.store.check([self._key("done", m)])
+        ]
+
+    def wait_done(self) -> None:
+        """Return when every machine's ranks have finished.
+
+        Raises: as `look`.
+        """
+        self.store.set(self._key("done", self.index), "1")
+        keys = [self._key("done", m) for m in range(len(self.hosts))]
+        last = time.monotonic()
+        while not self.store.check(keys):
+            time.sleep(0.02)
+            if time.monotonic() - last > 1.0:
+                last = time.monotonic()
+                self.look()
+
+    def leave(self, timeout_s: float) -> None:
+        """Machine 0 serves the store: let the others read to the end before it goes."""
+        gone = [self._key("gone", m) for m in range(1, len(self.hosts))]
+        if self.index != 0:
+            self.store.set(self._key("gone", self.index), "1")
+            return
+        deadline = time.monotonic() + timeout_s
+        while gone and time.monotonic() < deadline and not self.store.check(gone):
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Nothing more is heard of this round."""
+        self._heard.clear()

@@ -1,0 +1,307 @@
+"""How the agents of a job meet: a fixed set of machines, or torch's elastic one, both with a check-in. Imports torch.
+
+The workers' store is new in every round, served by the agent of machine 0: restarted workers cannot read addresses of dead
+ones (which torch's own static rendezvous lets them do), and no other program can take the port between choice and use.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from hasten.errors import LaunchError
+from hasten.launch import network
+from hasten.launch.base import Meeting, Supervision
+from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
+from hasten.launch.peers import Peers
+
+_OPERATION_TIMEOUT: Final = timedelta(seconds=30)
+_SERVER_TIMEOUT: Final = timedelta(seconds=10)
+
+
+@dataclass(slots=True)
+class CheckIn:
+    """The exchange of reports that every round starts with."""
+
+    report: Report
+    supervision: Supervision
+    say: Callable[[str], None]
+    timeout_s: float
+    rounds: int = 0
+
+    def run(self, store: Store, index: int, count: int) -> list[Report]:
+        """Every machine's report, after it was compared and, on machine 0, shown.
+
+        Raises: LaunchError on every machine when they differ or some are missing.
+        """
+        reports = gather_reports(
+            store,
+            index,
+            count,
+            self.report,
+            timeout_s=self.timeout_s,
+            name=lambda i: f"machine {i}",
+            waiting=self.say,
+        )
+        try:
+            check_agreement(reports, self.supervision.expected_world_size)
+        except LaunchError as error:
+            if self.supervision.check_in == "error":
+                raise
+            if self.supervision.check_in == "warn" and index == 0:
+                self.say(f"warning: {error}")
+        if index == 0 and not self.supervision.quiet and (self.rounds == 0 or count > 1):
+            total = sum(r.num_processes for r in reports)
+            machines = "1 machine" if count == 1 else f"{count} machines"
+            processes = "1 process" if total == 1 else f"{total} processes"
+            self.say(f"{processes} on {machines}\n{rank_table(reports)}")
+        self.rounds += 1
+        return reports
+
+
+class FixedRendezvous(RendezvousHandler):
+    """A fixed number of machines; each keeps its rank over restarts."""
+
+    def __init__(self, meeting: Meeting, check_in: CheckIn) -> None:
+        self._meeting = meeting
+        self._check_in = check_in
+        self._round = -1
+        self._server: TCPStore | None = None
+        self._control: Store | None = None
+        self._worker_store: TCPStore | None = None
+        self._index = meeting.machine_rank
+        self._last_look = 0.0
+        self._peers: Peers | None = None
+
+    @property
+    def peers(self) -> Peers | None:
+        """What is known of the other machines; None before the first round."""
+        return self._peers
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers' store is served by the agent."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name of this kind of meeting."""
+        return "hasten-fixed"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet all machines, once more after each restart."""
+        self._round += 1
+        control = self._connect()
+        control.add(f"arrivals/{self._round}", 1)
+        if self._index is None:
+            self._index = self._find_index(control)
+        store = PrefixStore(f"round/{self._round}", control)
+        if self._peers is not None:
+            self._peers.end()
+        reports = self._check_in.run(store, self._index, self._meeting.max_machines)
+        self._peers = Peers(control, self._index, tuple(r.host for r in reports), self._round)
+        address, port = self._serve_workers(store)
+        return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Machines that want to start again; looked up once a second, and never on one machine alone."""
+        if self._meeting.alone or self._control is None or time.monotonic() - self._last_look < 1.0:
+            return 0
+        self._last_look = time.monotonic()
+        try:
+            if self._peers is not None:
+                self._peers.look()
+            return self._control.add(f"arrivals/{self._round + 1}", 0)
+        except DistError as error:
+            raise LaunchError(
+                f"lost contact with machine 0 at {self._meeting.address}:{self._meeting.port} ({_first_line(error)}): it ended, "
+                f"or the network between is down. Look at its output; the job cannot go on without it."
+            ) from error
+
+    def is_closed(self) -> bool:
+        """A fixed meeting stays open as long as its machines live."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close: the set of machines is fixed."""
+
+    def get_run_id(self) -> str:
+        """The name of the job."""
+        return self._meeting.run_id
+
+    def shutdown(self) -> bool:
+        """Let go of the stores."""
+        self._peers = self._control = self._worker_store = self._server = None
+        return True
+
+    def _connect(self) -> Store:
+        if self._control is not None:
+            return self._control
+        meeting = self._meeting
+        hosting = meeting.alone or meeting.machine_rank == 0
+        if meeting.machine_rank is None and not meeting.alone:
+            hosting = network.owns_address(meeting.address)
+        self._server = self._host() if hosting else self._join()
+        if hosting and self._index is None:
+            self._index = 0
+        self._server.set_timeout(_OPERATION_TIMEOUT)
+        self._control = PrefixStore(f"hasten/{meeting.run_id}", self._server)
+        if self._index is not None:
+            self._control.add(f"taken/{self._index}", 1)
+            self._control.add("placed", 1)
+        return self._control
+
+    def _host(self) -> TCPStore:
+        meeting = self._meeting
+        try:
+            return TCPStore(
+                meeting.address, meeting.port, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT
+            )
+        except DistError as error:
+            if "EADDRINUSE" in str(error) or "in use" in str(error):
+                raise LaunchError(
+                    f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
+                    f"Choose another with --main_process_port (0 picks a free one on a single machine)."
+                ) from error
+            raise LaunchError(
+                f"machine 0 cannot be reached at {meeting.address}:{meeting.port} from itself ({_first_line(error)}): the address is "
+                f"not this machine's (it has {network.address_towards(meeting.address)}), or --machine_rank 0 was given to the wrong machine. "
+                f"Run machine 0 where main_process_ip points, and give every other machine its own --machine_rank."
+            ) from error
+
+    def _join(self) -> TCPStore:
+        """Connect to machine 0, which may start later; say so while waiting."""
+        meeting, start, next_word = self._meeting, time.monotonic(), 5.0
+        where = f"machine 0 at {meeting.address}:{meeting.port}"
+        while not network.reachable(meeting.address, meeting.port):
+            elapsed = time.monotonic() - start
+            if elapsed > meeting.join_timeout_s:
+                here = network.owns_address(meeting.address) and not network.is_loopback(meeting.address)
+                mine = (
+                    f" This machine owns that address itself, but was given --machine_rank {meeting.machine_rank}."
+                    if here
+                    else ""
+                )
+                raise LaunchError(
+                    f"{where} did not answer within {meeting.join_timeout_s:g} s.{mine} Start the job there with --machine_rank 0, "
+                    f"check main_process_ip, main_process_port and the firewall, or raise --rdzv_conf join_timeout=SECONDS."
+                )
+            if elapsed > next_word:
+                self._check_in.say(f"waiting for {where} ({elapsed:.0f} s)")
+                next_word *= 2
+            time.sleep(0.1)
+        try:
+            return TCPStore(
+                meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=_OPERATION_TIMEOUT
+            )
+        except DistError as error:
+            raise LaunchError(
+                f"something answers at {meeting.address}:{meeting.port}, but not machine 0 of a hasten job ({_first_line(error)}). "
+                f"Check main_process_ip and main_process_port on every machine."
+            ) from error
+
+    def _find_index(self, control: Store) -> int:
+        """This machine's rank when nobody gave one: by name among those without, in the places left free."""
+        count, report = self._meeting.max_machines, self._check_in.report
+        mine = f"{report.host} {report.address} {time.time_ns()}"
+        control.set(f"lobby/{control.add('lobby', 1) - 1}", mine)
+        deadline = time.monotonic() + self._meeting.join_timeout_s
+        while control.add("lobby", 0) + control.add("placed", 0) < count:
+            if time.monotonic() > deadline:
+                present = control.add("lobby", 0) + control.add("placed", 0)
+                raise LaunchError(
+                    f"only {present} of {count} machines arrived within {self._meeting.join_timeout_s:g} s. "
+                    f"Start the same command on the others, or lower --num_machines."
+                )
+            time.sleep(0.05)
+        names = sorted(control.get(f"lobby/{i}").decode() for i in range(control.add("lobby", 0)))
+        free = [i for i in range(count) if not control.add(f"taken/{i}", 0)]
+        if len(free) < len(names):
+            raise LaunchError(
+                f"{control.add('placed', 0) + len(names)} machines arrived for {count} places. "
+                f"Give each its own --machine_rank from 0 to {count - 1}, or none at all."
+            )
+        return free[names.index(mine)]
+
+    def _serve_workers(self, store: Store) -> tuple[str, int]:
+        """Where the workers of this round meet: the asked port at first, a fresh store after each restart."""
+        if self._index == 0:
+            assert self._server is not None, "machine 0 serves the store"
+            if self._round > 0:
+                self._worker_store = TCPStore(
+                    self._meeting.address, 0, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT
+                )
+            port = (self._worker_store or self._server).port
+            store.set("workers_meet", str(port))
+        return self._meeting.address, int(store.get("workers_meet"))
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """Torch's elastic meeting (machines may come and go) with our check-in and a fresh store in each round."""
+
+    def __init__(self, inner: RendezvousHandler, check_in: CheckIn) -> None:
+        self._inner = inner
+        self._check_in = check_in
+        self._worker_store: TCPStore | None = None
+
+    @property
+    def peers(self) -> Peers | None:
+        """Torch's own keep-alive watches the other machines."""
+        return None
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The workers' store is served by the agent."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name of this kind of meeting."""
+        return self._inner.get_backend()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet those machines that are there."""
+        info = self._inner.next_rendezvous()
+        store = PrefixStore("hasten", info.store)
+        self._check_in.run(store, info.rank, info.world_size)
+        address = self._check_in.report.address
+        if info.rank == 0:
+            self._worker_store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT)
+            store.set("workers_meet", f"{address} {self._worker_store.port}")
+        address, port = store.get("workers_meet").decode().split()
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+    def num_nodes_waiting(self) -> int:
+        """Machines that want to join."""
+        return self._inner.num_nodes_waiting()
+
+    def is_closed(self) -> bool:
+        """Whether the meeting is over."""
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        """End the meeting for all machines."""
+        self._inner.set_closed()  # type: ignore[no-untyped-call]  # torch leaves it so
+
+    def get_run_id(self) -> str:
+        """The name of the job."""
+        return self._inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        """Leave the meeting."""
+        self._worker_store = None
+        return bool(self._inner.shutdown())
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def with_address(report: Report, meeting: Meeting) -> Report:
+    """The report with this machine's address as the others see it."""
+    address = meeting.address if meeting.alone else network.address_towards(meeting.address)
+    return replace(report, address=address)

@@ -1,0 +1,152 @@
+"""Executes a plan: the only part of launching that starts something."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Final, NoReturn, assert_never
+
+from hasten.config.root import Config
+from hasten.errors import LaunchError
+from hasten.launch import network
+from hasten.launch.base import LaunchPlan, Proc
+from hasten.launch.failure import end_words, read_failure, render_failure
+from hasten.launch.guard import kill_groups
+from hasten.launch.host import Host
+from hasten.launch.report import make_report
+from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID
+from hasten.runtime import env as environment
+
+_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE_S: Final = 15.0
+
+
+def say(text: str) -> None:
+    """Tell the user something, on stderr, so that the program's own output stays clean."""
+    sys.stdout.flush()
+    sys.stderr.write(f"[hasten] {text}\n")
+    sys.stderr.flush()
+
+
+def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
+    """The plan with what only a look at the network can tell: the interface by which gloo reaches the others."""
+    if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
+        return plan
+    local = "127.0.0.1" if plan.meeting.alone else network.address_towards(plan.meeting.address)
+    name = network.interface_of(local)
+    if name is None:
+        return plan
+    procs = tuple(Proc(p.argv, {**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)
+    note = f"GLOO_SOCKET_IFNAME={name}: the interface of {local}"
+    return replace(plan, procs=procs, notes=(*plan.notes, note))
+
+
+def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
+    """Run the plan to its end and return the exit code of the job.
+
+    Raises: LaunchError if something could not be started.
+    """
+    for planned in plan.files:
+        path = Path(planned.path)
+        path.write_text(planned.text)
+        if planned.executable:
+            path.chmod(0o755)
+    match plan.launcher:
+        case "torchrun":
+            return _run_agent(plan, config, host)
+        case "single" | "xla":
+            return _run_watched(plan.procs[0])
+        case "task":
+            _become(plan.procs[0])
+        case "slurm" | "mpi" | "deepspeed":
+            return _run_foreign(plan.procs[0])
+        case other:
+            assert_never(other)
+
+
+def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
+    assert plan.meeting is not None, "a torchrun plan has a meeting"
+    report = make_report(plan, config, host, alone=plan.meeting.alone)
+    variables = {name: value for name, value in plan.procs[0].env.items() if name != "LOCAL_RANK"}
+    with environment.restored():
+        environment.replace({**environment.snapshot(), **variables, LAUNCHER_PID: str(os.getpid())})
+        run_agent: Callable[..., int] = import_module(
+            "hasten.launch.agent"
+        ).run_agent  # needs torch, which plans do not
+        return run_agent(plan, report, say)
+
+
+def _run_watched(proc: Proc) -> int:
+    """Run one process of ours and tell how it failed."""
+    with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
+        error_file = str(Path(scratch) / "error.json")
+        env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
+        code, pid, stopped_by = _wait(proc.argv, env)
+        if stopped_by is not None:
+            say(f"{signal.Signals(stopped_by).name}: the process was ended")
+            return 128 + stopped_by
+        if code == 0:
+            return 0
+        failure = read_failure(0, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
+        failure = replace(failure, stopped=False)
+        if failure.traceback or code < 0:
+            say(render_failure([failure], python=sys.executable))
+        return failure.exit_code
+
+
+def _run_foreign(proc: Proc) -> int:
+    """Run another launcher's command; it tells by itself how its processes failed."""
+    code, _, stopped_by = _wait(proc.argv, {**environment.snapshot(), **proc.env})
+    if stopped_by is not None:
+        return 128 + stopped_by
+    if code != 0:
+        say(f"{proc.argv[0]} ended with {end_words(code)}")
+    return 128 - code if code < 0 else code
+
+
+def _wait(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, int, int | None]:
+    """Exit code, pid and, if we were told to stop, the signal; signals go on to the child, and its group ends with it."""
+    stopped_by: int | None = None
+    since = 0.0
+    try:
+        child = subprocess.Popen(argv, env=env, start_new_session=True)
+    except OSError as error:
+        raise LaunchError(
+            f"{argv[0]} cannot be started: {error.strerror}. Check that it is installed and on PATH."
+        ) from error
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped_by, since
+        again = stopped_by is not None
+        stopped_by, since = number, time.monotonic()
+        os.killpg(child.pid, signal.SIGKILL if again else number)
+
+    old = {number: signal.signal(number, forward) for number in _FORWARDED}
+    try:
+        while True:
+            try:
+                code = child.wait(timeout=0.2 if stopped_by is not None else None)
+                return code, child.pid, stopped_by
+            except subprocess.TimeoutExpired:
+                if time.monotonic() - since > _GRACE_S:
+                    kill_groups([child.pid])
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        if stopped_by is not None or child.poll() != 0:
+            kill_groups([child.pid])
+
+
+def _become(proc: Proc) -> NoReturn:
+    """Replace this command by its rank, so that the cluster's starter watches the rank itself."""
+    os.execve(proc.argv[0], list(proc.argv), {**environment.snapshot(), **proc.env})

@@ -1,0 +1,203 @@
+"""How many machines and processes a launch has, and with which devices and threads: decided once, for every launcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hasten.config.base import given
+from hasten.config.launch import LaunchConfig
+from hasten.errors import ConfigError
+from hasten.launch.base import Request, Target
+from hasten.launch.cluster import Allocation, read_allocation, split_range
+from hasten.launch.host import Host
+
+_CONFIG_VARIABLE = "HASTEN_CONFIG"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The size of the job and this machine's part in it."""
+
+    num_processes: int
+    """Processes on this machine."""
+    min_machines: int = 1
+    max_machines: int = 1
+    machine_rank: int | None = None
+    expected_world_size: int | None = None
+    use_cpu: bool = True
+    env: tuple[tuple[str, str], ...] = ()
+    """Variables of every process of this machine."""
+    notes: tuple[str, ...] = ()
+    allocation: Allocation = field(default_factory=Allocation)
+
+
+def decide(request: Request, host: Host) -> Shape:
+    """The shape that settings, cluster and machine lead to.
+
+    Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables do.
+    """
+    config, launch = request.config, request.config.launch
+    notes: list[str] = []
+    allocation = read_allocation(host.env)
+    if allocation.source:
+        notes.append(f"{allocation.source} says: {_allocation_words(allocation)}")
+    low, high = _machines(launch, allocation)
+    rank = _machine_rank(launch, allocation, high)
+    use_cpu = config.cpu or host.device == "cpu"
+    _check_devices(request, host)
+    count, expected, why = _processes(request, host, allocation, high, elastic=low != high)
+    notes.append(why)
+    env = {_CONFIG_VARIABLE: request.handoff} if request.handoff else {}
+    if launch.gpu_ids != "all" and not use_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpu_ids))
+    threads, thread_note = _threads(launch, host, count)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    notes += [thread_note] if thread_note else []
+    return Shape(
+        num_processes=count,
+        min_machines=low,
+        max_machines=high,
+        machine_rank=rank,
+        expected_world_size=expected,
+        use_cpu=use_cpu,
+        env=tuple(sorted(env.items())),
+        notes=tuple(notes),
+        allocation=allocation,
+    )
+
+
+def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.worker") -> tuple[str, ...]:
+    """The command of one process: the program itself, or Python with our bootstrap before it."""
+    if target.no_python and target.module:
+        raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+    if target.no_python:
+        return (target.name, *target.args)
+    module = ("-m",) if target.module else ()
+    return (host.python, "-u", "-m", bootstrap, *module, target.name, *target.args)
+
+
+def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
+    """The smallest and largest number of machines."""
+    if launch.nnodes is not None:
+        low, high = split_range(launch.nnodes)
+        if "num_machines" in given(launch) and launch.num_machines not in (1, high):
+            raise ConfigError(
+                f"num_machines={launch.num_machines} contradicts nnodes={launch.nnodes!r}. Give one of them."
+            )
+        return low, high
+    explicit = "num_machines" in given(launch) and launch.num_machines > 1
+    if explicit and allocation.num_machines not in (1, launch.num_machines):
+        raise ConfigError(
+            f"num_machines={launch.num_machines}, but {allocation.source} started this command on "
+            f"{allocation.num_machines} machines. Leave num_machines out (it is read from the cluster), or make them agree."
+        )
+    if explicit:
+        return launch.num_machines, launch.num_machines
+    return allocation.min_machines, allocation.num_machines
+
+
+def _machine_rank(launch: LaunchConfig, allocation: Allocation, machines: int) -> int | None:
+    if machines == 1:
+        if launch.machine_rank:
+            raise ConfigError(
+                f"machine_rank={launch.machine_rank} with one machine: ranks count from 0. Set num_machines to how many "
+                f"machines there are, or leave machine_rank out."
+            )
+        return 0
+    rank = launch.machine_rank if launch.machine_rank is not None else allocation.machine_rank
+    if rank is not None and rank >= machines:
+        raise ConfigError(
+            f"machine_rank={rank} with {machines} machines: ranks count from 0 to {machines - 1}. "
+            f"Correct --machine_rank on this machine, or num_machines on all."
+        )
+    return rank
+
+
+def _check_devices(request: Request, host: Host) -> None:
+    launch, config = request.config.launch, request.config
+    if config.cpu and launch.multi_gpu:
+        raise ConfigError("cpu and multi_gpu contradict each other. Remove one of them.")
+    if config.cpu and launch.gpu_ids != "all":
+        raise ConfigError(f"cpu and gpu_ids={_ids(launch)} contradict each other. Remove one of them.")
+    if launch.multi_gpu and host.device == "cpu":
+        raise ConfigError(
+            f"multi_gpu was asked for, but no usable accelerator was found on {host.name}. "
+            f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or pass --cpu."
+        )
+    if launch.gpu_ids != "all" and host.device != "cpu" and "CUDA_VISIBLE_DEVICES" not in host.env:
+        absent = [i for i in launch.gpu_ids if i >= host.num_devices]
+        if absent:
+            raise ConfigError(
+                f"gpu_ids={_ids(launch)} names {absent}, but {host.name} has {host.num_devices} devices, counted from 0."
+            )
+
+
+def _processes(
+    request: Request, host: Host, allocation: Allocation, machines: int, *, elastic: bool
+) -> tuple[int, int | None, str]:
+    """Processes on this machine, over all machines if a number was named, and the reason."""
+    launch = request.config.launch
+    per, total = launch.processes_per_machine, launch.num_processes
+    if per is not None:
+        if total is not None and machines == 1 and total != per:
+            raise ConfigError(f"num_processes={total} contradicts processes_per_machine={per}. Give one of them.")
+        return _fits(request, host, per), total, f"{per} on this machine: processes_per_machine"
+    if total is not None:
+        if elastic:
+            raise ConfigError(
+                f"num_processes={total} over a changing number of machines (nnodes={launch.nnodes}) has no meaning. "
+                f"Give processes_per_machine instead, or neither to use every device."
+            )
+        if total % machines:
+            raise ConfigError(
+                f"num_processes={total} cannot be split evenly over {machines} machines. "
+                f"Give processes_per_machine on each, or leave both out to use every device."
+            )
+        here = total // machines
+        split = f"{total} / {machines} machines" if machines > 1 else "num_processes"
+        return _fits(request, host, here), total, f"{here} on this machine: {split}"
+    if allocation.per_machine is not None:
+        return allocation.per_machine, None, f"{allocation.per_machine} on this machine: {allocation.source}"
+    if request.config.cpu or host.device == "cpu":
+        return 1, None, "1 on this machine: the CPU (give num_processes for more)"
+    count = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
+    return count, None, f"{count} on this machine: one for each device ({host.device_words})"
+
+
+def _fits(request: Request, host: Host, count: int) -> int:
+    """`count`, if there is a device for each."""
+    launch = request.config.launch
+    if request.config.cpu or host.device == "cpu":
+        return count
+    devices = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
+    if count > devices:
+        raise ConfigError(
+            f"{count} processes were asked on {host.name}, which has {devices} usable devices ({host.device_words}): two processes "
+            f"cannot share one. Ask for at most {devices}, widen gpu_ids, or pass --cpu."
+        )
+    return count
+
+
+def _threads(launch: LaunchConfig, host: Host, count: int) -> tuple[int | None, str]:
+    """OMP_NUM_THREADS: as set, else the cores shared out; alone a process keeps torch's own choice."""
+    if launch.num_cpu_threads_per_process is not None:
+        return launch.num_cpu_threads_per_process, ""
+    if "OMP_NUM_THREADS" in host.env:
+        return None, ""
+    if count == 1:
+        return None, ""
+    threads = max(1, host.cores // count)
+    return threads, f"OMP_NUM_THREADS={threads}: {host.cores} cores / {count} processes"
+
+
+def _ids(launch: LaunchConfig) -> str:
+    return launch.gpu_ids if isinstance(launch.gpu_ids, str) else ",".join(map(str, launch.gpu_ids))
+
+
+def _allocation_words(allocation: Allocation) -> str:
+    if allocation.rank is not None:
+        return f"this is rank {allocation.rank.rank} of {allocation.rank.world_size}"
+    low, high = allocation.min_machines, allocation.num_machines
+    machines = f"{high} machines" if low == high else f"{low} to {high} machines"
+    return f"{machines}, this is {'one of them' if allocation.machine_rank is None else allocation.machine_rank}"

@@ -1,0 +1,120 @@
+"""Planners for SLURM and MPI-like starters: one command per rank, and a batch script that starts one per machine."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any, Final
+
+from hasten.config.launch import LaunchConfig
+from hasten.errors import ConfigError
+from hasten.launch.base import LaunchPlan, PlannedFile, Proc, Request
+from hasten.launch.host import Host
+from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.torchrun import supervision
+
+# Defaults of the batch script; an option of the same name in submit_options replaces one, false removes it.
+_DEFAULTS: Final = MappingProxyType({"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"})
+_SCRIPT_FLAGS: Final = ("--submit", "--submit_options", "--submit-options", "--dry-run", "--dry_run")
+
+
+def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+    """This command is one rank of an srun, mpirun or jsrun: it becomes the program, after all ranks have checked in."""
+    topology = shape.allocation.rank
+    assert topology is not None, "the cluster started one command per rank"
+    if topology.local_world_size > max(host.num_devices, 1) and not shape.use_cpu:
+        raise ConfigError(
+            f"{shape.allocation.source} started {topology.local_world_size} ranks on {host.name}, which has "
+            f"{host.num_devices} usable devices. Start one per device, or one per machine and let hasten make the rest."
+        )
+    launch = request.config.launch
+    if launch.num_processes is not None and launch.num_processes != topology.world_size:
+        raise ConfigError(
+            f"num_processes={launch.num_processes}, but {shape.allocation.source} started {topology.world_size} ranks. "
+            f"Leave num_processes out, or make them agree."
+        )
+    address, _, port = topology.meeting_point().removeprefix("tcp://").rpartition(":")
+    if launch.main_process_ip is not None:
+        address = launch.main_process_ip
+    env = {
+        **dict(shape.env),
+        "RANK": str(topology.rank),
+        "WORLD_SIZE": str(topology.world_size),
+        "LOCAL_RANK": str(topology.local_rank),
+        "LOCAL_WORLD_SIZE": str(topology.local_world_size),
+        "GROUP_RANK": str(topology.node_rank),
+        "MASTER_ADDR": address.strip("[]"),
+        "MASTER_PORT": str(launch.main_process_port or port),
+    }
+    threads = max(1, host.cores // topology.local_world_size)
+    if "OMP_NUM_THREADS" not in host.env:
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+    return LaunchPlan(
+        launcher="task",
+        procs=(Proc(worker_argv(request.target, host, "hasten.launch.task"), env),),
+        notes=shape.notes[:1],
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
+
+
+def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: str) -> LaunchPlan:
+    """A batch script that runs this same command on every machine of a new job, and the command that submits it."""
+    launch = request.config.launch
+    name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
+    options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **_dashed(launch.submit_options)}
+    if launch.max_restarts:
+        options.setdefault("requeue", True)
+    lines = ["#!/bin/bash", *_directives(options), "", "set -euo pipefail", f"cd {shlex.quote(folder)}", ""]
+    lines += [
+        "# One command per machine; ranks, addresses and devices are read from SLURM and the machine itself.",
+        "srun --kill-on-bad-exit=1 --wait=60 \\",
+        f"    {shlex.join([host.python, '-m', 'hasten.cli.main', 'launch', *without_submit(flags)])} \\",
+        f"    {shlex.join([request.target.name, *request.target.args])}",
+    ]
+    path = f"{name}.sbatch"
+    return LaunchPlan(
+        launcher="slurm",
+        procs=(Proc(("sbatch", path)),),
+        notes=("the script asks for one task per machine; hasten starts one process per device there",),
+        files=(PlannedFile(path, "\n".join(lines) + "\n", executable=True),),
+        supervision=supervision(request, Shape(num_processes=1)),
+        target=request.target,
+    )
+
+
+def without_submit(flags: tuple[str, ...]) -> list[str]:
+    """The options as typed, less those that ask for the script itself and those the new job decides anew."""
+    kept: list[str] = []
+    skip = False
+    for word in flags:
+        if skip:
+            skip = False
+            continue
+        name, equals, _ = word.partition("=")
+        if name in _SCRIPT_FLAGS:
+            skip = not equals and "dry" not in name
+            continue
+        kept.append(word)
+    return kept
+
+
+def _nodes(launch: LaunchConfig) -> str:
+    return launch.nnodes.replace(":", "-") if launch.nnodes else str(launch.num_machines)
+
+
+def _dashed(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.strip("-").replace("_", "-"): value for name, value in options.items()}
+
+
+def _directives(options: Mapping[str, Any]) -> list[str]:
+    """#SBATCH lines; true is a bare option, false and None remove one."""
+    lines = []
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        lines.append(f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}")
+    return lines

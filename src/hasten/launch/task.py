@@ -1,0 +1,107 @@
+"""The first code of a rank that srun, mpirun or jsrun started: all ranks check in, then the program runs. Imports torch.
+
+Rank 0 serves the store at MASTER_ADDR:MASTER_PORT for its whole life, and every rank's process group uses that same store.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+
+from hasten.errors import LaunchError
+from hasten.launch import worker
+from hasten.launch.base import Target
+from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
+from hasten.launch.report import code_digest, package_versions
+from hasten.launch.run import say
+from hasten.runtime import env as environment
+from hasten.runtime.topology import Topology
+
+_TIMEOUT_S: Final = 120.0
+
+
+def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
+    """The store of the job, after every rank has been seen on it.
+
+    Raises: LaunchError on every rank if ranks are missing, double, or differ in settings, code or versions.
+    """
+    address, _, port = topology.meeting_point().removeprefix("tcp://").rpartition(":")
+    try:
+        store = TCPStore(
+            address.strip("[]"),
+            int(port),
+            is_master=topology.is_main,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_TIMEOUT_S),
+        )
+    except DistError as error:
+        raise LaunchError(
+            f"rank {topology.rank} of {topology.world_size} cannot reach rank 0 at {address}:{port} "
+            f"({str(error).splitlines()[0][:200]}). Check that rank 0 runs there and the port is free; "
+            f"set MASTER_ADDR and MASTER_PORT otherwise."
+        ) from error
+    report = Report(
+        host=socket.gethostname(),
+        address=address,
+        num_processes=1,
+        device=f"local rank {topology.local_rank}",
+        config=config,
+        code=code_digest(target),
+        program=target.name,
+        versions=package_versions(),
+    )
+    reports = gather_reports(
+        PrefixStore("hasten/check_in", store),
+        topology.rank,
+        topology.world_size,
+        report,
+        timeout_s=_TIMEOUT_S,
+        name=lambda i: f"rank {i}",
+        waiting=say if topology.is_main else lambda words: None,
+    )
+    check_agreement(reports)
+    if topology.is_main:
+        say(f"{len(reports)} processes ({topology.source})\n{rank_table(reports)}")
+    return store
+
+
+def main() -> None:
+    """Check in, then run the program named on the command line as rank of the job."""
+    env = environment.snapshot()
+    module = sys.argv[1:2] == ["-m"]
+    words = sys.argv[2:] if module else sys.argv[1:]
+    topology = Topology.from_env(env)
+    try:
+        store = check_in(topology, Target(words[0], tuple(words[1:]), module=module), env.get(environment.CONFIG, ""))
+    except LaunchError as error:
+        say(f"rank {topology.rank}: {error}")
+        sys.exit(1)
+    environment.replace(
+        {
+            **env,
+            "RANK": str(topology.rank),
+            "WORLD_SIZE": str(topology.world_size),
+            "LOCAL_RANK": str(topology.local_rank),
+            "LOCAL_WORLD_SIZE": str(topology.local_world_size),
+            "GROUP_RANK": str(topology.node_rank),
+            "MASTER_ADDR": store.host,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+    )
+    try:
+        worker.main()
+    finally:
+        if topology.is_main:
+            del store  # served until the program has ended
+
+
+if __name__ == "__main__":
+    # The module under its own name is what runs: `__main__` is about to become the user's.
+    from hasten.launch import task
+
+    task.main()

@@ -1,0 +1,142 @@
+"""Planner of several processes under torch's elastic agent, on one machine or many."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hasten.config.launch import LaunchConfig
+from hasten.errors import ConfigError
+from hasten.launch.base import LaunchPlan, Meeting, MeetingKind, Proc, Request, Supervision
+from hasten.launch.host import Host
+from hasten.launch.shape import Shape, worker_argv
+from hasten.runtime.topology import DEFAULT_PORT
+
+_JOIN_TIMEOUT_S: Final = 120.0
+
+
+def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+    """The processes of this machine and the meeting with the others.
+
+    Raises: ConfigError if the machines could not find each other with these settings.
+    """
+    argv = worker_argv(request.target, host)
+    notes = list(shape.notes)
+    meeting = _meeting(request, host, shape, notes)
+    env = dict(shape.env)
+    if meeting.kind == "c10d":
+        env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would hand restarted workers dead addresses
+    return LaunchPlan(
+        launcher="torchrun",
+        procs=tuple(Proc(argv, {**env, "LOCAL_RANK": str(i)}) for i in range(shape.num_processes)),
+        notes=tuple(notes),
+        meeting=meeting,
+        supervision=supervision(request, shape),
+        target=request.target,
+    )
+
+
+def supervision(request: Request, shape: Shape) -> Supervision:
+    """What the agent does with the processes."""
+    launch = request.config.launch
+    if launch.tee is not None and launch.log_dir is None:
+        raise ConfigError(
+            f"tee={launch.tee!r} copies the log files to the terminal, but log_dir is not set. Set log_dir."
+        )
+    return Supervision(
+        max_restarts=launch.max_restarts,
+        monitor_interval_s=launch.monitor_interval,
+        role=launch.role,
+        log_dir=launch.log_dir,
+        tee=launch.tee,
+        quiet=launch.quiet,
+        debug=request.config.debug,
+        expected_world_size=shape.expected_world_size,
+        check_in=launch.check_in,
+    )
+
+
+def _meeting(request: Request, host: Host, shape: Shape, notes: list[str]) -> Meeting:
+    launch = request.config.launch
+    options = parse_options(launch.rdzv_conf)
+    timeout_s = _seconds(options.pop("join_timeout", None) or options.pop("timeout", None))
+    kind = _kind(launch, shape, notes)
+    address, port = _endpoint(launch, shape)
+    run_id = launch.rdzv_id or host.env.get("SLURM_JOB_ID") or "hasten"
+    if shape.min_machines != shape.max_machines and launch.max_restarts == 0:
+        notes.append("max_restarts=0: losing a machine ends the job; give --max_restarts to go on with the others")
+    if options and kind == "fixed":
+        raise ConfigError(
+            f"rdzv_conf has {', '.join(sorted(options))}, which the static meeting does not know; "
+            f"it takes join_timeout. Remove them, or choose --rdzv_backend c10d."
+        )
+    return Meeting(
+        kind=kind,
+        min_machines=shape.min_machines,
+        max_machines=shape.max_machines,
+        machine_rank=shape.machine_rank,
+        address=address,
+        port=port,
+        run_id=run_id,
+        join_timeout_s=timeout_s,
+        options=options,
+    )
+
+
+def _kind(launch: LaunchConfig, shape: Shape, notes: list[str]) -> MeetingKind:
+    match launch.rdzv_backend:
+        case "c10d" | "etcd" | "etcd-v2" as named:
+            return named
+        case "static":
+            if shape.min_machines == shape.max_machines:
+                return "fixed"
+            notes.append("the number of machines may change: they meet by c10d")
+            return "c10d"
+
+
+def _endpoint(launch: LaunchConfig, shape: Shape) -> tuple[str, int]:
+    """Address and port of machine 0."""
+    host, _, port_text = (launch.rdzv_endpoint or "").rpartition(":")
+    if launch.rdzv_endpoint and not (host and port_text.isdecimal()):
+        raise ConfigError(f"rdzv_endpoint={launch.rdzv_endpoint!r} is not host:port, such as 10.0.0.1:29500.")
+    address = launch.main_process_ip or host or shape.allocation.address
+    port = launch.main_process_port
+    if port is None and port_text:
+        port = int(port_text)
+    if shape.max_machines == 1:
+        return address or "127.0.0.1", port or 0
+    if address is None:
+        raise ConfigError(
+            f"{shape.max_machines} machines need an address where they meet. Give every machine the same "
+            f"--main_process_ip (the address of machine 0); under SLURM start with srun and it is read."
+        )
+    if port == 0:
+        raise ConfigError(
+            "main_process_port=0 picks a free port on one machine, which the other machines cannot know. "
+            "Give all machines the same --main_process_port."
+        )
+    return address, port or shape.allocation.port or DEFAULT_PORT
+
+
+def parse_options(text: str | None) -> dict[str, str]:
+    """The pairs in `a=1,b=2`.
+
+    Raises: ConfigError for a part that is not a pair.
+    """
+    pairs: dict[str, str] = {}
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        name, equals, value = part.partition("=")
+        if not equals or not name.strip():
+            raise ConfigError(f"rdzv_conf={text!r}: {part!r} is not key=value.")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return _JOIN_TIMEOUT_S
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"rdzv_conf join_timeout={text!r} is not a number of seconds.") from error

@@ -1,0 +1,147 @@
+"""The first code of a launched process: runs the user's program and writes down why it failed. No torch here.
+
+Run as `python -m hasten.launch.worker [-m] program args…`. The program sees what it would see under plain Python:
+`__main__`, `sys.argv`, `sys.path[0]`, `__file__`. An uncaught exception is not printed by every rank at once but written
+to the file that the launcher names in TORCHELASTIC_ERROR_FILE; the launcher prints the first of them when all have ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Final
+
+from hasten.runtime import env as environment
+
+ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
+LAUNCHER_PID: Final = "HASTEN_LAUNCHER_PID"
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
+
+_MAX_TRACEBACK_CHARS = 60_000
+
+
+def main() -> None:
+    """Run the program named on the command line."""
+    args = sys.argv[1:]
+    env = environment.snapshot()
+    if error_file := env.get(ERROR_FILE):
+        sys.excepthook = recording_hook(Path(error_file), sys.excepthook)
+    _enable_faulthandler()
+    if launcher_pid := env.get(LAUNCHER_PID):
+        _die_with_launcher(int(launcher_pid))
+    if args[:1] == ["-m"]:
+        _run_module(args[1], args[2:])
+    else:
+        _run_script(args[0], args[1:])
+
+
+def recording_hook(path: Path, fallback: Hook) -> Hook:
+    """An excepthook that writes the exception to `path` instead of printing it; prints if it cannot be written."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            return  # the launcher was interrupted and says so itself
+        try:
+            write_error(path, error, _without_bootstrap(trace))
+        except OSError:
+            fallback(kind, error, trace)
+
+    return hook
+
+
+def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
+    """Write `error` in the form torch's elastic agent reads, with our own fields beside."""
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if len(text) > _MAX_TRACEBACK_CHARS:
+        half = _MAX_TRACEBACK_CHARS // 2
+        text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
+    now = time.time()
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    message = {
+        "message": summary,
+        "errorCode": 1,
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps({"message": message, "hasten": {"time": now, "traceback": text, "summary": summary}}))
+    draft.replace(path)
+
+
+def _enable_faulthandler() -> None:
+    """Let a crash in native code print its Python stack, where stderr is a real file."""
+    try:
+        faulthandler.enable()
+    except (OSError, ValueError, AttributeError):  # stderr without a descriptor: nothing is lost but the extra stack
+        return
+
+
+def _die_with_launcher(launcher_pid: int) -> None:
+    """Ask the kernel to end this process when its launcher is killed, so that none is left behind (Linux)."""
+    if sys.platform != "linux":
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != launcher_pid:  # it died before the call above
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this file and of runpy at its start."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename in ours:
+        rest = rest.tb_next
+    return rest or trace
+
+
+def _run_script(script: str, args: list[str]) -> None:
+    path = Path(script)
+    if path.is_dir() or path.suffix in (".zip", ".pyz", ".pyc"):
+        sys.argv[:] = [script, *args]
+        _set_first_path(str(path.resolve().parent) if path.suffix == ".pyc" else script)
+        runpy.run_path(script, run_name="__main__")
+        return
+    code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
+    sys.argv[:] = [script, *args]
+    _set_first_path(str(path.resolve().parent))
+    _run_as_main(code, script)
+
+
+def _set_first_path(folder: str) -> None:
+    if not sys.flags.safe_path:  # under -P and PYTHONSAFEPATH plain Python adds no folder either
+        sys.path[0] = folder
+
+
+def _run_as_main(code: CodeType, script: str) -> None:
+    """Execute `code` in the real `__main__`, emptied of this file's names, so that pickling and spawning work."""
+    main_module = sys.modules["__main__"]
+    namespace = vars(main_module)
+    kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"], "__loader__": namespace["__loader__"]}
+    namespace.clear()
+    namespace.update(kept, __file__=script, __spec__=None, __package__=None, __doc__=None, __cached__=None)
+    exec(code, namespace)
+
+
+def _run_module(name: str, args: list[str]) -> None:
+    sys.argv[:] = [name, *args]
+    _set_first_path(str(Path.cwd()))
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    # The module under its own name is what runs: `__main__` is about to become the user's.
+    from hasten.launch import worker
+
+    worker.main()
