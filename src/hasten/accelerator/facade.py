@@ -29,13 +29,18 @@ from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.progress.bar import Progress
+from hasten.progress.build import progress, straggler_watch
+from hasten.progress.straggler import Pulse, StragglerWatch
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.tracking.base import Tracker
 from hasten.trees import Tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class Accelerator:
@@ -85,6 +90,9 @@ class Accelerator:
         self.clock = parts.clock
         self.strategy = parts.strategy
         self.precision = parts.precision
+        self.tracking = parts.tracking
+        self._pulse: Pulse | None = None
+        self._watch: StragglerWatch | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
 
@@ -260,6 +268,8 @@ class Accelerator:
         With `weight` (the tokens or samples the loss is the mean of), the mean is weighted over all micro-steps and
         ranks. Any: keywords of torch's backward.
         """
+        if self._pulse is not None:
+            self._pulse.reached()
         self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
@@ -340,6 +350,55 @@ class Accelerator:
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
         return self.ctx.world if axes is None else self.ctx.groups(*axes)
+
+    # -- what users look at ---------------------------------------------------------------------------------------
+    def init_trackers(
+        self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Begin a run of every tracker. Any: a mapping, namespace or dataclass of settings. Ranks: every rank."""
+        self.tracking.init(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record numbers and strings with every tracker; tensors are read later, without a device sync. Ranks: any."""
+        self.tracking.log(values, step, log_kwargs)
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record images with every tracker that takes them. Any: arrays, tensors, PIL images. Ranks: any."""
+        self.tracking.log_images(values, step, log_kwargs)
+
+    def log_table(self, name: str, **table: Any) -> None:
+        """Record a table: `columns` and `data`, or a `dataframe`; `step`, `log_kwargs`. Any: cells. Ranks: any."""
+        self.tracking.log_table(name, **table)
+
+    @property
+    def trackers(self) -> list[Tracker]:
+        """The trackers that run on this process."""
+        return self.tracking.trackers
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, a foreign package's object
+        """The tracker of this name, or its package's own object."""
+        return self.tracking.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """Close the trackers. Ranks: every rank."""
+        self.tracking.finish()
+
+    def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
+        """A progress bar with loss, rates, memory and time left, on the main process. Any: see docs/tracking.md."""
+        if self._pulse is None:
+            self._pulse = Pulse(self.device)
+            self._watch = straggler_watch(self.ctx)
+        return progress(iterable, ctx=self.ctx, pulse=self._pulse, watch=self._watch, **options)
 
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(

@@ -6,14 +6,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from hasten.config.handoff import unpack
 from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
+from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
 from hasten.runtime.axes import LOSS
 from hasten.runtime.bootstrap import GroupSettings
@@ -22,6 +25,9 @@ from hasten.runtime.devices import choose_device
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, mesh_of
+from hasten.tracking.manager import TrackerManager
+from hasten.tracking.registry import LogWith
+from hasten.tracking.registry import build as build_trackers
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +41,7 @@ class Parts:
     strategy: Strategy
     precision: Precision
     clock: StepClock
+    tracking: TrackerManager
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
@@ -55,12 +62,13 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         in_flight=lambda: clock.in_flight,
         sharded=strategy.caps.sharded_state,
     )
-    return Parts(config, ctx, strategy, precision, clock)
+    return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx))
 
 
 def _settings(given: Mapping[str, Any]) -> Config:
     variables = env.snapshot()
-    resolved = resolve(code=given, env=variables)
+    handed = env.config(variables)
+    resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
     for note in resolved.notes:
         log.info(note)
     return resolved.config
@@ -70,6 +78,18 @@ def _context(config: Config) -> ProcessContext:
     topology = Topology.from_env(env.snapshot())
     device = choose_device(topology.local_rank, config.cpu)
     return bootstrap.start(topology, device, partial(mesh_of, config), _group(config.process_group))
+
+
+def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
+    folder = config.project.logging_dir or config.project.project_dir
+    return TrackerManager(
+        build_trackers(log_with if log_with is not None else config.tracking.log_with),
+        is_main=ctx.is_main,
+        rank=ctx.rank,
+        directory=Path(folder) if folder else None,
+        share=ctx.world.broadcast_object,
+        fetch=fetch_scalars,
+    )
 
 
 def _group(config: InitProcessGroupKwargs) -> GroupSettings:

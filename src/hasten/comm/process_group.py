@@ -30,7 +30,7 @@ class ProcessGroupComm:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device
         self.group = group
-        self._store = store
+        self.store = store
         self._timeout_s = timeout_s
         self._device_types = _device_types(group)
         me = self.ranks[self.rank]
@@ -38,11 +38,6 @@ class ProcessGroupComm:
         number = store.add(f"hasten/made/{_tag(self.ranks)}/{me}", 1)
         notes = dist.PrefixStore(f"hasten/{_tag(self.ranks)}/{number}", store)
         self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
-
-    @property
-    def store(self) -> dist.Store:
-        """Where members leave notes for each other without meeting."""
-        return self._store
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if x.is_complex():
@@ -93,7 +88,7 @@ class ProcessGroupComm:
         group = dist.new_group(
             list(self.ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True
         )
-        return ProcessGroupComm(group, self._store, self.device, self._timeout_s)
+        return ProcessGroupComm(group, self.store, self.device, self._timeout_s)
 
     def close(self) -> None:
         """Destroy the group. Only its owner calls this."""
