@@ -146,7 +146,10 @@ def from_accelerate(tree: Marked, file: str) -> tuple[list[Entry], list[str]]:
     """
     reading = Reading(file)
     _refuse_sagemaker(tree, file)
+    machines = tree.value.get("num_machines", Marked(1, 1)).value
     for key, item in tree.value.items():
+        if key == "machine_rank" and item.value == 0 and machines in (None, 1, "1"):
+            continue  # always written, even where the cluster will number the machines
         with reading.problems.catching():
             _read_key(reading, key, item)
     reading.problems.settle()

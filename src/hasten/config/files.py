@@ -88,12 +88,22 @@ def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRA
     name = str(path)
     tree = parse(text, name)
     top = dict(tree.value)
-    if "schema" not in top and top.keys() & MARKS:
+    if _is_accelerate(top):
         entries, notes = from_accelerate(tree, name)
         return SettingsFile(path, "accelerate", tuple(entries), tuple(notes))
     version = top.pop("schema", Marked(SCHEMA, 1))
     top, said = _migrate(top, version, name, migrations)
     return SettingsFile(path, "hasten", tuple(from_tree(Marked(top, 1), name)), tuple(said))
+
+
+def _is_accelerate(top: Mapping[str, Marked]) -> bool:
+    """Whether the keys are Accelerate's; a section of ours beside them means that they only lost their section."""
+    if "schema" in top:
+        return False
+    if "compute_environment" in top or "distributed_type" in top:
+        return True
+    sections = {name for name, spec in Config.__dataclass_fields__.items() if subsection(spec.type)}
+    return bool(top.keys() & MARKS) and not top.keys() & sections
 
 
 def _migrate(

@@ -40,7 +40,7 @@ def unpack(text: str) -> tuple[Entry, ...]:
 
 
 def _entry(name: str, value: Any, kind: str, detail: str) -> Entry:
-    return Entry(tuple(name.split(".")), value, Source(PRECEDENCE[PRECEDENCE.index(kind)], detail))  # type: ignore[arg-type]
+    return Entry(tuple(name.split(".")), value, Source(PRECEDENCE[PRECEDENCE.index(kind)], detail))
 
 
 def _travels(value: Any) -> bool:

@@ -1,0 +1,195 @@
+"""Flags generated from the settings: one per field, in groups, in both spellings, and a parser that suggests names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from types import NoneType
+from typing import Any, Final, Literal, NoReturn, get_args, get_origin
+
+from hasten.config.established import SWITCHES
+from hasten.config.layers import nearest
+from hasten.config.legacy import OLD_NAMES
+from hasten.config.schema import SETTABLE, FieldInfo
+from hasten.config.source import Entry, Path, Source
+from hasten.errors import ConfigError, UnknownSettingError
+
+_BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
+
+
+class UsageError(ConfigError):
+    """The command line cannot be understood."""
+
+
+class SettingAction(argparse.Action):
+    """Keep one setting as an entry that knows the flag as it was typed."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, path: Path, takes_word: bool, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, **kwargs)
+        self.path = path
+        self.takes_word = takes_word
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Append the entry to `namespace.settings`."""
+        flag = option_string or ""
+        negated = self.takes_word and flag.startswith(("--no-", "--no_")) and not _names_itself_no(self.path)
+        value = "false" if negated else values
+        settings = getattr(namespace, "settings", None) or []
+        namespace.settings = [*settings, *_entries(self.path, value, flag)]
+
+
+def _names_itself_no(path: Path) -> bool:
+    return path[-1].startswith("no_")
+
+
+def _entries(path: Path, value: Any, flag: str) -> list[Entry]:
+    if path[0] == "use_parallelism_config":
+        return []  # the sizes themselves decide
+    if path[0] in SWITCHES:
+        chosen = str(value).lower() in ("true", "yes", "on", "1")
+        return [Entry(("strategy",), SWITCHES[path[0]], Source("flag", flag), text=True)] if chosen else []
+    return [Entry(path, value, Source("flag", flag), text=True)]
+
+
+class Formatter(argparse.HelpFormatter):
+    """Help that shows one spelling of each flag."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=46, width=118)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        short = [name for name in action.option_strings if not name.startswith("--")]
+        long = [name for name in action.option_strings if name.startswith("--")][:1]
+        takes_value = action.nargs != 0 and not getattr(action, "takes_word", False)
+        value = f" {self._format_args(action, action.dest.upper())}" if takes_value else ""
+        return ", ".join([*short, *long]) + value
+
+
+class SettingsParser(argparse.ArgumentParser):
+    """An argument parser that understands every setting, in both spellings, and names the nearest flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", Formatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+
+    def add_settings(self, fields: Iterable[FieldInfo] = SETTABLE) -> None:
+        """Add one flag per setting, grouped by section, and the established switches."""
+        groups: dict[str, Any] = {}
+        for info in fields:
+            if info.group not in groups:
+                groups[info.group] = self.add_argument_group(info.group)
+            _add(groups[info.group], info)
+        established = self.add_argument_group("established names")
+        for name in (*SWITCHES, "use_parallelism_config"):
+            help_text = (
+                f"the same as --strategy {SWITCHES[name]}" if name in SWITCHES else "not needed: the sizes decide"
+            )
+            _add_action(established, (name,), (name,), help_text, is_bool=True)
+        for name in OLD_NAMES:
+            flag = name if name.startswith("fsdp_") else f"fsdp_{name}"
+            if f"--{flag}" not in self._option_string_actions:
+                help_text = "FSDP1's option, translated to FSDP2"
+                _add_action(established, (flag,), ("fsdp", name), help_text, is_bool=False)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse after making every yes-or-no flag explicit, so that it never swallows the script's name."""
+        space = namespace or argparse.Namespace()
+        if not hasattr(space, "settings"):
+            space.settings = []
+        return super().parse_known_args(self.explicit(list(args or ())), space)
+
+    def explicit(self, argv: list[str]) -> list[str]:
+        """Return arguments with `--flag` spelled `--flag=true` and `--flag false` spelled `--flag=false`.
+
+        Everything from the first word that is neither a flag nor a flag's value is left alone: it is the script's.
+        Raises: UnknownSettingError for a flag that does not exist, with the nearest one.
+        """
+        made: list[str] = []
+        rest = list(argv)
+        while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+            word = rest.pop(0)
+            name, has_value, _ = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is None:
+                self._refuse(name)
+            elif not isinstance(action, SettingAction) or not action.takes_word:
+                made.append(word)
+                if not has_value and action.nargs != 0:
+                    made += [rest.pop(0)] if rest else []
+            elif has_value:
+                made.append(word)
+            elif rest and rest[0].lower() in _BOOLEAN_WORDS and not name.startswith(("--no-", "--no_")):
+                made.append(f"{name}={rest.pop(0)}")
+            else:
+                made.append(f"{name}=true")
+        return [*made, *rest]
+
+    def _refuse(self, name: str) -> NoReturn:
+        known = {option.replace("-", "_").lstrip("_"): option for option in self._option_string_actions}
+        near = nearest(name.replace("-", "_").lstrip("_"), known)
+        hint = f"did you mean {known[near]}?" if near else f"see `{self.prog} --help` for the flags it knows."
+        raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of printing the whole usage and leaving."""
+        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`.")
+
+
+def _add(group: Any, info: FieldInfo) -> None:
+    default = "" if info.default in (None, (), {}, False) else f" (default: {_plain(info.default)})"
+    help_text = (info.meta.help + default).replace("%", "%%")
+    _add_action(group, info.flags, info.path, help_text, info.is_bool, metavar(info.type), info.meta.short)
+
+
+def _add_action(
+    group: Any, flags: Sequence[str], path: Path, help_text: str, is_bool: bool, value: str = "VALUE", short: str = ""
+) -> None:
+    names = list(dict.fromkeys(spelling for flag in flags for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")))
+    if short:
+        names.append(f"-{short}")
+    if is_bool and not _names_itself_no(path):
+        names += [f"--no{dash}{name}" for flag in flags for dash, name in (("_", flag), ("-", flag.replace("_", "-")))]
+    group.add_argument(
+        *names,
+        action=SettingAction,
+        dest="settings",
+        default=argparse.SUPPRESS,
+        path=path,
+        takes_word=is_bool,
+        nargs="?" if is_bool else None,
+        metavar=value,
+        help=help_text,
+    )
+
+
+def metavar(tp: Any) -> str:
+    """Return the placeholder of a flag's value."""
+    members = [
+        member
+        for member in (get_args(tp) if get_origin(tp) not in (Literal, tuple) else (tp,))
+        if member is not NoneType
+    ]
+    for member in members or [tp]:
+        if get_origin(member) is Literal:
+            choices = [str(choice) for choice in get_args(member)]
+            return "{" + ",".join(choices) + "}" if len(choices) <= 5 else choices[0].upper()
+        if get_origin(member) is tuple:
+            return "A,B,…"
+    return {int: "N", float: "X", str: "TEXT"}.get((members or [tp])[0], "VALUE")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(_plain(item) for item in value) if isinstance(value, tuple) else str(value)

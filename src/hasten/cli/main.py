@@ -1,0 +1,71 @@
+"""The command `hasten`: finds the subcommand, loads only that one, and turns errors into readable ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Final
+
+from hasten import __version__
+from hasten.errors import ConfigError, HastenError
+
+COMMANDS: Final = MappingProxyType(
+    {
+        "config": ("hasten.cli.config_cmd", "write, show and check settings"),
+        "launch": ("hasten.cli.launch_cmd", "start a script on all devices and machines"),
+        "env": ("hasten.cli.env_cmd", "print a report of this machine for an issue"),
+        "test": ("hasten.cli.test_cmd", "check that training works under the current settings"),
+        "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
+        "plan": ("hasten.cli.plan_cmd", "choose a strategy that fits model and machine"),
+    }
+)
+"""Subcommand -> its module, which has `main(argv) -> int`, and one line of help."""
+
+
+def usage() -> str:
+    """Return the help of the command itself."""
+    rows = "\n".join(f"  {name:<10}{text}" for name, (module, text) in COMMANDS.items() if find_spec(module))
+    return (
+        "usage: hasten [--help] [--version] <command> …\n\n"
+        "Write a plain PyTorch loop once; run it anywhere, unchanged.\n\n"
+        f"commands:\n{rows}\n\n"
+        "`hasten <command> --help` tells more about each.\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return its exit code: 2 for a wrong command or setting, 1 for other errors."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0 if words else 2
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"hasten {__version__}\n")
+        return 0
+    try:
+        return run(words[0], words[1:])
+    except HastenError as error:
+        sys.stderr.write(f"hasten {words[0]}: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+
+
+def run(command: str, argv: Sequence[str]) -> int:
+    """Load a subcommand's module and run it.
+
+    Raises: ConfigError for a command that does not exist, with the nearest one.
+    """
+    known = [name for name, (module, _) in COMMANDS.items() if find_spec(module)]
+    if command not in known:
+        near = get_close_matches(command, known, n=1, cutoff=0.5)
+        hint = f"did you mean `hasten {near[0]}`?" if near else f"the commands are {', '.join(known)}."
+        raise ConfigError(f"there is no command {command!r}; {hint}")
+    module = import_module(COMMANDS[command][0])  # so that --help loads no command, and none loads another
+    code: int = module.main(argv)
+    return code
