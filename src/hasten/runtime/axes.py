@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
@@ -88,47 +87,45 @@ class MeshSpec:
 
     def size(self, *axes: Axis) -> int:
         """The number of ranks that are peers along `axes` (1 for no axes)."""
-        return prod(int(getattr(self, axis)) for axis in _ordered(axes))
+        return prod([getattr(self, axis) for axis in set(axes)])
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Where `rank` stands on each axis."""
         self._check_rank(rank)
         where: dict[Axis, int] = {}
         for axis in reversed(AXES):
-            rank, where[axis] = divmod(rank, self.size(axis))
-        return {axis: where[axis] for axis in AXES}
+            rank, where[axis] = divmod(rank, getattr(self, axis))
+        return dict(reversed(where.items()))
 
     def index(self, rank: int, *axes: Axis) -> int:
         """The position of `rank` among its peers along `axes`: `peers(rank, *axes)[index] == rank`."""
         where = self.coordinate(rank)
         position = 0
         for axis in _ordered(axes):
-            position = position * self.size(axis) + where[axis]
+            position = position * int(getattr(self, axis)) + where[axis]
         return position
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axes`, itself included, ascending."""
-        where = self.coordinate(rank)
-        chosen = _ordered(axes)
-        base = sum(where[axis] * self._stride(axis) for axis in AXES if axis not in chosen)
-        return tuple(base + offset for offset in self._offsets(chosen))
+        base = rank - sum(step * self._stride(axis) for axis, step in self.coordinate(rank).items() if axis in axes)
+        return tuple(base + offset for offset in self._offsets(_ordered(axes)))
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Every set of peers along `axes`: a partition of the world, ordered by first rank."""
+        members = self._offsets(_ordered(axes))
         rest = [axis for axis in AXES if axis not in axes]
-        return tuple(self.peers(first, *axes) for first in self._offsets(rest))
+        return tuple(tuple(first + offset for offset in members) for first in self._offsets(rest))
 
     def _stride(self, axis: Axis) -> int:
         return self.size(*AXES[AXES.index(axis) + 1 :])
 
-    def _offsets(self, axes: list[Axis]) -> Iterator[int]:
-        if not axes:
-            yield 0
-            return
-        stride = self._stride(axes[0])
-        for step in range(self.size(axes[0])):
-            for offset in self._offsets(axes[1:]):
-                yield step * stride + offset
+    def _offsets(self, axes: list[Axis]) -> list[int]:
+        """What walking along `axes` adds to a rank that stands at their start, ascending."""
+        offsets = [0]
+        for axis in axes:
+            stride = self._stride(axis)
+            offsets = [base + step * stride for base in offsets for step in range(getattr(self, axis))]
+        return offsets
 
     def _check_rank(self, rank: int) -> None:
         assert 0 <= rank < self.world_size, f"rank {rank} is outside the mesh of {self.world_size} ranks: {self}"

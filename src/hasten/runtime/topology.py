@@ -14,6 +14,7 @@ from typing import Final, Literal, Self, assert_never
 
 from hasten.errors import TopologyError
 from hasten.runtime.nodelist import expand_hosts, expand_tasks
+from hasten.runtime.numbers import companion, contradiction, first, missing, number
 
 Source = Literal["single", "torch", "kubernetes", "slurm", "mpi", "lsf", "xla"]
 
@@ -32,8 +33,6 @@ class Topology:
     node_rank: int = 0
     rendezvous: str | None = None
     source: Source = "single"
-    agent_store: bool = False
-    """The launcher's agent already serves the store at `rendezvous`; rank 0 must not serve it a second time."""
     restart_count: int = 0
     """How often the launcher has restarted the workers: part of every key in a store that outlives them."""
     note: str = ""
@@ -96,24 +95,23 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
     """RANK and WORLD_SIZE, with or without LOCAL_RANK."""
     if "RANK" not in env and "LOCAL_RANK" not in env:
         return None  # WORLD_SIZE alone is set by some clusters on login nodes and says nothing about this process
-    rank, world_size = _companion(env, "RANK", "LOCAL_RANK"), _companion(env, "WORLD_SIZE", "RANK")
-    node_rank = _first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
+    rank, world_size = companion(env, "RANK", "LOCAL_RANK"), companion(env, "WORLD_SIZE", "RANK")
+    node_rank = first(env, "GROUP_RANK", "NODE_RANK", "PET_NODE_RANK")
     if "LOCAL_RANK" not in env:
         return _torch_without_local_rank(env, rank, world_size)
     local_world_size = _local_world_size(env, world_size)
-    groups = _number(env, "GROUP_WORLD_SIZE")
+    groups = number(env, "GROUP_WORLD_SIZE")
     if node_rank is not None and groups is not None and node_rank >= groups:
-        raise _contradiction(env, "GROUP_RANK", "GROUP_WORLD_SIZE", "a node's number is below the number of nodes")
+        raise contradiction(env, "GROUP_RANK", "GROUP_WORLD_SIZE", "a node's number is below the number of nodes")
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=_companion(env, "LOCAL_RANK", "RANK"),
+        local_rank=companion(env, "LOCAL_RANK", "RANK"),
         local_world_size=local_world_size,
         node_rank=rank // local_world_size if node_rank is None else node_rank,
         rendezvous=_rendezvous(env, alone=local_world_size == world_size),
         source="torch",
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
+        restart_count=number(env, "TORCHELASTIC_RESTART_COUNT") or 0,
     )
 
 
@@ -141,15 +139,15 @@ def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int
 
 def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
     """How many ranks share this node, from whatever says so."""
-    given = _first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    given = first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     if given is not None:
         return given
     if world_size == 1 or env.get("MASTER_ADDR") in _LOOPBACK:
         return world_size
-    nodes = _first(env, "GROUP_WORLD_SIZE", "NNODES", "PET_NNODES")
+    nodes = first(env, "GROUP_WORLD_SIZE", "NNODES", "PET_NNODES")
     if nodes and world_size % nodes == 0:
         return world_size // nodes
-    tasks, node = _slurm_tasks(env), _number(env, "SLURM_NODEID")
+    tasks, node = _slurm_tasks(env), number(env, "SLURM_NODEID")
     if sum(tasks) == world_size and node is not None and node < len(tasks):
         return tasks[node]
     raise TopologyError(
@@ -191,16 +189,16 @@ def _lsf(env: Mapping[str, str]) -> Topology | None:
     hosts = env.get("LSB_MCPU_HOSTS", "").split()[::2] or env.get("LSB_HOSTS", "").split()
     # The first host of an LSF job runs the batch script; where it is a launch node it holds no ranks (one slot only).
     slots = env.get("LSB_MCPU_HOSTS", "").split()[1::2]
-    first = next((h for h, n in zip(hosts, slots, strict=False) if n != "1"), hosts[0] if hosts else None)
+    host = next((h for h, n in zip(hosts, slots, strict=False) if n != "1"), hosts[0] if hosts else None)
     port = _job_port(env, "LSB_JOBID", None)
-    return replace(found, rendezvous=found.rendezvous or _address(env, first, port))
+    return replace(found, rendezvous=found.rendezvous or _address(env, host, port))
 
 
 def _pmi(env: Mapping[str, str]) -> Topology | None:
     """PMI without a rank on the node, which only a lone process can do without."""
     if "PMI_RANK" not in env:
         return None
-    if _companion(env, "PMI_SIZE", "PMI_RANK") == 1:
+    if companion(env, "PMI_SIZE", "PMI_RANK") == 1:
         return Topology(source="mpi")
     raise TopologyError(
         f"PMI_RANK={env['PMI_RANK']} and PMI_SIZE={env['PMI_SIZE']} are set, but neither MPI_LOCALRANKID nor PMI_LOCAL_RANK: "
@@ -210,14 +208,14 @@ def _pmi(env: Mapping[str, str]) -> Topology | None:
 
 
 def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topology:
-    rank, world_size = _companion(env, names.rank, names.size), _companion(env, names.size, names.rank)
-    local_rank, local_world_size = _number(env, names.local_rank), _number(env, names.local_size)
+    rank, world_size = companion(env, names.rank, names.size), companion(env, names.size, names.rank)
+    local_rank, local_world_size = number(env, names.local_rank), number(env, names.local_size)
     if local_rank is None or local_world_size is None:
         raise TopologyError(
             f"{names.rank}={rank} is set without {names.local_rank} and {names.local_size}, so the place of this process on "
             f"its node is unknown. Export both, or use torchrun, srun or `hasten launch`."
         )
-    node_rank = _first(env, "NODE_RANK", "GROUP_RANK")
+    node_rank = first(env, "NODE_RANK", "GROUP_RANK")
     return Topology(
         rank=rank,
         world_size=world_size,
@@ -237,8 +235,8 @@ def _slurm(env: Mapping[str, str]) -> Topology | None:
         asked = env.get("SLURM_NTASKS", "1")
         note = f"SLURM_NTASKS={asked}, but srun did not start this process: it is alone" if asked != "1" else ""
         return Topology(source="single", note=note)
-    rank, world_size = _companion(env, "SLURM_PROCID", "SLURM_NTASKS"), _slurm_size(env)
-    local_rank, node_rank = (_companion(env, name, "SLURM_PROCID") for name in ("SLURM_LOCALID", "SLURM_NODEID"))
+    rank, world_size = companion(env, "SLURM_PROCID", "SLURM_NTASKS"), _slurm_size(env)
+    local_rank, node_rank = (companion(env, name, "SLURM_PROCID") for name in ("SLURM_LOCALID", "SLURM_NODEID"))
     tasks = _slurm_tasks(env)
     if tasks and (node_rank >= len(tasks) or sum(tasks) != world_size):
         raise TopologyError(
@@ -246,7 +244,7 @@ def _slurm(env: Mapping[str, str]) -> Topology | None:
             f"{env['SLURM_STEP_TASKS_PER_NODE']!r}: the variables come from different steps. Start the script with srun itself, "
             f"and do not export SLURM_* by hand."
         )
-    local_world_size = tasks[node_rank] if tasks else world_size // (_number(env, "SLURM_NNODES") or 1)
+    local_world_size = tasks[node_rank] if tasks else world_size // (number(env, "SLURM_NNODES") or 1)
     list_name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), None)
     host = _expanded_hosts(env, list_name)[0] if list_name else None
     return Topology(
@@ -261,9 +259,9 @@ def _slurm(env: Mapping[str, str]) -> Topology | None:
 
 
 def _slurm_size(env: Mapping[str, str]) -> int:
-    size = _first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    size = first(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     if size is None:
-        raise _missing(env, "SLURM_NTASKS", "SLURM_PROCID")
+        raise missing(env, "SLURM_NTASKS", "SLURM_PROCID")
     return size
 
 
@@ -293,13 +291,13 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
     """PJRT: hosts are numbered by TPU_WORKER_ID, processes on a host by PJRT_LOCAL_PROCESS_RANK."""
     if not env.get("PJRT_DEVICE"):
         return None
-    local_rank = _number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
-    local_world_size = _number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
+    local_rank = number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
+    local_world_size = number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
     hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
-    node_rank = _number(env, "TPU_WORKER_ID") or 0
+    node_rank = number(env, "TPU_WORKER_ID") or 0
     num_hosts = max(len(hosts), 1)
     if node_rank >= num_hosts:
-        raise _contradiction(
+        raise contradiction(
             env, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "a worker's number is below the number of hosts"
         )
     return Topology(
@@ -319,8 +317,8 @@ def _pod(env: Mapping[str, str]) -> Topology | None:
     if nodes == "1" and not (per_node.isdigit() and int(per_node) > 1):
         return None
     if nodes.isdigit() and per_node == "1":
-        rank, world_size = _companion(env, "PET_NODE_RANK", "PET_NNODES"), int(nodes)
-        address = _address(env, env.get("PET_MASTER_ADDR"), _number(env, "PET_MASTER_PORT") or DEFAULT_PORT)
+        rank, world_size = companion(env, "PET_NODE_RANK", "PET_NNODES"), int(nodes)
+        address = _address(env, env.get("PET_MASTER_ADDR"), number(env, "PET_MASTER_PORT") or DEFAULT_PORT)
         return Topology(rank=rank, world_size=world_size, node_rank=rank, rendezvous=address, source="kubernetes")
     raise TopologyError(
         f"PET_NNODES={nodes!r} and PET_NPROC_PER_NODE={per_node!r} ask for more processes than this one, but RANK is not set: "
@@ -336,7 +334,7 @@ def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
 def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
     """tcp://host:port, where MASTER_ADDR and MASTER_PORT win over what was derived."""
     host = env.get("MASTER_ADDR") or host
-    given = _number(env, "MASTER_PORT")
+    given = number(env, "MASTER_PORT")
     if given is not None and not 0 < given < 65536:
         raise TopologyError(f"MASTER_PORT={given} is not a port; choose a free one between 1024 and 65535.")
     if host is None:
@@ -346,47 +344,8 @@ def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
 
 def _job_port(env: Mapping[str, str], job: str, step: str | None) -> int:
     """A port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
-    number = (_number(env, job) or 0) * 31 + ((_number(env, step) or 0) if step else 0)
-    return 12000 + number % 20000
-
-
-def _number(env: Mapping[str, str], name: str) -> int | None:
-    """The whole number in `name`, None if it is not set."""
-    value = env.get(name)
-    if value is None:
-        return None
-    if not value.strip().isdecimal():
-        raise TopologyError(
-            f"{name}={value!r} is not a whole number, so this process does not know its place in the job. "
-            f"Correct {name}, or unset it if it is left over from another launcher."
-        )
-    return int(value)
-
-
-def _first(env: Mapping[str, str], *names: str) -> int | None:
-    return next((number for name in names if (number := _number(env, name)) is not None), None)
-
-
-def _companion(env: Mapping[str, str], name: str, beside: str) -> int:
-    """The number in `name`, which must be there because `beside` is."""
-    value = _number(env, name)
-    if value is None:
-        raise _missing(env, name, beside)
-    return value
-
-
-def _missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
-    return TopologyError(
-        f"{beside}={env.get(beside)} is set but {name} is not, so the place of this process in the job is unclear. "
-        f"Export {name} as well, or unset {beside} to run alone."
-    )
-
-
-def _contradiction(env: Mapping[str, str], name: str, other: str, why: str) -> TopologyError:
-    return TopologyError(
-        f"{name}={env.get(name)} contradicts {other}={env.get(other)}: {why}. "
-        f"Make them agree, or unset those that another launcher left behind."
-    )
+    key = (number(env, job) or 0) * 31 + ((number(env, step) or 0) if step else 0)
+    return 12000 + key % 20000
 
 
 def _check_range(name: str, value: int, size_name: str, size: int, source: Source) -> None:

@@ -1,0 +1,368 @@
+"""Topology parsed from every launcher's variables, and the errors of variables that cannot be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from hasten.errors import TopologyError
+from hasten.runtime.nodelist import expand_hosts, expand_tasks
+from hasten.runtime.topology import Topology
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "9",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),1",
+    "SLURM_STEP_NODELIST": "node[001-003]",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "MASTER_ADDR": "head",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "head"}
+CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "head"}
+JSRUN = {
+    **{name: value for name, value in OPENMPI.items() if name != "MASTER_ADDR"},
+    "JSM_NAMESPACE_RANK": "3",
+    "JSM_NAMESPACE_SIZE": "4",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "2",
+    "LSB_JOBID": "77",
+    "LSB_MCPU_HOSTS": "batch1 1 nodeA 2 nodeB 2",
+}
+POD = {
+    "RANK": "2",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "KUBERNETES_SERVICE_HOST": "10.1.0.1",
+}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-0-0.job",
+    "PET_MASTER_PORT": "29400",
+    "KUBERNETES_SERVICE_HOST": "10.1.0.1",
+}
+TPU = {
+    "PJRT_DEVICE": "TPU",
+    "TPU_WORKER_ID": "1",
+    "TPU_WORKER_HOSTNAMES": "t-0,t-1",
+    "PJRT_LOCAL_PROCESS_RANK": "2",
+    "PJRT_LOCAL_PROCESS_COUNT": "4",
+}
+EVERY = {
+    "torchrun": TORCHRUN, "slurm": SLURM, "openmpi": OPENMPI, "hydra": HYDRA, "cray": CRAY,
+    "jsrun": JSRUN, "pod": POD, "pet": PET, "tpu": TPU,
+}  # fmt: skip
+
+
+def without(env: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in names}
+
+
+def test_nothing_set_is_one_process() -> None:
+    assert Topology.from_env({}) == Topology()
+    assert Topology.from_env({"WORLD_SIZE": "8"}) == Topology(), "a size without a rank says nothing about this process"
+
+
+def test_torchrun() -> None:
+    assert Topology.from_env(TORCHRUN) == Topology(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=1,
+        rendezvous="tcp://10.0.0.1:29400",
+        source="torch",
+        restart_count=2,
+    )
+
+
+def test_torchrun_inside_slurm_or_mpi_is_torchrun() -> None:
+    mixed = {**SLURM, **OPENMPI, **PET, **TORCHRUN}
+    assert Topology.from_env(mixed) == Topology.from_env(TORCHRUN)
+
+
+def test_torch_variables_set_by_hand() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    found = Topology.from_env(env)
+    assert (found.local_world_size, found.node_rank, found.rendezvous) == (2, 0, "tcp://localhost:1234")
+    assert Topology.from_env({**env, "MASTER_ADDR": "::1"}).rendezvous == "tcp://[::1]:1234"
+    by_hand = Topology.from_env(without(env, "LOCAL_RANK"))
+    assert (by_hand.local_rank, by_hand.local_world_size, by_hand.source) == (1, 2, "torch")
+    far = {**env, "MASTER_ADDR": "head"}
+    assert Topology.from_env({**far, "NNODES": "2", "LOCAL_RANK": "0"}).local_world_size == 1
+    assert Topology.from_env({**far, "LOCAL_SIZE": "2"}).local_world_size == 2
+    exported = {**SLURM, "RANK": "6", "WORLD_SIZE": "9", "LOCAL_RANK": "2", "MASTER_ADDR": "node001"}
+    assert Topology.from_env(exported).local_world_size == 4
+    with pytest.raises(TopologyError, match=r"LOCAL_RANK=1 are set, but nothing says.*Export LOCAL_WORLD_SIZE"):
+        Topology.from_env(far)
+
+
+def test_kubernetes_torch_operator() -> None:
+    assert Topology.from_env(POD) == Topology(
+        rank=2,
+        world_size=3,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=2,
+        rendezvous="tcp://job-master-0:23456",
+        source="kubernetes",
+        note="RANK is set without LOCAL_RANK: one process on each node",
+    )
+    master = Topology.from_env({**POD, "RANK": "0", "MASTER_ADDR": "localhost"})
+    assert (master.local_rank, master.local_world_size) == (0, 1), "the operator's master pod sees itself as localhost"
+    with pytest.raises(TopologyError, match=r"PET_NPROC_PER_NODE='4' asks for several.*torchrun"):
+        Topology.from_env({**POD, "PET_NPROC_PER_NODE": "4"})
+
+
+def test_pet_variables_without_torchrun() -> None:
+    assert Topology.from_env(PET) == Topology(
+        rank=1, world_size=2, node_rank=1, rendezvous="tcp://job-0-0.job:29400", source="kubernetes"
+    )
+    assert Topology.from_env({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto"}) == Topology()
+    for bad in ({"PET_NNODES": "1:4"}, {"PET_NPROC_PER_NODE": "8"}, {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "gpu"}):
+        with pytest.raises(TopologyError, match=r"RANK is not set.*hasten launch"):
+            Topology.from_env(bad)
+
+
+def test_slurm() -> None:
+    found = Topology.from_env(SLURM)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (6, 9, 2, 4)
+    assert (found.node_rank, found.source) == (1, "slurm")
+    assert found.rendezvous is not None
+    host, _, port = found.rendezvous.removeprefix("tcp://").rpartition(":")
+    assert host == "node001"
+    assert 12000 <= int(port) < 32000
+    other = Topology.from_env({**SLURM, "SLURM_STEP_ID": "1"})
+    assert other.rendezvous != found.rendezvous, "two steps of one job do not meet by accident"
+    last = {**SLURM, "SLURM_PROCID": "8", "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}
+    assert Topology.from_env(last).local_world_size == 1
+    given = Topology.from_env({**SLURM, "MASTER_ADDR": "x", "MASTER_PORT": "5000"})
+    assert given.rendezvous == "tcp://x:5000"
+
+
+def test_slurm_uses_the_steps_size_not_the_jobs() -> None:
+    env = {**SLURM, "SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "9"}
+    assert Topology.from_env(env).world_size == 9
+    bare = without({**SLURM, "SLURM_NTASKS": "8", "SLURM_NNODES": "2"}, "SLURM_STEP_TASKS_PER_NODE")
+    assert Topology.from_env(bare).local_world_size == 4
+
+
+def test_batch_script_of_slurm_is_one_process() -> None:
+    found = Topology.from_env({**without(SLURM, "SLURM_STEP_ID"), "SLURM_PROCID": "0"})
+    assert (found.rank, found.world_size) == (0, 1)
+    assert "SLURM_NTASKS=9, but srun did not start this process" in found.note
+
+
+@pytest.mark.parametrize("env", [OPENMPI, HYDRA, CRAY])
+def test_mpi(env: dict[str, str]) -> None:
+    expected = Topology(
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        node_rank=1,
+        rendezvous="tcp://head:29500",
+        source="mpi",
+    )
+    assert Topology.from_env(env) == expected
+    assert Topology.from_env({**SLURM, **env}) == expected, "srun started the daemon, mpirun the worker"
+    assert Topology.from_env(without(env, "MASTER_ADDR")).rendezvous is None
+
+
+def test_mpi_on_one_machine_needs_no_address() -> None:
+    env = {**without(HYDRA, "MASTER_ADDR"), "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"}
+    assert Topology.from_env(env).meeting_point() == "tcp://127.0.0.1:29500"
+
+
+def test_meeting_point_is_required_of_several_processes() -> None:
+    with pytest.raises(TopologyError, match="Export MASTER_ADDR"):
+        Topology.from_env(without(HYDRA, "MASTER_ADDR")).meeting_point()
+
+
+def test_pmi_without_local_rank() -> None:
+    assert Topology.from_env({"PMI_RANK": "0", "PMI_SIZE": "1"}).world_size == 1
+    with pytest.raises(TopologyError, match=r"PMI_RANK=1 and PMI_SIZE=2.*MPI_LOCALRANKID"):
+        Topology.from_env({"PMI_RANK": "1", "PMI_SIZE": "2"})
+    srun = {**SLURM, "PMI_RANK": "6", "PMI_SIZE": "9"}
+    assert Topology.from_env(srun).source == "slurm", "srun --mpi=pmi2 sets both and knows more"
+
+
+def test_lsf() -> None:
+    found = Topology.from_env(JSRUN)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
+    assert (found.node_rank, found.source) == (1, "lsf")
+    assert found.meeting_point().startswith("tcp://nodeA:")
+    hosts = {**without(JSRUN, "LSB_MCPU_HOSTS"), "LSB_HOSTS": "nodeA nodeA nodeB nodeB"}
+    assert Topology.from_env(hosts).meeting_point().startswith("tcp://nodeA:")
+    assert Topology.from_env({**JSRUN, "MASTER_ADDR": "x"}).meeting_point().startswith("tcp://x:")
+
+
+def test_xla() -> None:
+    assert Topology.from_env(TPU) == Topology(
+        rank=6, world_size=8, local_rank=2, local_world_size=4, node_rank=1, rendezvous="xla://", source="xla"
+    )
+    assert Topology.from_env({"PJRT_DEVICE": "CPU"}).world_size == 1
+    with pytest.raises(TopologyError, match="TPU_WORKER_ID=5 contradicts TPU_WORKER_HOSTNAMES=t-0,t-1"):
+        Topology.from_env({**TPU, "TPU_WORKER_ID": "5"})
+
+
+def numeric_names() -> list[tuple[str, str]]:
+    return [(kind, name) for kind, env in EVERY.items() for name, value in env.items() if value.isdigit()]
+
+
+@pytest.mark.parametrize(("kind", "name"), numeric_names())
+def test_words_where_numbers_belong_are_named(kind: str, name: str) -> None:
+    """Every numeric variable that is read, in every launcher's environment, refuses a word, a sign and a fraction."""
+    unread = {"OMPI_COMM_WORLD_NODE_RANK"}
+    if name in unread or (kind == "jsrun" and name.startswith("OMPI")):
+        return
+    for value in ("two", "-1", "1.5", ""):
+        env = {**EVERY[kind], name: value}
+        if name in ("PET_NNODES", "PET_NPROC_PER_NODE"):
+            with pytest.raises(TopologyError, match=name):
+                Topology.from_env(env)
+            continue
+        with pytest.raises(TopologyError, match=f"{name}={value!r} is not a whole number"):
+            Topology.from_env(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "match"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "rank=8 with world_size=8 is impossible .read from RANK and WORLD_SIZE"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "local_rank=4 with local_world_size=4.*LOCAL_RANK and LOCAL_WORLD_SIZE"),
+        ({**TORCHRUN, "WORLD_SIZE": "0"}, "world_size=0 is impossible"),
+        ({**TORCHRUN, "RANK": "1", "WORLD_SIZE": "2"}, "local_world_size=4 exceeds world_size=2"),
+        ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 contradicts GROUP_WORLD_SIZE=2"),
+        (without(TORCHRUN, "WORLD_SIZE"), "RANK=5 is set but WORLD_SIZE is not.*unset RANK to run alone"),
+        (without(TORCHRUN, "RANK"), "LOCAL_RANK=1 is set but RANK is not"),
+        ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
+        ({**SLURM, "SLURM_PROCID": "9"}, "rank=9 with world_size=9.*SLURM_PROCID and SLURM_NTASKS"),
+        ({**SLURM, "SLURM_LOCALID": "4"}, "local_rank=4.*SLURM_LOCALID"),
+        ({**SLURM, "SLURM_NODEID": "3"}, "SLURM_NODEID=3.*contradict SLURM_STEP_TASKS_PER_NODE"),
+        ({**SLURM, "SLURM_NTASKS": "8"}, "8 tasks contradict SLURM_STEP_TASKS_PER_NODE='4.x2.,1'"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4x2"}, "SLURM_STEP_TASKS_PER_NODE='4x2' cannot be read"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "node[1-"}, r"SLURM_STEP_NODELIST='node\[1-' cannot be read.*MASTER_ADDR"),
+        (without(SLURM, "SLURM_NTASKS"), "SLURM_PROCID=6 is set but SLURM_NTASKS is not"),
+        (without(SLURM, "SLURM_LOCALID"), "SLURM_PROCID=6 is set but SLURM_LOCALID is not"),
+        ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, "rank=4 with world_size=4.*OMPI_COMM_WORLD"),
+        (without(OPENMPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not"),
+        (
+            without(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+            "without OMPI_COMM_WORLD_LOCAL_RANK and OMPI_COMM_WORLD_LOCAL",
+        ),
+        ({**PET, "PET_NODE_RANK": "2"}, "rank=2 with world_size=2.*PET_NODE_RANK"),
+        ({**TPU, "PJRT_LOCAL_PROCESS_RANK": "4"}, "local_rank=4|rank=8"),
+    ],
+)
+def test_contradictions_name_the_variables(env: dict[str, str], match: str) -> None:
+    with pytest.raises(TopologyError, match=match):
+        Topology.from_env(env)
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_every_launcher_gives_a_job_the_same_ranks(nodes: int, per_node: int) -> None:
+    """The law: however a job is started, its ranks are each there once and agree about the world."""
+    world = nodes * per_node
+    for kind in ("torch", "slurm", "mpi", "lsf", "xla"):
+        found = [Topology.from_env(launched(kind, rank, per_node, nodes)) for rank in range(world)]
+        assert [t.rank for t in found] == list(range(world))
+        assert {(t.world_size, t.local_world_size, t.source) for t in found} == {(world, per_node, kind)}
+        assert sorted((t.node_rank, t.local_rank) for t in found) == [
+            (n, p) for n in range(nodes) for p in range(per_node)
+        ]
+        assert len({t.rendezvous for t in found}) == 1
+        assert [t.is_main for t in found].count(True) == 1
+        assert [t.is_local_main for t in found].count(True) == nodes
+        assert [t.is_last for t in found].index(True) == world - 1
+
+
+def launched(kind: str, rank: int, per_node: int, nodes: int) -> dict[str, str]:
+    node, local = divmod(rank, per_node)
+    numbers = {
+        "torch": {"RANK": rank, "WORLD_SIZE": per_node * nodes, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node},
+        "slurm": {"SLURM_PROCID": rank, "SLURM_NTASKS": per_node * nodes, "SLURM_LOCALID": local, "SLURM_NODEID": node},
+        "mpi": {"PMI_RANK": rank, "PMI_SIZE": per_node * nodes, "MPI_LOCALRANKID": local, "MPI_LOCALNRANKS": per_node},
+        "lsf": {
+            "JSM_NAMESPACE_RANK": rank,
+            "JSM_NAMESPACE_SIZE": per_node * nodes,
+            "JSM_NAMESPACE_LOCAL_RANK": local,
+            "JSM_NAMESPACE_LOCAL_SIZE": per_node,
+        },
+        "xla": {"TPU_WORKER_ID": node, "PJRT_LOCAL_PROCESS_RANK": local, "PJRT_LOCAL_PROCESS_COUNT": per_node},
+    }[kind]
+    words = {
+        "torch": {"MASTER_ADDR": "h0"},
+        "slurm": {
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+            "SLURM_STEP_NODELIST": f"h[0-{nodes - 1}]",
+        },
+        "mpi": {"MASTER_ADDR": "h0"},
+        "lsf": {"LSB_HOSTS": " ".join(f"h{n}" for n in range(nodes))},
+        "xla": {"PJRT_DEVICE": "TPU", "TPU_WORKER_HOSTNAMES": ",".join(f"h{n}" for n in range(nodes))},
+    }[kind]
+    return {**{name: str(value) for name, value in numbers.items()}, **words}
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[001-003,7]", ["node001", "node002", "node003", "node7"]),
+        ("a[1-2],b,c[09-10]", ["a1", "a2", "b", "c09", "c10"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("gpu-[1,3]-x.cluster.org", ["gpu-1-x.cluster.org", "gpu-3-x.cluster.org"]),
+        ("a, b", ["a", "b"]),
+    ],
+)
+def test_node_lists(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a[1-2", "a]1[", "a[[1]]", "a[3-1]", "a[x]", "a[]", "a b"])
+def test_malformed_node_lists(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not|do not match"):
+        expand_hosts(text)
+
+
+def test_task_counts() -> None:
+    assert expand_tasks("2(x3),1") == [2, 2, 2, 1]
+    assert expand_tasks("4") == [4]
+    with pytest.raises(ValueError, match="'2x3' is not a task count"):
+        expand_tasks("2x3")
+
+
+def test_pure_rooms_load_no_torch() -> None:
+    code = (
+        "import sys, hasten.runtime.topology, hasten.runtime.axes, hasten.runtime.env, hasten.runtime.affinity;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
