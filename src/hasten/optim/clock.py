@@ -212,23 +212,47 @@ class StepClock:
 
     def state_dict(self) -> dict[str, Any]:
         """Where each open window stands, as plain JSON values."""
-        opened = [(key, window) for key, window in self._windows.items() if key is not None and not window.closed]
+        opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
         return {
             "every": self.every,
             "unit": self.unit,
-            "windows": [{"key": list(key), "micro": window.micro, "every": window.every} for key, window in opened],
+            "boundary": self.boundary,
+            "windows": [
+                {
+                    "key": None if key is None else list(key),
+                    "current": window is self._current,
+                    "micro": window.micro,
+                    "every": window.every,
+                    "missing": window.missing,
+                    "weighted": window.weighted,
+                    "losses": window.losses,
+                    "weight": float(window.weight),
+                }
+                for key, window in opened
+            ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put the windows back where they stood; gradients they had gathered are counted as missing."""
+    def load_state_dict(self, state: Mapping[str, Any], gradients: bool = False) -> None:
+        """Put the windows back where they stood.
+
+        `gradients` says that what the windows had gathered is back in the parameters' .grad; without it, the
+        gradients they had gathered are counted as missing.
+        """
         self.unit = state["unit"]
         self._windows.clear()
-        for saved in state["windows"]:
-            window = self._open(tuple(saved["key"]))
-            window.every = saved["every"]
-            window.micro = window.missing = saved["micro"]
         self._current = self._open(None)
         self.boundary, self.pending = True, False
+        for saved in state["windows"]:
+            if saved["key"] is None and not gradients:
+                continue
+            window = self._open(None if saved["key"] is None else tuple(saved["key"]))
+            window.every = saved["every"]
+            window.micro = window.missing = saved["micro"]
+            if gradients:
+                window.missing, window.weighted = saved["missing"], saved["weighted"]
+                window.losses, window.weight = saved["losses"], saved["weight"]
+            if saved["key"] is None or (gradients and saved["current"]):
+                self._current, self.boundary = window, state["boundary"]
 
     def _open(self, key: Key | None) -> Window:
         check_every(self.every)

@@ -1,0 +1,55 @@
+"""Finding, replacing and measuring parts of a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hasten.errors import PrepareError
+from hasten.modules import sizes, surgery
+
+
+def model() -> nn.Sequential:
+    shared = nn.Linear(4, 4)
+    return nn.Sequential(shared, nn.Sequential(nn.Linear(4, 4), nn.ReLU()), shared)
+
+
+def test_swaps_reach_every_name_of_a_module() -> None:
+    net = model()
+    made: list[str] = []
+
+    def make(name: str, module: nn.Module) -> nn.Module:
+        made.append(name)
+        return nn.Identity()
+
+    names = surgery.swap_where(net, lambda _, m: isinstance(m, nn.Linear), make)
+    assert names == ["0", "1.0", "2"]
+    assert made == ["0", "1.0"]
+    assert net[0] is net[2]
+
+
+def test_classes_are_found_by_name_or_refused() -> None:
+    net = model()
+    assert [name for name, _ in surgery.of_classes(net, ["ReLU"])] == ["1.1"]
+    with pytest.raises(PrepareError, match=r"no module of class 'Relu'.*ReLU"):
+        list(surgery.of_classes(net, ["Relu"]))
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(3)])
+    assert surgery.repeated_blocks(nn.Sequential(nn.Embedding(3, 2), blocks)) == list(blocks)
+    assert surgery.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_sizes_count_shared_tensors_once_where_they_meet() -> None:
+    net = model()
+    one = 20 * 4
+    held = sizes.module_bytes(net)
+    assert held[""] == 2 * one
+    assert held["0"] == held["2"] == held["1"] == held["1.0"] == one
+    assert held["1.0.weight"] == 64
+    assert sizes.module_bytes(net, torch.float16)[""] == one
+    assert sizes.module_bytes(net, special_dtypes={"1.0.weight": torch.float64})["1"] == 16 * 8 + 16
+    assert sizes.num_parameters(net) == 40
+    net[0].requires_grad_(False)
+    assert sizes.num_parameters(net, trainable_only=True) == 20
+    counted = dict(sizes.named_tensors(nn.BatchNorm1d(2)))
+    assert set(counted) == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}

@@ -1,0 +1,207 @@
+"""The step clock: boundaries, windows per key, weights and what is left to correct."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hasten.errors import ConfigError, StepError
+from hasten.optim.clock import LoaderCursor, StepClock
+
+
+def active(clock: StepClock) -> LoaderCursor | None:
+    return clock.active
+
+
+def may_clear(clock: StepClock) -> bool:
+    return clock.may_clear
+
+
+def epoch(clock: StepClock, length: int, key: tuple[int, ...] = (0,)) -> list[bool]:
+    """The boundaries of one epoch of `length` batches."""
+    cursor = LoaderCursor()
+    seen = []
+    with clock.watching(cursor):
+        for batch in range(length):
+            cursor.at_end = batch == length - 1
+            seen.append(clock.tick(key))
+    return seen
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("length", [1, 2, 5, 7, 12])
+def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(every: int, length: int) -> None:
+    clock = StepClock(every)
+    cursor = LoaderCursor()
+    for _ in range(3):
+        total, losses = 0.0, []
+        with clock.watching(cursor):
+            for batch in range(length):
+                cursor.at_end = batch == length - 1
+                boundary = clock.tick((0,))
+                loss = torch.tensor(float(batch + 1))
+                total += clock.weigh(loss).item()
+                losses.append(batch + 1)
+                if boundary:
+                    factor = clock.correction()
+                    assert clock.pending == (factor is not None) == (len(losses) != every)
+                    assert total * (1 if factor is None else float(factor)) == pytest.approx(sum(losses) / len(losses))
+                    clock.used()
+                    total, losses = 0.0, []
+        assert not losses, "the last window of the epoch was flushed"
+
+
+def test_windows_of_different_models_do_not_count_each_other() -> None:
+    clock = StepClock(2)
+    seen = [(clock.tick((0,)), clock.tick((1,))) for _ in range(4)]
+    assert seen == [(False, False), (True, True)] * 2
+
+
+def test_without_the_loader_windows_run_over_the_end_of_an_epoch() -> None:
+    clock = StepClock(4, sync_with_dataloader=False)
+    assert epoch(clock, 3) + epoch(clock, 3) == [False, False, False, True, False, False]
+
+
+def test_the_innermost_loader_is_active_and_leaves_on_errors_and_out_of_order() -> None:
+    clock = StepClock()
+    outer, inner = LoaderCursor(), LoaderCursor()
+    first, second = clock.watching(outer), clock.watching(inner)
+    first.__enter__()
+    second.__enter__()
+    assert active(clock) is inner
+    first.__exit__(None, None, None)  # zip(outer, inner) ends the outer one first
+    assert active(clock) is inner
+    second.__exit__(None, None, None)
+    assert active(clock) is None
+    with pytest.raises(KeyError), clock.watching(outer):
+        raise KeyError
+    assert active(clock) is None
+
+
+def test_a_break_keeps_the_open_window_and_evaluation_inside_training_does_not_flush_it() -> None:
+    clock = StepClock(4)
+    train, evaluation = LoaderCursor(), LoaderCursor(at_end=True)
+    with clock.watching(train):
+        assert not clock.tick()
+        with clock.watching(evaluation):
+            assert active(clock) is evaluation
+        assert not clock.tick()
+    with clock.watching(train):
+        assert [clock.tick(), clock.tick()] == [False, True]
+        assert not clock.pending
+
+
+def test_a_new_length_acts_from_the_next_window() -> None:
+    clock = StepClock(2)
+    assert not clock.tick()
+    clock.every = 3
+    assert [clock.tick() for _ in range(4)] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_weighted_losses_give_the_weighted_mean(every: int) -> None:
+    clock = StepClock(every)
+    for weights in ([3, 5, 7], [1000, 1, 0], [0.5, 0.25, 2.0]):
+        windows = [weights] if every == 3 else [[w] for w in weights]
+        for window in windows:
+            total = 0.0
+            for weight in window:
+                clock.tick()
+                total += clock.weigh(torch.tensor(10.0 * weight), weight).item()
+            assert clock.pending
+            factor = clock.correction()
+            assert factor is not None
+            expected = sum(10.0 * w * w for w in window) / (sum(window) or 1)
+            assert total * float(factor) == pytest.approx(expected)
+            clock.used()
+
+
+def test_weights_may_be_tensors_and_stay_on_the_device() -> None:
+    clock = StepClock(2)
+    total = torch.tensor(0.0)
+    for weight in (torch.tensor(3), torch.tensor([5])):
+        clock.tick()
+        total = total + clock.weigh(torch.tensor(1.0), weight)
+    factor = clock.correction()
+    assert isinstance(factor, torch.Tensor)
+    assert float(total * factor) == pytest.approx(1.0)
+
+
+def test_a_window_that_weighs_nothing_is_left_alone() -> None:
+    for zero in (0, torch.tensor(0)):
+        clock = StepClock()
+        clock.tick()
+        assert clock.weigh(torch.tensor(2.0), zero).item() == 0
+        assert float(clock.correction() or 0) == 1.0
+
+
+def test_mixing_weighted_and_plain_losses_is_an_error_within_a_window_only() -> None:
+    clock = StepClock(2)
+    clock.tick()
+    clock.weigh(torch.tensor(1.0), 3)
+    clock.tick()
+    with pytest.raises(StepError, match="with and without weight="):
+        clock.weigh(torch.tensor(1.0))
+    clock = StepClock()  # no accumulate(): a step ends the window
+    clock.weigh(torch.tensor(1.0), 3)
+    assert clock.pending
+    clock.used()
+    assert clock.weigh(torch.tensor(1.0)).item() == 1.0
+    assert not clock.pending
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.ones(2)])
+def test_a_weight_that_is_no_count_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"backward\(weight="):
+        StepClock().weigh(torch.tensor(1.0), weight)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, "4"])
+def test_a_length_that_never_ends_is_refused(every: int) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps"):
+        StepClock(every)
+
+
+def test_without_accumulate_every_backward_is_a_boundary_and_still_divided() -> None:
+    clock = StepClock(4)
+    assert clock.boundary
+    assert clock.weigh(torch.tensor(8.0)).item() == 2.0
+    assert clock.correction() is None
+
+
+def test_a_forced_boundary_closes_the_window_at_its_true_length() -> None:
+    clock = StepClock(4)
+    clock.tick()
+    clock.weigh(torch.tensor(1.0))
+    clock.force(True)
+    assert clock.pending
+    assert clock.correction() == 4.0
+    assert not clock.tick()
+    assert clock.micro == 1
+
+
+def test_a_resumed_window_keeps_its_place_and_counts_lost_gradients() -> None:
+    clock = StepClock(4)
+    for _ in range(3):
+        clock.tick((0,))
+    clock.tick((1,))
+    other = StepClock(4)
+    other.load_state_dict(clock.state_dict())
+    assert other.tick((0,))
+    assert other.correction() == 4.0, "one of four micro-steps is left"
+    assert not other.tick((1,))
+
+
+def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
+    clock = StepClock(2)
+    clock.tick()
+    assert not may_clear(clock)
+    clock.weigh(torch.tensor(1.0))
+    clock.tick()
+    assert not may_clear(clock), "a loop that clears first must not lose micro-step one"
+    clock.weigh(torch.tensor(1.0))
+    assert may_clear(clock)
+    assert clock.in_flight == 2
+    clock.used()
+    assert may_clear(clock)
+    assert clock.in_flight == 0
