@@ -7,7 +7,6 @@ hasten launch --cpu --num_processes 2 examples/digits.py        two processes (t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -31,7 +29,7 @@ def main() -> None:
     """Train, evaluate after each epoch, and leave metrics, a plot and the model in the output folder."""
     args = read_arguments()
     set_seed(args.seed)
-    accelerator = Accelerator()  # 1 of 3: know the processes and the device
+    accelerator = Accelerator(log_with="jsonl", project_dir=args.out)  # 1 of 3: know the processes and the device
 
     train_set, test_set = digits()
     train = DataLoader(train_set, batch_size=32, shuffle=True)
@@ -43,11 +41,11 @@ def main() -> None:
     # 2 of 3: spread model and data over the processes
     model, optimizer, train, test, scheduler = accelerator.prepare(model, optimizer, train, test, scheduler)
 
+    accelerator.init_trackers("metrics", config=vars(args))
     losses: list[float] = []
     scores: list[float] = []
     start = time.perf_counter()
-    with progress_bar(visible=accelerator.is_main_process) as bar:
-        task = bar.add_task("training", total=steps, loss=float("nan"), score=0.0)
+    with accelerator.progress(total=steps, desc="training") as bar:
         for _ in range(args.epochs):
             model.train()
             for images, labels in train:
@@ -57,15 +55,16 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 losses.append(accelerator.reduce(loss.detach(), "mean").item())
-                bar.update(task, advance=1, loss=losses[-1])
+                accelerator.log({"loss": losses[-1]}, step=len(losses))
+                bar.show(loss=losses[-1])
+                bar.update(samples=len(labels))
             scores.append(evaluate(accelerator, model, test))
-            bar.update(task, score=scores[-1])
+            accelerator.log({"accuracy": scores[-1]}, step=len(losses))
+            bar.show(accuracy=f"{scores[-1]:.2%}")
     seconds = time.perf_counter() - start
 
-    args.out.mkdir(parents=True, exist_ok=True)
     accelerator.save_model(model, args.out / "model")
     if accelerator.is_main_process:
-        write_metrics(args.out / "metrics.jsonl", losses, scores)
         draw(args.out / "loss.png", losses, scores)
         close(accelerator, args, losses, scores, seconds)
     accelerator.end_training()
@@ -113,24 +112,6 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def progress_bar(*, visible: bool) -> Progress:
-    """Return a bar with loss and accuracy beside it, for one process to show."""
-    text = TextColumn("loss [bold]{task.fields[loss]:.4f}[/]  accuracy [bold]{task.fields[score]:.2%}[/]")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), text, TimeElapsedColumn())
-    return Progress(*columns, disable=not visible)
-
-
-def write_metrics(file: Path, losses: list[float], scores: list[float]) -> None:
-    """Write one line of JSON per step, with the accuracy on the last step of each epoch."""
-    per_epoch = len(losses) // len(scores)
-    with file.open("w", encoding="utf-8") as out:
-        for step, loss in enumerate(losses, start=1):
-            line: dict[str, float] = {"step": step, "loss": loss}
-            if step % per_epoch == 0:
-                line["accuracy"] = scores[step // per_epoch - 1]
-            out.write(json.dumps(line) + "\n")
-
-
 def draw(file: Path, losses: list[float], scores: list[float]) -> None:
     """Plot the loss of every step, its running mean, and the accuracy after each epoch."""
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -164,7 +145,8 @@ def close(
     table.add_row("time", f"{seconds:.1f} s, {seconds / len(losses) * 1e3:.1f} ms a step")
     table.add_row("loss", f"{losses[0]:.3f} → {sum(losses[-20:]) / len(losses[-20:]):.4f}")
     table.add_row("accuracy", f"[bold green]{scores[-1]:.2%}[/] on held-out digits (best {max(scores):.2%})")
-    table.add_row("files", f"{args.out}/metrics.jsonl\n{args.out}/loss.png\n{args.out}/model")
+    metrics = accelerator.get_tracker("jsonl", unwrap=True)
+    table.add_row("files", f"{metrics}/metrics.jsonl\n{args.out}/loss.png\n{args.out}/model")
     Console().print(table)
 
 
