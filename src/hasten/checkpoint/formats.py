@@ -10,7 +10,8 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,26 +24,28 @@ from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpo
 _METADATA = "__metadata__"
 _OURS = "hasten"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
-_DTYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPES: Final = MappingProxyType(
+    {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "U16": torch.uint16,
+        "I16": torch.int16,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "U32": torch.uint32,
+        "I32": torch.int32,
+        "F32": torch.float32,
+        "U64": torch.uint64,
+        "I64": torch.int64,
+        "F64": torch.float64,
+        "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+    }
+)
+_NAMES: Final = MappingProxyType({dtype: name for name, dtype in _DTYPES.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import datetime as dt
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -200,25 +201,29 @@ def _complex(parts: Any) -> complex:
     return complex(float(real), float(imag))
 
 
-_READERS: Mapping[str, Callable[[Any], Any]] = {  # Any: checked by the callables themselves
-    "float": lambda text: float(str(text)),
-    "bytes": lambda text: base64.b64decode(str(text), validate=True),
-    "complex": _complex,
-    "dtype": lambda text: _dtype(str(text)),
-    "device": lambda text: torch.device(str(text)),
-    "datetime": lambda text: dt.datetime.fromisoformat(str(text)),
-    "timedelta": lambda seconds: dt.timedelta(seconds=float(seconds)),
-    "path": lambda text: Path(str(text)),
-}
-_BUILDERS: Mapping[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "size": torch.Size,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": dict,
-    "ordered": collections.OrderedDict,
-    "counter": lambda pairs: collections.Counter(dict(pairs)),
-}
+_READERS: Final = MappingProxyType[str, Callable[[Any], Any]](  # Any: checked by the callables themselves
+    {
+        "float": lambda text: float(str(text)),
+        "bytes": lambda text: base64.b64decode(str(text), validate=True),
+        "complex": _complex,
+        "dtype": lambda text: _dtype(str(text)),
+        "device": lambda text: torch.device(str(text)),
+        "datetime": lambda text: dt.datetime.fromisoformat(str(text)),
+        "timedelta": lambda seconds: dt.timedelta(seconds=float(seconds)),
+        "path": lambda text: Path(str(text)),
+    }
+)
+_BUILDERS: Final = MappingProxyType[str, Callable[[Any], Any]](
+    {
+        "tuple": tuple,
+        "size": torch.Size,
+        "set": set,
+        "frozenset": frozenset,
+        "dict": dict,
+        "ordered": collections.OrderedDict,
+        "counter": lambda pairs: collections.Counter(dict(pairs)),
+    }
+)
 
 
 def _join(path: str, key: str) -> str:
