@@ -77,7 +77,7 @@ def _settings(given: Mapping[str, Any]) -> Config:
 def _context(config: Config) -> ProcessContext:
     topology = Topology.from_env(env.snapshot())
     device = choose_device(topology.local_rank, config.cpu)
-    return bootstrap.start(topology, device, partial(mesh_of, config), _group(config.process_group))
+    return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config.process_group))
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:

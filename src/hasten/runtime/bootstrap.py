@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import gc
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -19,7 +18,7 @@ from hasten.errors import CommError, DeviceError, TopologyError
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
-from hasten.runtime.mesh import Groups
+from hasten.runtime.mesh import Groups, stop
 from hasten.runtime.topology import Topology
 
 MeshOf = Callable[[int], MeshSpec]
@@ -119,10 +118,3 @@ def _backend(device: torch.device) -> str:
             "one process, or use the CPU (cpu=True, or `hasten launch --cpu`)."
         )
     return "gloo" if kind.type == "cpu" else f"cpu:gloo,{kind.type}:{kind.backend}"
-
-
-def stop() -> None:
-    """Destroy the process group if there still is one. Ranks: each at its own exit."""
-    if dist.is_initialized():
-        gc.collect()  # reducers and meshes hold on to the group
-        dist.destroy_process_group()

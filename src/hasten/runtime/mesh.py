@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from datetime import timedelta
 
 import torch
@@ -51,6 +53,14 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
         alone = dist.HashStore()
         backend = "gloo" if device.type == "cpu" else None
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
+        atexit.register(stop)
     return dist.init_device_mesh(
         device.type, tuple(spec.size(axis) for axis in AXES), mesh_dim_names=tuple(str(axis) for axis in AXES)
     )
+
+
+def stop() -> None:
+    """Destroy the process group if there still is one. Ranks: each at its own exit."""
+    if dist.is_initialized():
+        gc.collect()  # reducers and meshes hold on to the group
+        dist.destroy_process_group()

@@ -67,6 +67,26 @@ class Transform(Protocol):
         ...
 
 
+class Spread(Transform, Protocol):
+    """The transform that spreads a model over processes, and what only it knows about its models."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block in which backward leaves gradients unsynchronised, as far as memory allows."""
+        ...
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Every parameter and buffer whole. Any: tensors and extra state. Ranks: every rank."""
+        ...
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        """Make calls of the method act like calls of the model itself."""
+        ...
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        """A block in which ranks may run out of batches at different times."""
+        ...
+
+
 class Strategy(Protocol):
     """How models are spread over processes. Models and optimizers are always prepared together."""
 

@@ -9,9 +9,11 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.runtime.axes import LOSS, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps, Strategy, Transform
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp import Replicate
+from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
@@ -19,12 +21,15 @@ from hasten.strategies.recompute import Recompute
 log = logging.getLogger(__name__)
 
 
-def mesh_of(config: Config, world_size: int) -> MeshSpec:
+def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
     """The mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
     sizes = config.parallelism
     shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
     if config.strategy == "fsdp" and shard is None:
-        shard = -1 if replicate != -1 else 1
+        if config.fsdp.hybrid_shard and replicate is None:
+            shard, replicate = local_world_size, -1
+        else:
+            shard = -1 if replicate != -1 else 1
     return MeshSpec.build(
         world_size,
         pp=sizes.pp_size,
@@ -44,10 +49,12 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
                 f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
             )
     match config.strategy:
+        case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
+            return _sharded(config)
         case "auto" | "none" | "ddp":
             return _replicated(config, ctx)
         case "fsdp":
-            raise ConfigError("strategy='fsdp' is not in this version yet; use 'ddp'.")
+            return _sharded(config)
         case "deepspeed" | "megatron" | "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
@@ -64,10 +71,24 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             f"strategy='none' was asked for with {ctx.world.size} processes; their models would drift apart. "
             "Use strategy='ddp', or start one process."
         )
+    if ctx.mesh.size(Axis.DP_SHARD) > 1:
+        raise ConfigError(
+            f"strategy={config.strategy!r} keeps whole models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks "
+            "to shard them; use strategy='fsdp', or set dp_shard_size=1."
+        )
+    spread = Alone() if alone else Replicate(config.ddp)
     transforms: list[Transform] = [Place(), Convert(), *_common(config)]
-    if not alone:
-        transforms.append(Replicate(config.ddp))
-    return NativeStrategy("single" if alone else "ddp", transforms, Caps(joins_uneven_inputs=True))
+    return NativeStrategy("single" if alone else "ddp", spread, transforms, Caps(joins_uneven_inputs=True))
+
+
+def _sharded(config: Config) -> Strategy:
+    transforms: list[Transform] = [Convert(), *_common(config)]
+    if config.fsdp.activation_checkpointing and not config.recompute:
+        transforms.append(
+            Recompute(config.fsdp.transformer_cls_names_to_wrap or (), config.fsdp.activation_checkpointing_offload)
+        )
+    spread = Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
+    return NativeStrategy("fsdp", spread, transforms, Caps(sharded_state=True))
 
 
 def _common(config: Config) -> list[Transform]:

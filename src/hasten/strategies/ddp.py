@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten import trees
@@ -140,6 +142,25 @@ class Replicate:
     def undo(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        return dict(self.undo(model).state_dict())
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        if not isinstance(model, Replicated):
+            return
+        if not callable(getattr(model.module, name, None)):
+            raise PrepareError(f"{type(model.module).__name__} has no method {name!r} to mark; check the spelling.")
+        model.routed = model.routed | {name}
+
+    @contextmanager
+    def join(self, models: list[nn.Module]) -> Iterator[None]:
+        joinable: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
+        with Join(joinable) if joinable else nullcontext():
+            yield
+
 
 def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's own keywords
     """What the user has set, as keywords of this torch. Raises: ConfigError for one it does not know."""
@@ -180,12 +201,3 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
     if config.comm_wrapper != "no":
         hook = wrappers[config.comm_wrapper](hook)
     model.register_comm_hook(state, hook)
-
-
-def route_method(model: nn.Module, name: str) -> None:
-    """Make calls of `model.name(...)` go through the wrapper's forward. Raises: PrepareError for an unknown name."""
-    if not isinstance(model, Replicated):
-        return
-    if not callable(getattr(model.module, name, None)):
-        raise PrepareError(f"{type(model.module).__name__} has no method {name!r} to mark; check the spelling.")
-    model.routed = model.routed | {name}

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hasten.bundle import Bundle, Item, is_factory
-from hasten.errors import PrepareError, StepError
+from hasten.errors import PrepareError
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, Stage, Transform, Wish
-from hasten.strategies.ddp import route_method
+from hasten.strategies.base import Caps, Spread, Stage, Transform, Wish
 
 
 class NativeStrategy:
     """Any combination of transforms; the same class for one process, DDP and sharded data parallel."""
 
-    def __init__(self, name: str, transforms: Sequence[Transform], caps: Caps) -> None:
+    def __init__(self, name: str, spread: Spread, transforms: Sequence[Transform], caps: Caps) -> None:
         self.name = name
         self.caps = caps
-        self._transforms = sorted(transforms, key=lambda t: t.stage)
+        self._spread = spread
+        self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
@@ -43,8 +41,7 @@ class NativeStrategy:
             record.bind(item.value, inner)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        skip = getattr(model, "no_sync", None)
-        return skip() if callable(skip) else nullcontext()
+        return self._spread.no_sync(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -61,27 +58,13 @@ class NativeStrategy:
         return model
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        return dict(self.unwrap(model).state_dict())
+        return self._spread.full_state_dict(model)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        route_method(model, name)
+        self._spread.mark_forward_method(model, name)
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        joinable: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
-        if not joinable:
-            return nullcontext()
-        if not self.caps.joins_uneven_inputs:
-            raise StepError(
-                f"join_uneven_inputs() is not possible under {self.name}: every rank must take part in every gather of "
-                "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
-            )
-        return _joined(joinable)
-
-
-@contextmanager
-def _joined(joinable: list[Joinable]) -> Iterator[None]:
-    with Join(joinable):
-        yield
+        return self._spread.join(models)
 
 
 def _make_optimizers(items: Iterable[Item], models: list[nn.Module]) -> None:
