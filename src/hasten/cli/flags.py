@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from types import NoneType
-from typing import Any, Final, Literal, NoReturn, get_args, get_origin
+from datetime import timedelta
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
 from hasten.config.established import SWITCHES
 from hasten.config.layers import nearest
@@ -83,6 +84,7 @@ class SettingsParser(argparse.ArgumentParser):
 
     def add_settings(self, fields: Iterable[FieldInfo] = SETTABLE) -> None:
         """Add one flag per setting, grouped by section, and the established switches."""
+        self.usage = self.usage or f"{self.prog} [settings]"
         groups: dict[str, Any] = {}
         for info in fields:
             if info.group not in groups:
@@ -136,7 +138,12 @@ class SettingsParser(argparse.ArgumentParser):
         return [*made, *rest]
 
     def _refuse(self, name: str) -> NoReturn:
-        known = {option.replace("-", "_").lstrip("_"): option for option in self._option_string_actions}
+        dashed = "-" in name.lstrip("-")
+        known = {
+            option.replace("-", "_").lstrip("_"): option
+            for option in self._option_string_actions
+            if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed
+        }
         near = nearest(name.replace("-", "_").lstrip("_"), known)
         hint = f"did you mean {known[near]}?" if near else f"see `{self.prog} --help` for the flags it knows."
         raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
@@ -175,18 +182,17 @@ def _add_action(
 
 def metavar(tp: Any) -> str:
     """Return the placeholder of a flag's value."""
-    members = [
-        member
-        for member in (get_args(tp) if get_origin(tp) not in (Literal, tuple) else (tp,))
-        if member is not NoneType
-    ]
-    for member in members or [tp]:
-        if get_origin(member) is Literal:
-            choices = [str(choice) for choice in get_args(member)]
-            return "{" + ",".join(choices) + "}" if len(choices) <= 5 else choices[0].upper()
-        if get_origin(member) is tuple:
-            return "A,B,…"
-    return {int: "N", float: "X", str: "TEXT"}.get((members or [tp])[0], "VALUE")
+    origin = get_origin(tp)
+    if origin is Literal:
+        choices = [str(choice) for choice in get_args(tp)]
+        if len(choices) == 1:
+            return choices[0]
+        return "{" + ",".join(choices) + "}" if len(choices) <= 5 else "NAME"
+    if origin is tuple:
+        return "A,B,…"
+    if origin in (Union, UnionType):
+        return "|".join(dict.fromkeys(metavar(part) for part in get_args(tp) if part is not NoneType))
+    return {int: "N", float: "X", str: "TEXT", timedelta: "TIME"}.get(tp, "VALUE" if origin is None else "KEY=VALUE,…")
 
 
 def _plain(value: Any) -> str:

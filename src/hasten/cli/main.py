@@ -63,7 +63,7 @@ def run(command: str, argv: Sequence[str]) -> int:
     """
     known = [name for name, (module, _) in COMMANDS.items() if find_spec(module)]
     if command not in known:
-        near = get_close_matches(command, known, n=1, cutoff=0.5)
+        near = get_close_matches(command.lower(), known, n=1, cutoff=0.5)
         hint = f"did you mean `hasten {near[0]}`?" if near else f"the commands are {', '.join(known)}."
         raise ConfigError(f"there is no command {command!r}; {hint}")
     module = import_module(COMMANDS[command][0])  # so that --help loads no command, and none loads another

@@ -128,9 +128,9 @@ class Reading:
     """An Accelerate file as entries, with what had to be said about it."""
 
     file: str
+    problems: Problems
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    problems: Problems = field(default_factory=Problems)
 
     def take(self, path: Path, value: Any, line: int, said: str, *, weak: bool = False) -> None:
         """Add one setting; empty values were not given."""
@@ -139,12 +139,13 @@ class Reading:
             self.entries.append(Entry(path, value, source, text=True, said=said, weak=weak))
 
 
-def from_accelerate(tree: Marked, file: str) -> tuple[list[Entry], list[str]]:
+def from_accelerate(tree: Marked, file: str, problems: Problems) -> tuple[list[Entry], list[str]]:
     """Return the entries of an Accelerate file and what was translated, in words.
 
-    Raises: ConfigFileError for a SageMaker file; ConfigError that lists every unknown key with its line.
+    Every unknown key becomes a problem with file and line.
+    Raises: ConfigFileError for a SageMaker file.
     """
-    reading = Reading(file)
+    reading = Reading(file, problems)
     _refuse_sagemaker(tree, file)
     machines = tree.value.get("num_machines", Marked(1, 1)).value
     for key, item in tree.value.items():
@@ -152,7 +153,6 @@ def from_accelerate(tree: Marked, file: str) -> tuple[list[Entry], list[str]]:
             continue  # always written, even where the cluster will number the machines
         with reading.problems.catching():
             _read_key(reading, key, item)
-    reading.problems.settle()
     first = f"{file} is a Hugging Face Accelerate file; its settings are read under our names (config show --why)"
     return reading.entries, [first, *reading.notes]
 

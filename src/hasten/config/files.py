@@ -13,8 +13,9 @@ import yaml
 from hasten.config.base import Section, default_of, meta_of
 from hasten.config.decode import encode
 from hasten.config.established import MARKS, from_accelerate
-from hasten.config.layers import from_tree
+from hasten.config.layers import Problems, from_tree
 from hasten.config.marked import Marked, parse
+from hasten.config.resolve import decode_all
 from hasten.config.root import Config
 from hasten.config.schema import subsection
 from hasten.config.source import Entry
@@ -85,15 +86,21 @@ def read(path: Path | str) -> SettingsFile:
 
 def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRATIONS) -> SettingsFile:
     """Return the settings in the text of a file."""
-    name = str(path)
+    name, problems = str(path), Problems()
     tree = parse(text, name)
     top = dict(tree.value)
     if _is_accelerate(top):
-        entries, notes = from_accelerate(tree, name)
-        return SettingsFile(path, "accelerate", tuple(entries), tuple(notes))
-    version = top.pop("schema", Marked(SCHEMA, 1))
-    top, said = _migrate(top, version, name, migrations)
-    return SettingsFile(path, "hasten", tuple(from_tree(Marked(top, 1), name)), tuple(said))
+        entries, notes = from_accelerate(tree, name, problems)
+        kind = "accelerate"
+    else:
+        version = top.pop("schema", Marked(SCHEMA, 1))
+        top, notes = _migrate(top, version, name, migrations)
+        entries = from_tree(Marked(top, 1), name, problems)
+        kind = "hasten"
+    if problems.found:
+        decode_all(entries, problems)  # so that wrong values are listed beside the unknown keys
+    problems.settle()
+    return SettingsFile(path, kind, tuple(entries), tuple(notes))
 
 
 def _is_accelerate(top: Mapping[str, Marked]) -> bool:

@@ -104,15 +104,9 @@ def unknown(place: str, path: Path) -> UnknownSettingError:
     return UnknownSettingError(f"{place}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
 
 
-def from_tree(tree: Marked, file: str) -> list[Entry]:
-    """Return the entries of a settings file of ours.
-
-    Raises: ConfigError that lists every unknown key with file and line.
-    """
-    problems = Problems()
-    entries = list(_flatten(tree, file, (), problems))
-    problems.settle()
-    return entries
+def from_tree(tree: Marked, file: str, problems: Problems) -> list[Entry]:
+    """Return the entries of a settings file of ours; every unknown key becomes a problem with file and line."""
+    return list(_flatten(tree, file, (), problems))
 
 
 def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterator[Entry]:

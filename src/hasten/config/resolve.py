@@ -58,7 +58,7 @@ def resolve(
     with problems.catching():
         entries += from_code(code or {})
     entries += _still_standing(handed, entries)
-    decoded, said = _decode_all(entries, problems)
+    decoded, said = decode_all(entries, problems)
     winners, shadowed = _merge(decoded, problems)
     problems.settle()
     winners, shadowed, chosen = settle_choices(winners, shadowed, problems)
@@ -77,7 +77,7 @@ def _still_standing(handed: Iterable[Entry], entries: Sequence[Entry]) -> list[E
     return [entry for entry in handed if entry.source.kind != "environment" or entry.path not in read_here]
 
 
-def _decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry], list[str]]:
+def decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry], list[str]]:
     """Return entries in today's terms with typed values, and sentences about what was translated."""
     decoded: list[Entry] = []
     said: list[str] = []

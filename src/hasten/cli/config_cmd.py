@@ -1,0 +1,158 @@
+"""`hasten config`: the wizard, and the commands that write, show, check and find settings files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from hasten.cli.basic import basic_config
+from hasten.cli.flags import SettingsParser
+from hasten.cli.machine import examine
+from hasten.cli.show import explain, table
+from hasten.config import files, handoff
+from hasten.config.resolve import Resolved, resolve
+from hasten.config.root import Config
+from hasten.config.source import Entry
+from hasten.errors import ConfigError
+from hasten.runtime import env as environment
+
+USAGE: Final = """usage: hasten config [command] [options]
+
+Without a command: ask about machine and training, and write the answers down.
+
+commands:
+  default    write a sensible file for this machine, without questions
+  show       print the settings that hold, --why with the source of every value
+  check      say whether a file is right, and what is wrong with it
+  path       print where the settings file lies
+
+`hasten config <command> --help` tells more about each.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten config …` and return its exit code."""
+    words = list(argv)
+    if words and words[0] in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if words and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            hint = f"did you mean `hasten config {near[0]}`?" if near else f"known are {', '.join(COMMANDS)}."
+            raise ConfigError(f"there is no command `hasten config {name}`; {hint}")
+        return COMMANDS[name](words)
+    return ask(words)
+
+
+def ask(argv: Sequence[str]) -> int:
+    """Run the wizard."""
+    parser = SettingsParser(prog="hasten config", description="Ask about machine and training, and write settings.")
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
+    given = parser.parse_args(argv)
+    env = environment.snapshot()
+    path = Path(given.config_file) if given.config_file else files.default_path(env)
+    wizard = import_module("hasten.cli.wizard")  # questionary is loaded by the wizard alone
+    code: int = wizard.run(examine(), path)
+    return code
+
+
+def default(argv: Sequence[str]) -> int:
+    """Write settings without questions."""
+    parser = SettingsParser(prog="hasten config default", description="Write a sensible file for this machine.")
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="where to write (default: config path)")
+    parser.add_argument("--force", action="store_true", help="replace a file that exists")
+    parser.add_settings()
+    given = parser.parse_args(argv)
+    path = Path(given.config_file) if given.config_file else files.default_path(environment.snapshot())
+    if path.exists() and not given.force:
+        raise ConfigError(f"{path} exists and would be lost; give --force to replace it, or --config_file for another.")
+    machine = examine()
+    config = with_flags(basic_config(machine), given.settings)
+    files.write(config, path)
+    sys.stdout.write(f"This machine: {machine.words}\n\n{files.dump(config)}\nWritten to {path}\n")
+    return 0
+
+
+def with_flags(config: Config, flags: Sequence[Entry]) -> Config:
+    """Return settings with flags on top."""
+    return resolve(file=files.read_text(files.dump(config), Path("this machine")).entries, flags=flags).config
+
+
+def show(argv: Sequence[str]) -> int:
+    """Print the settings that hold."""
+    parser = SettingsParser(
+        prog="hasten config show",
+        description="Print the settings that hold, as `hasten launch` with the same flags would see them.",
+    )
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument("--why", action="store_true", help="every value with its source")
+    parser.add_argument("--changed", action="store_true", help="only what is not at its default")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_settings()
+    given = parser.parse_args(argv)
+    env = environment.snapshot()
+    resolved = effective(env, given.config_file, given.settings)
+    if given.json:
+        sys.stdout.write(json.dumps(explain(resolved, changed=given.changed), indent=2, ensure_ascii=False) + "\n")
+    elif given.why:
+        table(resolved, changed=given.changed)
+    else:
+        sys.stdout.write(files.dump(resolved.config))
+    for note in resolved.notes:
+        sys.stderr.write(f"note: {note}\n")
+    return 0
+
+
+def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[Entry] = ()) -> Resolved:
+    """Return the settings that hold for a command: flags over environment over the named or found file.
+
+    Inside a launched worker, what the launcher handed over stands for the file.
+    """
+    path = Path(config_file) if config_file else files.find(env)
+    if config_file is None and (handed := env.get(handoff.VARIABLE)):
+        return resolve(env=env, flags=flags, handed=handoff.unpack(handed))
+    if path is None:
+        return resolve(env=env, flags=flags)
+    file = files.read(path)
+    return resolve(env=env, flags=flags, file=file.entries, notes=file.notes)
+
+
+def check(argv: Sequence[str]) -> int:
+    """Say whether a settings file is right: exit code 0 or 2, with every problem listed."""
+    parser = SettingsParser(prog="hasten config check", description="Say whether a settings file is right.")
+    parser.add_argument("file", metavar="FILE")
+    given = parser.parse_args(argv)
+    file = files.read(given.file)
+    resolved = resolve(file=file.entries, notes=file.notes)
+    kind = "ours" if file.kind == "hasten" else "Hugging Face Accelerate's"
+    sys.stdout.write(f"{file.path}: right ({kind}, {len(resolved.entries)} settings)\n")
+    for note in resolved.notes:
+        sys.stdout.write(f"note: {note}\n")
+    return 0
+
+
+def path(argv: Sequence[str]) -> int:
+    """Print where the settings file lies, and which file holds now."""
+    parser = SettingsParser(prog="hasten config path", description="Print where the settings file lies.")
+    parser.parse_args(argv)
+    env = environment.snapshot()
+    found, ours = files.find(env), files.default_path(env)
+    sys.stdout.write(f"{found or ours}\n")
+    if found is None:
+        sys.stderr.write("note: there is no file yet; `hasten config` writes it\n")
+    elif found != ours:
+        sys.stderr.write(f"note: this is Hugging Face Accelerate's file; ours would be {ours}\n")
+    return 0
+
+
+COMMANDS: Final = MappingProxyType[str, Callable[[Sequence[str]], int]](
+    {"default": default, "show": show, "check": check, "path": path}
+)

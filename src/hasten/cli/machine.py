@@ -1,0 +1,142 @@
+"""This machine as the wizard sees it: devices, memory, links, and what it recommends for them. No torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hasten.config.precision import PrecisionType
+from hasten.launch.host import DeviceKind, Host, look
+
+_GIB: Final = 1024**3
+_BF16_CAPABILITY: Final = 8.0  # Ampere
+_FP8_CAPABILITY: Final = 8.9  # Ada
+_FP16_CAPABILITY: Final = 7.0  # Volta
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What matters for choosing settings."""
+
+    device: DeviceKind = "cpu"
+    num_devices: int = 0
+    device_name: str = ""
+    cores: int = 1
+    memory_bytes: int = 0
+    """Memory of one device; 0 where it is not known."""
+    host_memory_bytes: int = 0
+    capability: float = 0.0
+    """NVIDIA's compute capability; 0 elsewhere."""
+    link: str = ""
+    """How devices reach each other: NVLink, PCIe, or empty where there is one device or it is not known."""
+    cluster: str = ""
+    """The scheduler this shell runs under, or nothing."""
+
+    @property
+    def words(self) -> str:
+        """One line that says what was found."""
+        host = f"{self.cores} cores, {self.host_memory_bytes / _GIB:.0f} GiB host memory"
+        if self.device == "cpu":
+            found = f"no accelerator; {host}"
+        else:
+            memory = f", {self.memory_bytes / _GIB:.0f} GiB each" if self.memory_bytes else ""
+            link = f", linked by {self.link}" if self.link else ""
+            found = f"{self.num_devices} x {self.device_name or self.device}{memory}{link}; {host}"
+        return f"{found}; under {self.cluster}" if self.cluster else found
+
+
+def examine() -> Machine:
+    """Return this machine as it is now."""
+    host = look()
+    memory, capability, link = _nvidia(host) if host.device == "cuda" else (0, 0.0, "")
+    return Machine(
+        device=host.device,
+        num_devices=host.num_devices,
+        device_name=host.device_name,
+        cores=host.cores,
+        memory_bytes=memory,
+        host_memory_bytes=_host_memory(),
+        capability=capability,
+        link=link,
+        cluster=cluster_of(host.env),
+    )
+
+
+def recommended_precision(machine: Machine) -> tuple[PrecisionType, str]:
+    """Return the precision that suits the devices, and why."""
+    if machine.device == "tpu":
+        return "bf16", "TPUs compute in bf16"
+    if machine.device == "cuda" and machine.capability >= _BF16_CAPABILITY:
+        return "bf16", f"{machine.device_name} computes bf16 at full speed and needs no loss scaling"
+    if machine.device == "cuda" and machine.capability >= _FP16_CAPABILITY:
+        return "fp16", f"{machine.device_name} is fast in fp16 but not in bf16"
+    if machine.device in ("rocm", "xpu", "npu"):
+        return "bf16", "these accelerators compute in bf16"
+    return "no", "full precision is the safe choice here"
+
+
+def offers_fp8(machine: Machine) -> bool:
+    """Whether the devices can compute in fp8."""
+    return machine.device == "cuda" and machine.capability >= _FP8_CAPABILITY
+
+
+def cluster_of(env: Mapping[str, str]) -> str:
+    """Return the scheduler whose variables are set."""
+    signs = (
+        ("SLURM_JOB_ID", "SLURM"),
+        ("LSB_JOBID", "LSF"),
+        ("PET_NNODES", "Kubernetes"),
+        ("OMPI_COMM_WORLD_SIZE", "OpenMPI"),
+        ("PMI_SIZE", "MPI"),
+    )
+    return next((name for variable, name in signs if env.get(variable)), "")
+
+
+def _host_memory() -> int:
+    try:
+        found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:  # not Linux: only the display is poorer
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def _nvidia(host: Host) -> tuple[int, float, str]:
+    """Return memory of the smallest device in bytes, the lowest compute capability and the slowest link."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0, 0.0, ""
+    rows = _output([tool, "--query-gpu=memory.total,compute_cap", "--format=csv,noheader,nounits"])
+    memory, capability = parse_devices(rows.splitlines())
+    link = parse_links(_output([tool, "topo", "-m"])) if host.num_devices > 1 else ""
+    return memory, capability, link
+
+
+def parse_devices(rows: Iterable[str]) -> tuple[int, float]:
+    """Return the least memory in bytes and the least capability of rows such as `143771, 9.0`."""
+    found = [match for row in rows if (match := re.fullmatch(r"\s*(\d+)\s*,\s*(\d+\.\d+)\s*", row))]
+    if not found:
+        return 0, 0.0
+    return min(int(match[1]) for match in found) * 1024**2, min(float(match[2]) for match in found)
+
+
+def parse_links(table: str) -> str:
+    """Return the slowest way between two devices in the driver's table of links."""
+    rows = [row.split() for row in table.splitlines() if re.match(r"^GPU\d+\s", row)]
+    width = len(rows)
+    words = [word for row in rows for word in row[1 : width + 1] if word != "X"]
+    if not words:
+        return ""
+    return "NVLink" if all(word.startswith("NV") for word in words) else "PCIe"
+
+
+def _output(command: list[str]) -> str:
+    """Return what a tool prints; nothing when it fails, as on a machine without a working driver."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
