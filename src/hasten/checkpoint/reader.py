@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -122,14 +122,22 @@ def open_checkpoint(
     Ranks: every rank; the work of verifying is shared out, and a fault found by one is raised on all.
     Raises: IncompleteCheckpointError, CorruptCheckpointError, UnsafeCheckpointError or CheckpointVersionError.
     """
-    manifest, error = None, None
+    manifest = None
+    error: BaseException | None = None
     try:
         manifest = store.manifest(name)
     except HastenError as problem:
         error = problem
     settle(comm, error, f"reading the manifest of {name!r}")
     assert manifest is not None, "the vote passed"
-    with store.fetch(name, manifest.files) as folder:
+    with ExitStack() as stack:
+        folder = None
+        try:
+            folder = stack.enter_context(store.fetch(name, manifest.files))
+        except (HastenError, OSError) as problem:
+            error = problem
+        settle(comm, error, f"fetching {name!r} from {store.address}")
+        assert folder is not None, "the vote passed"
         if verify:
             _verify_together(folder, manifest, comm)
         yield Checkpoint(name, manifest, folder, allow_pickle)

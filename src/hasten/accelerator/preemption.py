@@ -1,0 +1,110 @@
+"""Preemption: a signal that the machine will be taken away becomes a flag all ranks agree on at a step boundary."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from hasten.comm.base import Comm
+
+log = logging.getLogger(__name__)
+
+PREEMPTED_EXIT_CODE: Final = 85
+"""Exit with this after the checkpoint of a preempted run: launchers and schedulers restart it, nothing has failed."""
+
+_SIGNALS: Final = ("SIGTERM", "SIGUSR1")
+
+
+class Preemption:
+    """Listens for SIGTERM and SIGUSR1 from the first time anybody asks; until then signals act as they always did."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._received: int | None = None
+        self._agreed = False
+        self._previous: dict[int, Any] = {}  # Any: whatever handler was there
+
+    @property
+    def listening(self) -> bool:
+        """Whether the handlers are in place."""
+        return bool(self._previous)
+
+    def listen(self, names: Iterable[str] = _SIGNALS) -> None:
+        """Take the signals over. Ranks: each for itself. Elsewhere than on the main thread Python allows no handlers."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for name in names:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self._previous[int(number)] = signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+
+    def set(self) -> None:
+        """Ask for a stop without a signal. Ranks: any."""
+        self._received = self._received or -1
+
+    @property
+    def received(self) -> int | None:
+        """The signal this process got; None when it got none."""
+        return self._received
+
+    def agreed(self) -> bool:
+        """Whether any rank was told to stop; once true it stays true. Ranks: every rank, once per step."""
+        self.listen()
+        if self._agreed:
+            return True
+        mine = self._received is not None
+        if self._comm.size > 1:
+            mine = bool(self._comm.all_reduce(torch.tensor([mine], dtype=torch.int32), "max").item())
+        if mine:
+            self._agreed = True
+            log.warning(
+                "told to stop (signal %s on this rank); save and exit with code %d", self._received, PREEMPTED_EXIT_CODE
+            )
+        return mine
+
+    def close(self) -> None:
+        """Put the handlers back that were there before."""
+        previous, self._previous = self._previous, {}
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in previous.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+class FinishFirst:
+    """While a save is in flight, SIGTERM waits for it and then acts as it would have."""
+
+    def __init__(self, busy: Callable[[], bool], join: Callable[[], None]) -> None:
+        self._busy = busy
+        self._join = join
+        self._previous: Any = None  # Any: whatever handler was there
+        self._installed = False
+
+    def install(self) -> None:
+        """Stand before the default action of SIGTERM; a handler of the user's or of Preemption is left alone."""
+        if self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._receive)
+            self._installed = True
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._busy():
+            self._join()
+        self.remove()
+        signal.raise_signal(number)
+
+    def remove(self) -> None:
+        """Restore the default action."""
+        if self._installed and threading.current_thread() is threading.main_thread():
+            self._installed = False
+            if signal.getsignal(signal.SIGTERM) == self._receive:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)

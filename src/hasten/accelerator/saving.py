@@ -1,0 +1,355 @@
+"""Saving and loading the state of a run, as the Accelerator offers it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hasten.accelerator.preemption import FinishFirst, Preemption
+from hasten.accelerator.run_state import Restore, RunParts, collect, num_updates, plan_restore
+from hasten.checkpoint.async_writer import AsyncWriter
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.layout import Sizes
+from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.model_state import LoadReport
+from hasten.checkpoint.places import join_place, locate, newest, next_number, number_of, numbered, open_store
+from hasten.checkpoint.reader import Checkpoint, open_checkpoint
+from hasten.checkpoint.retention import Retention
+from hasten.checkpoint.writer import (
+    ARRIVAL_S,
+    DiskGroup,
+    Outcome,
+    finish,
+    prepare,
+    retire_expired,
+    settle,
+    start,
+)
+from hasten.config.checkpoint import ProjectConfiguration
+from hasten.errors import CheckpointError, ConfigError, HastenError
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+
+log = logging.getLogger(__name__)
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class HookHandle:
+    """Takes a hook off again."""
+
+    def __init__(self, hooks: dict[int, Any], key: int) -> None:  # Any: hooks of either kind
+        self._hooks = hooks
+        self._key = key
+
+    def remove(self) -> None:
+        """Take the hook off; harmless to repeat."""
+        self._hooks.pop(self._key, None)
+
+
+class Saving:
+    """Writes and reads checkpoints of one run; an Accelerator's collaborator."""
+
+    def __init__(
+        self,
+        ctx: ProcessContext,
+        project: ProjectConfiguration,
+        parts: RunParts,
+        *,
+        notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
+        sizes: Sizes | None = None,
+        arrival_s: float = ARRIVAL_S,
+    ) -> None:
+        self._ctx = ctx
+        self._project = project
+        self._parts = parts
+        self._notes = dict(notes or {})
+        self._sizes = sizes
+        self._arrival_s = arrival_s
+        self._iteration = project.iteration
+        self._save_hooks: dict[int, SaveHook] = {}
+        self._load_hooks: dict[int, LoadHook] = {}
+        self._hook_count = 0
+        self._writer = AsyncWriter(ctx.world)
+        self._guard = FinishFirst(lambda: self._writer.busy, self._join_quietly)
+        self.preemption = Preemption(ctx.world)
+        self.last_saved: str | None = None
+        """Where the latest finished save lies."""
+
+    # -- what is saved --------------------------------------------------------------------------------------------
+    @property
+    def iteration(self) -> int:
+        """The number the next automatic checkpoint gets, unless higher ones exist."""
+        return self._iteration
+
+    def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
+        """Save and load these objects too, in this order. Ranks: every rank, the same objects."""
+        for thing in objects:
+            if not callable(getattr(thing, "state_dict", None)) or not callable(
+                getattr(thing, "load_state_dict", None)
+            ):
+                raise ConfigError(
+                    f"a {type(thing).__name__} cannot be registered for checkpointing: it has no state_dict() and "
+                    "load_state_dict(), so there is nothing to save. Add both methods."
+                )
+        self._parts.registered.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call `hook(models, weights, folder)` before each save; it may edit or remove weights and add files."""
+        self._hook_count += 1
+        self._save_hooks[self._hook_count] = hook
+        return HookHandle(self._save_hooks, self._hook_count)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
+        self._hook_count += 1
+        self._load_hooks[self._hook_count] = hook
+        return HookHandle(self._load_hooks, self._hook_count)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> str:
+        """Save the whole state of the run; where it lies (or will lie, when not blocking).
+
+        Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
+        goes on while it is written; a failure is raised by the next save, `wait_for_saves` or `close`.
+        Ranks: every rank. Raises: MissingRanksError when some ranks do not come; CheckpointError when one failed.
+        """
+        self._ctx.world.barrier("save_state", self._arrival_s)
+        self.wait_for_saves()
+        store, name = self._target(output_dir)
+        comm = self._ctx.world if blocking else self._writer.comm
+        project = self._project
+        group = start(
+            store, self._ctx.world, name, node=self._ctx.topology.node_rank, each_node=project.save_on_each_node
+        )
+        try:
+            weights = self._run_save_hooks(group)
+            tree = collect(self._parts, "safetensors" if safe_serialization else "torch", weights)
+            error: BaseException | None = None
+        except Exception as problem:  # any failure of user code must reach the other ranks; raised by the vote
+            error = problem
+        self._settle_or_abort(group, error, f"collecting the state for {name!r}")
+        prepared = prepare(tree, group, self._ctx.world, self._sizes)
+        header = self._header(name, metrics)
+        retain = self._retention(store, output_dir)
+        place = join_place(store.address, name)
+        if blocking:
+            self._done(finish(prepared, group, comm, header, retain), place)
+            return place
+        staged = self._writer.staging.copy(prepared.blobs)
+        prepared = type(prepared)(staged, prepared.owners, prepared.components)
+        self._guard.install()
+        self._writer.submit(lambda: self._done(finish(prepared, group, comm, header, retain), place), name)
+        return place
+
+    def _done(self, outcome: Outcome, place: str) -> Outcome:
+        self.last_saved = place
+        number = outcome.info.manifest.number
+        if number is not None:
+            self._iteration = max(self._iteration, number + 1)
+        log.info("saved %s (%.1f MB)", place, outcome.info.manifest.num_bytes / 1e6)
+        return outcome
+
+    def _target(self, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
+        if output_dir is not None:
+            return locate(output_dir)
+        store = open_store(self._automatic_root())
+        names, error = [], None
+        if self._ctx.is_main:
+            try:
+                names = store.names()
+            except (OSError, HastenError) as problem:
+                error = problem
+        settle(self._ctx.world, error, f"looking for checkpoints in {store.address}")
+        number = next_number(names, self._iteration)
+        return store, numbered(self._ctx.world.broadcast_object(number))
+
+    def _automatic_root(self) -> str:
+        if self._project.project_dir is None:
+            raise ConfigError(
+                "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
+                'save_state("folder"), or set project_dir (in ProjectConfiguration or the Accelerator).'
+            )
+        return join_place(self._project.project_dir, "checkpoints")
+
+    def _run_save_hooks(self, group: DiskGroup) -> list[Mapping[str, Any] | None]:
+        models = list(self._parts.objects.models)
+        if not self._save_hooks:
+            return [None] * len(models)
+        given: list[dict[str, Any]] = [dict(model.state_dict()) for model in self._parts.plain_models()]
+        weights = list(given)
+        folder = group.draft.folder
+        for hook in list(self._save_hooks.values()):
+            hook(list(models), weights, str(folder))
+        if len(weights) == len(given):
+            return list(weights)
+        left = {id(weight) for weight in weights}
+        return [weight if id(weight) in left else {} for weight in given]
+
+    def _settle_or_abort(self, group: DiskGroup, error: BaseException | None, label: str) -> None:
+        try:
+            settle(self._ctx.world, error, label)
+        except HastenError:
+            if group.is_main(self._ctx.rank):
+                group.draft.abort()
+            raise
+
+    def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
+        mesh = self._ctx.mesh
+        return Manifest(
+            number=number_of(name),
+            step=num_updates(self._parts),
+            created_s=time.time(),
+            mesh={str(axis): mesh.size(axis) for axis in Axis},
+            versions={
+                "hasten": metadata.version("hasten"),
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            metrics={key: _finite(value) for key, value in (metrics or {}).items()},
+            notes=self._notes,
+        )
+
+    def _retention(self, store: CheckpointStore, output_dir: str | Path | None) -> Callable[[], Sequence[str]]:
+        project = self._project
+        if output_dir is not None:
+            return lambda: ()
+        policy = Retention(
+            total_limit=project.total_limit,
+            keep_best=project.keep_best,
+            best_metric=project.best_metric,
+            best_mode=project.best_mode,
+            keep_every=project.keep_every,
+        )
+        return lambda: retire_expired(store, policy, number_of)
+
+    # -- saves in flight ------------------------------------------------------------------------------------------
+    def wait_for_saves(self) -> None:
+        """Return when no save is in flight. Raises: the error of a save that failed in the background."""
+        try:
+            self._writer.wait()
+        finally:
+            self._guard.remove()
+
+    def _join_quietly(self) -> None:
+        try:
+            self._writer.wait()
+        except Exception as error:  # the process is about to end; the error has no caller any more
+            log.error("the save in flight failed: %s", error)
+
+    def close(self) -> None:
+        """Finish the save in flight, give memory and signal handlers back. Raises: the error of that save."""
+        self.preemption.close()
+        try:
+            self.wait_for_saves()
+        finally:
+            self._writer.close()
+
+    # -- loading --------------------------------------------------------------------------------------------------
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        verify: bool = True,
+    ) -> list[LoadReport]:
+        """Put the run back to where a checkpoint was saved; what did not match, per model, when not strict.
+
+        Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is taken. Everything is
+        verified on every rank before anything in memory changes.
+        Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
+        """
+        self._ctx.world.barrier("load_state", self._arrival_s)
+        self.wait_for_saves()
+        store, name = self._source(input_dir)
+        with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+            plan = self._plan(checkpoint, strict)
+            error: BaseException | None = None
+            try:
+                plan.apply()
+            except Exception as problem:  # user code; the other ranks must not go on without this one
+                error = problem
+            settle(self._ctx.world, error, f"loading {name!r}")
+            number = checkpoint.manifest.number
+        if number is not None and input_dir is None:
+            self._iteration = max(self._iteration, number + 1)
+        log.info("loaded %s", join_place(store.address, name))
+        return plan.reports
+
+    def _source(self, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:
+        if input_dir is not None:
+            return locate(input_dir)
+        store = open_store(self._automatic_root())
+        name, error = "", None
+        try:
+            name = newest(store)
+        except HastenError as problem:
+            error = problem
+        settle(self._ctx.world, error, "looking for the newest checkpoint")
+        seen: list[str] = self._ctx.world.all_gather_object(name)
+        if len(set(seen)) > 1:  # machines with disks of their own: take the newest that all of them have
+            name = min(seen, key=lambda item: number_of(item) or 0)
+            whole = self._ctx.world.all_gather_object(store.complete(name))
+            if not all(whole):
+                raise CheckpointError(
+                    f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
+                    "everywhere. Give the path of one that every machine has."
+                )
+        return store, name
+
+    def _plan(self, checkpoint: Checkpoint, strict: bool) -> Restore:
+        plan, error = None, None
+        try:
+            models = self._run_load_hooks(checkpoint)
+            ctx = self._ctx
+            plan = plan_restore(self._parts, models, checkpoint, ctx.rank, ctx.world.size, strict)
+        except Exception as problem:  # hooks are user code; the other ranks must learn of it
+            error = problem
+        settle(self._ctx.world, error, f"checking {checkpoint.name!r} against this run")
+        assert plan is not None, "the vote passed"
+        return plan
+
+    def _run_load_hooks(self, checkpoint: Checkpoint) -> list[nn.Module | None]:
+        plain = self._parts.plain_models()
+        models = list(self._parts.objects.models)
+        given = list(models)
+        for hook in list(self._load_hooks.values()):
+            hook(models, str(checkpoint.folder))
+        left = {id(model) for model in models}
+        return [module if id(model) in left else None for module, model in zip(plain, given, strict=True)]
+
+    # -- preemption -----------------------------------------------------------------------------------------------
+    @property
+    def preempted(self) -> bool:
+        """Whether this run was told to stop (SIGTERM, SIGUSR1) on any rank. Ranks: every rank, once per step."""
+        return self.preemption.agreed()
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if number == number and abs(number) != float("inf") else None
+
+
+@contextmanager
+def closing(saving: Saving) -> Iterator[Saving]:
+    """The object, closed at the end of the block."""
+    try:
+        yield saving
+    finally:
+        saving.close()
