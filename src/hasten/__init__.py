@@ -14,6 +14,33 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.process import Process as Process
+    from hasten.cli.basic import write_basic_config as write_basic_config
+    from hasten.config.checkpoint import ProjectConfiguration as ProjectConfiguration
+    from hasten.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
+    from hasten.config.data import DataLoaderConfiguration as DataLoaderConfiguration
+    from hasten.config.engines import DeepSpeedPlugin as DeepSpeedPlugin
+    from hasten.config.engines import MegatronLMPlugin as MegatronLMPlugin
+    from hasten.config.engines import XLAConfig as XLAConfig
+    from hasten.config.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from hasten.config.launch import LaunchConfig as LaunchConfig
+    from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
+    from hasten.config.optim import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from hasten.config.parallel import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from hasten.config.parallel import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from hasten.config.parallel import ParallelismConfig as ParallelismConfig
+    from hasten.config.parallel import PipelineParallelConfig as PipelineParallelConfig
+    from hasten.config.parallel import TorchContextParallelConfig as TorchContextParallelConfig
+    from hasten.config.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from hasten.config.precision import AORecipeKwargs as AORecipeKwargs
+    from hasten.config.precision import AutocastKwargs as AutocastKwargs
+    from hasten.config.precision import FP8Config as FP8Config
+    from hasten.config.precision import GradScalerKwargs as GradScalerKwargs
+    from hasten.config.precision import TERecipeKwargs as TERecipeKwargs
+    from hasten.config.root import Config as Config
+    from hasten.config.sharding import FSDPMixedPrecision as FSDPMixedPrecision
+    from hasten.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from hasten.config.tracking import ProfileKwargs as ProfileKwargs
+    from hasten.config.tracking import TrackingConfig as TrackingConfig
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
@@ -28,6 +55,33 @@ _PUBLIC: Final = MappingProxyType[str, str](
     {
         "Accelerator": "hasten.accelerator.facade",
         "Process": "hasten.accelerator.process",
+        "write_basic_config": "hasten.cli.basic",
+        "ProjectConfiguration": "hasten.config.checkpoint",
+        "TorchDynamoPlugin": "hasten.config.compiling",
+        "DataLoaderConfiguration": "hasten.config.data",
+        "DeepSpeedPlugin": "hasten.config.engines",
+        "MegatronLMPlugin": "hasten.config.engines",
+        "XLAConfig": "hasten.config.engines",
+        "InitProcessGroupKwargs": "hasten.config.launch",
+        "LaunchConfig": "hasten.config.launch",
+        "fsdp_from_fsdp1": "hasten.config.legacy",
+        "GradientAccumulationPlugin": "hasten.config.optim",
+        "DeepSpeedSequenceParallelConfig": "hasten.config.parallel",
+        "DistributedDataParallelKwargs": "hasten.config.parallel",
+        "ParallelismConfig": "hasten.config.parallel",
+        "PipelineParallelConfig": "hasten.config.parallel",
+        "TorchContextParallelConfig": "hasten.config.parallel",
+        "TorchTensorParallelConfig": "hasten.config.parallel",
+        "AORecipeKwargs": "hasten.config.precision",
+        "AutocastKwargs": "hasten.config.precision",
+        "FP8Config": "hasten.config.precision",
+        "GradScalerKwargs": "hasten.config.precision",
+        "TERecipeKwargs": "hasten.config.precision",
+        "Config": "hasten.config.root",
+        "FSDPMixedPrecision": "hasten.config.sharding",
+        "FullyShardedDataParallelPlugin": "hasten.config.sharding",
+        "ProfileKwargs": "hasten.config.tracking",
+        "TrackingConfig": "hasten.config.tracking",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
         "read_metrics": "hasten.tracking.backends.jsonl",

@@ -146,7 +146,11 @@ def advice(value: Any, tp: Any) -> str:
             decode(value, tp, text=True)
             return "; remove the quotes"
         except Mismatch:
-            choices = [str(c) for part in (tp, *get_args(tp)) if get_origin(part) is Literal for c in get_args(part)]
-            if near := get_close_matches(value.lower(), choices, n=1, cutoff=0.5):
+            if near := get_close_matches(value.lower(), choices_of(tp), n=1, cutoff=0.5):
                 return f"; the nearest is {near[0]!r}"
     return ""
+
+
+def choices_of(tp: Any) -> list[str]:
+    """Return the words of a closed set that a type holds."""
+    return [str(choice) for part in (tp, *get_args(tp)) if get_origin(part) is Literal for choice in get_args(part)]
