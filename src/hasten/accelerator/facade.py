@@ -22,8 +22,8 @@ from hasten.comm.base import Comm, ReduceKind
 from hasten.config.precision import AutocastKwargs
 from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
-from hasten.data.build import skip_first_batches
 from hasten.data.loader import Loader
+from hasten.data.skip import skip_first_batches
 from hasten.errors import StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every

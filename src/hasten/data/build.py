@@ -1,25 +1,38 @@
-"""prepare_loader and skip_first_batches: turn a user's DataLoader into a prepared one."""
+"""prepare_loader: turn a user's DataLoader into a prepared one."""
 
 from __future__ import annotations
 
-from functools import partial
+import logging
+from collections.abc import Sized
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hasten import trees
+from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
+from hasten.data.agreement import agree_on_loader
+from hasten.data.dispatch import DispatchSource, Reader, Seats
+from hasten.data.iterable import Cutting, Sharing, is_hub_stream
 from hasten.data.loader import Loader, Move, Parts, Track, plain_move
 from hasten.data.order import DistributedOrder, check_distributed, order_of
 from hasten.data.plan import plan_batches, plan_rows
 from hasten.data.position import Position
+from hasten.data.prefetch import LookAhead, Prefetch
+from hasten.data.readers import BatchReader, IndexedReader, SliceFn
 from hasten.data.sampler import Assignment, PlannedSampler
-from hasten.data.source import IndexedSource
-from hasten.errors import PrepareError
+from hasten.data.source import IndexedSource, Source
+from hasten.data.stream import StreamSource
+from hasten.errors import ConfigError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_DEPTH = 2
 
 
 def prepare_loader(
@@ -30,41 +43,156 @@ def prepare_loader(
     clock: StepClock,
     device: torch.device | None,
     seed: int,
-    slice_fn: Any = None,
+    slice_fn: SliceFn | None = None,
 ) -> Loader:
     """The loader, reading this rank's share, on `device` (None leaves batches where they are).
 
     Ranks: every rank, with the same dataset and settings.
+    Raises: DataError when the ranks' loaders differ; ConfigError or PrepareError when one cannot be split.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise PrepareError("streams are not supported yet")
-    assignment = _assignment(loader, ctx, config)
-    track = Track(Position(seed=_seed(loader, config, seed)))
+    if isinstance(loader, Loader):
+        return loader
+    if not getattr(loader, "in_order", True):
+        raise PrepareError(
+            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
+            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+        )
+    seed = agree_on_loader(_facts(loader, config), _seed(loader, config, seed), ctx.world)
+    seats = Seats(
+        ctx.mesh.index(ctx.rank, *BATCH),
+        ctx.mesh.size(*BATCH),
+        tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
+    )
+    make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
+    source, total, shown = make(loader, ctx, config, seats, slice_fn)
+    track = Track(Position(seed=seed))
+    if isinstance(shown.get("batch_sampler"), Assignment):
+        shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
     parts = Parts(
-        source=IndexedSource(loader, assignment, ctx.rank),
+        source=source,
         clock=clock,
         track=track,
         move=_move(device, config),
-        shard=ctx.mesh.index(ctx.rank, *BATCH),
+        shard=seats.shard,
         seed_workers=loader.generator is None,
-        total_batch_size=assignment.plan.global_batch * assignment.stride if assignment.form == "rows" else None,
+        total_batch_size=total,
     )
-    shown: dict[str, Any] = {}
-    if assignment.form != "items":
-        shown["batch_sampler"] = PlannedSampler(assignment, loader.sampler, track)
-    if loader.batch_size is not None:
-        shown["batch_size"] = assignment.plan.rows
     return Loader.made(loader, parts, **shown)
 
 
-def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """The loader, beginning `num_batches` later in every epoch, every setting kept.
+Made = tuple[Source, int | None, dict[str, Any]]
+"""The source, samples in a global step when fixed, and attributes to show instead of the user's."""
 
-    Counts from the beginning of the epoch: a position loaded before is replaced, not added to.
-    """
-    if isinstance(loader, Loader):
-        return loader.skipping(num_batches)
-    raise PrepareError("only prepared loaders can skip yet")
+
+def _indexed_parts(
+    loader: DataLoader[Any],
+    ctx: ProcessContext,
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    slice_fn: SliceFn | None,
+) -> Made:
+    whole = _assignment(loader, ctx, config, seats)
+    fixed = whole.form == "rows"
+    shown: dict[str, Any] = {} if whole.form == "items" else {"batch_sampler": whole}
+    if loader.batch_size is not None:
+        shown["batch_size"] = whole.plan.rows
+    total = whole.plan.global_batch * whole.stride if fixed else None
+    if not config.dispatch_batches:
+        if whole.form == "items" and config.split_batches and seats.num_shards > 1:
+            raise ConfigError(
+                "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
+                "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
+            )
+        return IndexedSource(loader, whole, ctx.rank), total, shown
+    if slice_fn is None and not (whole.form == "items" and config.split_batches):
+        return _dispatched(IndexedSource(loader, whole, ctx.rank), IndexedReader(), ctx, seats), total, shown
+    alone = Seats(0, 1, (0,))
+    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank)
+    reader = _batch_reader(loader, config, seats, slice_fn)
+    return _dispatched(inner, reader, ctx, seats), total, shown
+
+
+def _stream_parts(
+    loader: DataLoader[Any],
+    ctx: ProcessContext,
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    slice_fn: SliceFn | None,
+) -> Made:
+    batch_size = loader.batch_size
+    split = config.split_batches
+    rows = 1 if batch_size is None else batch_size
+    drop_last = bool(loader.drop_last)
+    if batch_size is not None:
+        plan = plan_rows(
+            batch_size=batch_size,
+            num_shards=seats.num_shards,
+            shard=seats.shard,
+            split=split,
+            dispatch=bool(config.dispatch_batches),
+            drop_last=drop_last,
+            even=config.even_batches,
+        )
+        rows = plan.rows
+        total: int | None = plan.global_batch
+    else:
+        total = None
+    shown: dict[str, Any] = {} if batch_size is None else {"batch_size": rows}
+    batched = batch_size is not None
+    if config.dispatch_batches:
+        cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches)
+        inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
+        return _dispatched(inner, _batch_reader(loader, config, seats, slice_fn), ctx, seats), total, shown
+    sharing, dataset = _share_stream(loader.dataset, seats)
+    if split and not batched:  # every rank reads each batch and keeps its rows
+        cutting = Cutting(1, 0, 1, False, drop_last, config.even_batches, split=(seats.num_shards, seats.shard))
+        dataset = loader.dataset
+    else:
+        cutting = Cutting(seats.num_shards, seats.shard, rows, batched, drop_last, config.even_batches, sharing)
+    return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank), total, shown
+
+
+def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
+    """How this rank gets its part of a stream, and the stream to read."""
+    if seats.num_shards == 1:
+        return "strided", dataset
+    if is_hub_stream(dataset):
+        if dataset.num_shards >= seats.num_shards:
+            return "own", dataset.shard(num_shards=seats.num_shards, index=seats.shard)
+        log.info(
+            "the dataset has %d shard(s) for %d data-parallel processes, so each reads all of it and keeps its part; "
+            "%d or more shards would let each read only its own",
+            dataset.num_shards,
+            seats.num_shards,
+            seats.num_shards,
+        )
+        return "strided", dataset
+    return ("asked" if callable(getattr(dataset, "shard", None)) else "strided"), dataset
+
+
+def _dispatched(inner: Source, reader: Reader, ctx: ProcessContext, seats: Seats) -> Source:
+    return DispatchSource(inner, reader, ctx.world, seats)
+
+
+def _batch_reader(
+    loader: DataLoader[Any], config: DataLoaderConfiguration, seats: Seats, slice_fn: SliceFn | None
+) -> BatchReader:
+    drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+    return BatchReader(seats.num_shards, config.split_batches, config.even_batches, drop_last, slice_fn)
+
+
+def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
+    """What must be equal on all ranks, by the name a user knows it."""
+    dataset = loader.dataset
+    return {
+        "the dataset's length": len(dataset) if isinstance(dataset, Sized) else "unknown",
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        "the kind of sampler": type(loader.sampler).__name__,
+        "dispatch_batches": config.dispatch_batches,
+        "split_batches": config.split_batches,
+        "even_batches": config.even_batches,
+    }
 
 
 def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -> int:
@@ -75,38 +203,52 @@ def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -
     return seed
 
 
-def _assignment(loader: DataLoader[Any], ctx: ProcessContext, config: DataLoaderConfiguration) -> Assignment:
-    num_shards, shard = ctx.mesh.size(*BATCH), ctx.mesh.index(ctx.rank, *BATCH)
-    own = partial(order_of, seekable=config.use_seedable_sampler, comm=ctx.world)
+def _assignment(
+    loader: DataLoader[Any], ctx: ProcessContext, config: DataLoaderConfiguration, seats: Seats
+) -> Assignment:
+    num_shards, shard = seats.num_shards, seats.shard
+    comm = LocalComm() if config.dispatch_batches else ctx.world  # the rank that reads draws for itself
+    seekable = config.use_seedable_sampler
+    split, dispatch, even = config.split_batches, bool(config.dispatch_batches), config.even_batches
     batches = loader.batch_sampler
-    common = {
-        "split": config.split_batches,
-        "dispatch": bool(config.dispatch_batches),
-        "even": config.even_batches,
-    }
     if batches is None:  # batch_size=None: the dataset's items are the batches
-        plan = plan_batches(num_shards=num_shards, shard=shard, drop_last=False, **common)
-        return Assignment(own(loader.sampler), plan, "items")
+        plan = plan_batches(
+            num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=False, even=even
+        )
+        return Assignment(order_of(loader.sampler, seekable=seekable, comm=comm), plan, "items")
     if type(batches) is not BatchSampler:
         drop_last = bool(getattr(batches, "drop_last", False))
-        plan = plan_batches(num_shards=num_shards, shard=shard, drop_last=drop_last, **common)
-        split = (num_shards, shard) if config.split_batches else None
-        return Assignment(own(batches), plan, "batches", split)
-    order = own(batches.sampler)
+        plan = plan_batches(
+            num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=drop_last, even=even
+        )
+        shares = (num_shards, shard) if split else None
+        return Assignment(order_of(batches, seekable=seekable, comm=comm), plan, "batches", shares)
+    order = order_of(batches.sampler, seekable=seekable, comm=comm)
     stride = 1
     if isinstance(order, DistributedOrder):
-        check_distributed(order.sampler, num_shards, shard)
-        stride, num_shards, shard = num_shards, 1, 0
-        common["split"] = False
+        check_distributed(order.sampler, num_shards, shard, dispatch)
+        stride, num_shards, shard, split = num_shards, 1, 0, False
     plan = plan_rows(
-        batch_size=batches.batch_size, num_shards=num_shards, shard=shard, drop_last=batches.drop_last, **common
+        batch_size=batches.batch_size,
+        num_shards=num_shards,
+        shard=shard,
+        split=split,
+        dispatch=dispatch,
+        drop_last=batches.drop_last,
+        even=even,
     )
     return Assignment(order, plan, "rows", stride=stride)
 
 
 def _move(device: torch.device | None, config: DataLoaderConfiguration) -> Move | None:
-    if device is None or device.type == "cpu":
+    """What brings batches to the device, or None when they stay."""
+    if device is None:
         return None
+    if device.type == "cpu":
+        return LookAhead(config.prefetch) if config.prefetch else None
+    depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
+    if depth and kind_of(device).side_streams:
+        return Prefetch(device, depth, config.prefetch_skip_keys)
 
     def put(batch: Any) -> Any:  # Any: a batch of the user's
         return trees.to_device(batch, device, config.non_blocking, config.prefetch_skip_keys)

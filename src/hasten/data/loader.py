@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -164,6 +165,16 @@ class Loader(DataLoader[Any]):
         """
         parts = self.parts
         parts.track.place(decode(state, parts.source.unit, parts.source.size()))
+
+    @contextmanager
+    def even(self, even_batches: bool) -> Iterator[None]:
+        """A block in which epochs are begun with this `even_batches` instead of the configured one."""
+        parts = self.parts
+        self.parts = replace(parts, source=parts.source.copied(even_batches))
+        try:
+            yield
+        finally:
+            self.parts = parts
 
     def skipping(self, num_batches: int) -> Loader:
         """The same loader, beginning every epoch `num_batches` later; it shares this loader's position."""

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from hasten.comm.base import Comm
 from hasten.data.position import Position
 from hasten.data.shuffle import Indices, Shuffle, derive_seed
-from hasten.errors import DataError, PeerFailedError
+from hasten.errors import ConfigError, DataError, PeerFailedError
 
 _SHARED_CHUNK: Final = 1024
 _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
@@ -247,8 +247,13 @@ def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sa
     return SharedOrder(sampler, comm)
 
 
-def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int) -> None:
+def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:
     """Raise unless the user's DistributedSampler deals samples out as the mesh does."""
+    if dispatch:
+        raise ConfigError(
+            "dispatch_batches=True with a DistributedSampler: the one rank that reads would see its own part only, and "
+            "the rest would never be read. Leave the sampler out: prepare() shards the loader by itself."
+        )
     if (sampler.num_replicas, sampler.rank) != (num_shards, shard):
         raise DataError(
             f"the loader's DistributedSampler has num_replicas={sampler.num_replicas} and rank={sampler.rank}, and this "

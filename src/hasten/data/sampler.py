@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
-from typing import Any, Literal, NamedTuple
+from itertools import chain, islice, zip_longest
+from typing import Any, Literal, NamedTuple, cast
 
 from torch.utils.data import BatchSampler
 
 from hasten.data.order import DistributedOrder, Order
 from hasten.data.plan import LoaderPlan, cut
 from hasten.data.position import Position, Unit
+from hasten.data.shuffle import Indices
 from hasten.errors import DataError
 
 Form = Literal["rows", "batches", "items"]
@@ -54,6 +55,10 @@ class Assignment:
         size = self.order.size()
         return None if size is None else self.plan.steps(size)
 
+    def evened(self, even: bool | None) -> Assignment:
+        """The same assignment with another `even_batches`, when one is given."""
+        return self if even is None else replace(self, plan=replace(self.plan, even=even))
+
     def reached(self, start: int, steps: int) -> int:
         """The global position after `steps` steps from global position `start`."""
         return self.plan.consumed(self.order.size(), steps, start // self.stride) * self.stride
@@ -63,35 +68,54 @@ class Assignment:
 
         Raises: DataError when the position cannot be reached with the user's own DistributedSampler.
         """
+        start = self._start(at)
+        seek = self._seek(at)
+        if seek is not None:
+            return self._sought(seek, start)
+        shards = [self.plan.shard]
+        lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards))
+        own = (lot for lot in lots if lot is not None)
+        return own if self.split is None else (self._share_of(lot, self.split[1]) for lot in own)
+
+    def rounds(self, at: Position) -> Iterator[list[Lot | None]]:
+        """The batches of all ranks, step by step, for the rank that reads for them; None for a rank without one."""
+        start = self._start(at)
+        seek = self._seek(at)
+        if seek is not None:
+            shards = range(self.plan.num_shards)
+            return map(list, zip_longest(*(self._sought(seek, start, shard) for shard in shards)))
+        rounds = self._drawn(self.order.draw(at), start, range(self.plan.num_shards))
+        return rounds if self.split is None else map(self._shares_of, rounds)
+
+    def _start(self, at: Position) -> int:
         if at.consumed % self.stride:
             raise DataError(
                 f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
                 f"DistributedSampler deals to, so samples would be lost or read twice. Resume on a number of processes "
                 f"that divides {at.consumed}, or leave the sampler out: prepare() shards the loader by itself."
             )
-        start = at.consumed // self.stride
-        seek = self.order.seek(at)
-        if seek is not None and self.form != "batches":
-            lots = self._sought(seek, start)
-        else:
-            lots = self._drawn(self.order.draw(at), start)
-        return lots if self.split is None else map(self._share_of, lots)
+        return at.consumed // self.stride
 
-    def _sought(self, seek: Any, start: int) -> Iterator[Lot]:  # Any: a function on index arrays
-        plan = self.plan
+    def _seek(self, at: Position) -> Callable[[Indices], Indices] | None:
+        return self.order.seek(at) if self.form != "batches" else None
+
+    def _sought(self, seek: Callable[[Indices], Indices], start: int, shard: int | None = None) -> Iterator[Lot]:
+        plan = self.plan if shard is None else replace(self.plan, shard=shard)
         size = self.order.size()
         assert size is not None, "an order that can be computed has a size"
+        rows = self.form == "rows"
         left, tail = plan.steps(size, start), plan.tail(size, start)
         for positions in plan.assign(size, start):
-            for indices in seek(positions.reshape(-1)).reshape(positions.shape).tolist():
+            found = seek(positions.reshape(-1)).reshape(positions.shape)
+            for indices in cast(list[list[int]], found.tolist()):
                 left -= 1
                 if left:
-                    yield Lot(indices if self.form == "rows" else indices[0], None, False)
+                    yield Lot(indices if rows else indices[0], None, False)
                 else:
                     real = None if tail is None or tail.real == tail.rows else tail.real
-                    yield Lot(indices if self.form == "rows" else indices[0], real, True)
+                    yield Lot(indices if rows else indices[0], real, True)
 
-    def _drawn(self, units: Iterator[Any], start: int) -> Iterator[Lot]:
+    def _drawn(self, units: Iterator[Any], start: int, shards: Sequence[int]) -> Iterator[list[Lot | None]]:
         """Cut batches out of units that can only be drawn one after the other."""
         plan = self.plan
         head = list(islice(units, plan.num_shards))
@@ -101,19 +125,23 @@ class Assignment:
         done = start
         while block:
             following = list(islice(units, plan.global_batch)) if len(block) == plan.global_batch else []
-            mine, real = self._take(block, head)
-            if mine:
-                last = not self._take(following, head)[0]
-                yield Lot(mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
+            yield [self._lot(block, following, head, shard, done) for shard in shards]
             done += plan.rows
             block = following
 
-    def _take(self, block: list[Any], head: list[Any]) -> tuple[list[Any], int]:
-        """This rank's share of a block, padded from the head of the epoch, and how much of it is real."""
+    def _lot(self, block: list[Any], following: list[Any], head: list[Any], shard: int, done: int) -> Lot | None:
+        mine, real = self._take(block, head, shard)
+        if not mine:
+            return None
+        last = not self._take(following, head, shard)[0]
+        return Lot(mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
+
+    def _take(self, block: list[Any], head: list[Any], shard: int) -> tuple[list[Any], int]:
+        """A rank's share of a block, padded from the head of the epoch, and how much of it is real."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
-        share = cut(len(block), plan.num_shards, plan.shard, plan.even)
+        share = cut(len(block), plan.num_shards, shard, plan.even)
         mine = block[share.first : share.first + share.rows]
         pads = range(max(share.first, len(block)), share.first + share.rows)
         mine.extend(head[(place - len(block)) % len(head)] for place in pads)
@@ -124,10 +152,15 @@ class Assignment:
             real = min(max(self.order.num_real() - done, 0), rows)
         return None if real == rows else real
 
-    def _share_of(self, lot: Lot) -> Lot:
+    def _shares_of(self, round_: list[Lot | None]) -> list[Lot | None]:
         assert self.split is not None, "only split assignments share batches"
-        num_shares, share = self.split
-        size = len(lot.indices)
+        lot = round_[0]
+        assert lot is not None, "a drawn batch is there for everyone"
+        return [self._share_of(lot, share) for share in range(self.split[0])]
+
+    def _share_of(self, lot: Lot, share: int) -> Lot:
+        assert self.split is not None, "only split assignments share batches"
+        num_shares, size = self.split[0], len(lot.indices)
         mine = cut(size, num_shares, share, self.plan.even)
         if not mine.rows:
             raise DataError(

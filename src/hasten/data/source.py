@@ -49,8 +49,8 @@ class Source(Protocol):
         """The position `num_batches` of this rank's batches after `start`."""
         ...
 
-    def copied(self) -> Source:
-        """A source over the same data that can be iterated on its own."""
+    def copied(self, even: bool | None = None) -> Source:
+        """A source over the same data that can be iterated on its own, with another `even_batches` when given."""
         ...
 
 
@@ -80,7 +80,11 @@ class IndexedSource:
         return self.assignment.order.begin(at)
 
     def open(self, at: Position) -> Iterator[Item]:
-        notes = self._feed.load(self.assignment.lots(at))
+        return self.read(self.assignment.lots(at), at)
+
+    def read(self, lots: Iterator[Lot], at: Position) -> Iterator[Item]:
+        """The batches of the given lots, which begin at `at`."""
+        notes = self._feed.load(lots)
         return self._read(iter(self.engine), notes, at)
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
@@ -89,8 +93,8 @@ class IndexedSource:
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
 
-    def copied(self) -> IndexedSource:
-        return IndexedSource(self._loader, self.assignment, self._rank)
+    def copied(self, even: bool | None = None) -> IndexedSource:
+        return IndexedSource(self._loader, self.assignment.evened(even), self._rank)
 
     def _read(self, batches: Iterator[Any], notes: deque[Lot], at: Position) -> Iterator[Item]:
         take = notes.popleft

@@ -1,0 +1,129 @@
+"""How the reading rank of a dispatching loader forms each step: from indices cut beforehand, or from whole batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from hasten import trees
+from hasten.data.dispatch import Round
+from hasten.data.iterable import split_batch
+from hasten.data.plan import cut
+from hasten.data.position import Position
+from hasten.data.sampler import Lot
+from hasten.data.source import IndexedSource, Item, Source
+
+# Any in this file: batches are the user's own objects.
+T = TypeVar("T")
+SliceFn = Callable[..., Any]
+"""`slice_fn(batch, slice, process_index, num_processes)`: that process's rows of a global batch."""
+
+
+class IndexedReader:
+    """Map-style data: the indices are cut for every rank first, so each part is read and collated as its own batch."""
+
+    per_round = 1
+
+    def evened(self, even: bool | None) -> IndexedReader:
+        return self
+
+    def steps(self, source: Source) -> int | None:
+        return source.steps()
+
+    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+        assert isinstance(source, IndexedSource), "indices are cut for indexed data only"
+        lots = with_next(source.assignment.rounds(at))
+        plans: deque[tuple[list[Lot | None], bool]] = deque()
+
+        def flat() -> Iterator[Lot]:
+            for step, following in lots:
+                plans.append((step, following is not None))
+                yield from (lot for lot in step if lot is not None)
+
+        items = source.read(flat(), at)
+        for first in items:
+            step, more = plans.popleft()
+            rest = islice(items, sum(lot is not None for lot in step) - 1)
+            read = chain([first], rest)
+            yield Round([None if lot is None else next(read) for lot in step], more)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReader:
+    """Whole batches of a source that reads for everyone: dealt out one a rank, or split by rows."""
+
+    num_shards: int
+    split: bool
+    even: bool
+    drop_last: bool
+    slice_fn: SliceFn | None = None
+
+    def evened(self, even: bool | None) -> BatchReader:
+        return self if even is None else replace(self, even=even)
+
+    @property
+    def per_round(self) -> int:
+        return 1 if self.split else self.num_shards
+
+    def steps(self, source: Source) -> int | None:
+        batches = source.steps()
+        if batches is None:
+            return None
+        full, tail = divmod(batches, self.per_round)
+        return full + int(tail > 0 and not self.drop_last)
+
+    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+        items = source.open(at)
+        first: Any = None
+        for group, following in with_next(self._groups(items)):
+            if first is None:
+                first = trees.map_leaves(lambda leaf: leaf, group[0][0])  # users take their batches apart
+            parts = self._parts(group, first)
+            go_on = self.num_shards if following and (self.even or self.split) else len(following or ())
+            mark = group[-1][3]
+            dealt: list[Item | None] = [(*part, shard >= go_on, mark) for shard, part in enumerate(parts)]
+            yield Round(dealt + [None] * (self.num_shards - len(dealt)), following is not None)
+
+    def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, int | None]]:
+        """Batch and number of real rows for each rank that has a part in the step."""
+        if self.slice_fn is not None:
+            return self._sliced(group, first)
+        if self.split:
+            shards = range(self.num_shards)
+            return [split_batch(group[0][0], self.num_shards, shard, self.even) for shard in shards]
+        parts: list[tuple[Any, int | None]] = [(item[0], item[1]) for item in group]
+        if self.even:
+            parts += [(first, 0)] * (self.num_shards - len(parts))
+        return parts
+
+    def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
+        while group := list(islice(items, self.per_round)):
+            if len(group) == self.per_round or not self.drop_last:
+                yield group
+
+    def _sliced(self, group: list[Item], first: Any) -> list[tuple[Any, int | None]]:
+        assert self.slice_fn is not None, "only called with a slice function"
+        whole = trees.concat([item[0] for item in group])
+        size = trees.batch_size(whole) or 0
+        shares = [cut(size, self.num_shards, shard, self.even) for shard in range(self.num_shards)]
+        missing = shares[-1].first + shares[-1].rows - size
+        if missing > 0:
+            whole = trees.concat([whole, trees.slice_rows(first, slice(0, missing))])
+        return [
+            (
+                self.slice_fn(whole, slice(share.first, share.first + share.rows), shard, self.num_shards),
+                None if share.real == share.rows else share.real,
+            )
+            for shard, share in enumerate(shares)
+        ]
+
+
+def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
+    """Each step together with the one that follows it."""
+    ahead = next(steps, None)
+    while ahead is not None:
+        step, ahead = ahead, next(steps, None)
+        yield step, ahead

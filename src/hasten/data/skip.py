@@ -1,0 +1,81 @@
+"""skip_first_batches: the same loader, beginning later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from hasten.data.loader import Loader
+from hasten.data.source import engine_of
+from hasten.errors import ConfigError
+
+# Any in this file: batches and indices are the user's own objects.
+
+
+class SkippedBatches(BatchSampler):
+    """The user's batch sampler without its first batches."""
+
+    def __init__(self, batches: Any, num_batches: int) -> None:
+        self.batches = batches
+        self.num_batches = num_batches
+        self.sampler = getattr(batches, "sampler", None)  # type: ignore[assignment] # shown as the user's has it
+        self.batch_size = getattr(batches, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batches, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        if type(self.batches) is BatchSampler and type(self.sampler) is SequentialSampler:
+            start = self.num_batches * self.batch_size
+            left = range(start, max(len(self.sampler), start))
+            return iter(BatchSampler(left, self.batch_size, self.drop_last))
+        return islice(iter(self.batches), self.num_batches, None)
+
+    def __len__(self) -> int:
+        return max(len(self.batches) - self.num_batches, 0)
+
+
+class SkippedItems:
+    """The user's sampler, or a loader's batches, without the first ones."""
+
+    def __init__(self, items: Any, num_items: int) -> None:
+        self.items = items
+        self.num_items = num_items
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.items), self.num_items, None)
+
+    def __len__(self) -> int:
+        return max(len(self.items) - self.num_items, 0)
+
+
+class SkippingLoader(DataLoader[Any]):
+    """A loader over a stream that reads past its first batches."""
+
+    skip: int
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
+        return islice(super().__iter__(), self.skip, None)
+
+    def __len__(self) -> int:
+        return max(super().__len__() - self.skip, 0)
+
+
+def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """The loader, beginning `num_batches` later in every epoch, every setting kept.
+
+    Counts from the beginning of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
+    Costs nothing but arithmetic for prepared map-style data; a stream has to be read past them.
+    """
+    if num_batches < 0:
+        raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")
+    if isinstance(loader, Loader):
+        return loader.skipping(num_batches)
+    if loader.batch_sampler is None:
+        return engine_of(loader, sampler=SkippedItems(loader.sampler, num_batches))
+    if loader._dataset_kind:  # torch's mark of a stream: its samplers carry no indices
+        stream = SkippingLoader.__new__(SkippingLoader)
+        stream.__dict__.update(loader.__dict__, _iterator=None, skip=num_batches)
+        return stream
+    return engine_of(loader, batch_sampler=SkippedBatches(loader.batch_sampler, num_batches))

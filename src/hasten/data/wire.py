@@ -1,0 +1,126 @@
+"""One scatter a step: trees of any shape packed into equal byte buffers, each rank receiving only its own."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hasten import trees
+from hasten.comm.base import Comm
+
+# Any in this file: what travels is the user's own tree.
+_ALIGN: Final = 64
+_HEADER: Final = 64  # bytes: (room needed, length of the skeleton), padded to the alignment
+_FIRST_ROOM: Final = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class _Hole:
+    """Stands for a tensor in the pickled skeleton."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Wire:
+    """Sends one tree a rank from the first member of a group, in one message while the sizes do not grow."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._room = _FIRST_ROOM
+        self._buffers: list[Tensor] = []
+
+    def send(self, parts: Sequence[Any], place: Sequence[int]) -> None:
+        """Send `parts[place[r]]` to member r. Ranks: the first member only, while the others `receive`."""
+        packed = [_Packed.of(part) for part in parts]
+        need = max(one.num_bytes for one in packed)
+        if need > self._room:
+            notice = self._buffer(0)
+            notice[:_HEADER].view(torch.int64)[0] = need
+            self._scatter([notice] * self._comm.size)
+            self._grow(need)
+        filled = []
+        for index, one in enumerate(packed):
+            buffer = self._buffer(index)
+            one.write(buffer, need)
+            filled.append(buffer)
+        self._scatter([filled[where] for where in place])
+
+    def receive(self) -> Any:
+        """What the first member sent here."""
+        while True:
+            buffer = self._scatter(None)
+            need, length = buffer[:_HEADER].view(torch.int64)[:2].tolist()
+            if need <= self._room:
+                return _unpack(buffer, length)
+            self._grow(need)
+
+    def _scatter(self, parts: Sequence[Tensor] | None) -> Tensor:
+        return self._comm.scatter(parts, torch.empty(self._room, dtype=torch.uint8))
+
+    def _grow(self, need: int) -> None:
+        self._room = -(-need // 4096) * 4096
+        self._buffers.clear()
+
+    def _buffer(self, index: int) -> Tensor:
+        while len(self._buffers) <= index:
+            self._buffers.append(torch.empty(self._room, dtype=torch.uint8))
+        return self._buffers[index]
+
+
+class _Packed:
+    """A tree ready to be written: the pickled skeleton and the tensors with their places."""
+
+    def __init__(self, skeleton: bytes, tensors: list[tuple[_Hole, Tensor]], num_bytes: int) -> None:
+        self.skeleton = skeleton
+        self.tensors = tensors
+        self.num_bytes = num_bytes
+
+    @classmethod
+    def of(cls, tree: Any) -> _Packed:
+        held: list[tuple[_Hole, Tensor]] = []
+        offset = 0
+
+        def dig(x: Tensor) -> Any:
+            nonlocal offset
+            if x.layout != torch.strided or x.is_quantized or type(x) is not Tensor:
+                return x  # travels inside the pickle
+            hole = _Hole(offset, tuple(x.shape), x.dtype)
+            held.append((hole, x))
+            offset += _aligned(x.numel() * x.element_size())
+            return hole
+
+        skeleton = pickle.dumps(trees.map_tensors(dig, tree), protocol=5)
+        return cls(skeleton, held, _HEADER + _aligned(len(skeleton)) + offset)
+
+    def write(self, buffer: Tensor, need: int) -> None:
+        length = len(self.skeleton)
+        head = buffer[:_HEADER].view(torch.int64)
+        head[0], head[1] = need, length
+        buffer[_HEADER : _HEADER + length] = torch.frombuffer(bytearray(self.skeleton), dtype=torch.uint8)
+        body = _HEADER + _aligned(length)
+        for hole, x in self.tensors:
+            _view(buffer, body, hole).copy_(x)
+
+
+def _unpack(buffer: Tensor, length: int) -> Any:
+    raw = buffer[_HEADER : _HEADER + length].numpy().tobytes()
+    body = _HEADER + _aligned(length)
+    skeleton = pickle.loads(raw)  # from the rank that runs the same program, never from a file
+    return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _Hole) else leaf, skeleton)
+
+
+def _view(buffer: Tensor, body: int, hole: _Hole) -> Tensor:
+    num_bytes = hole.dtype.itemsize * int(torch.Size(hole.shape).numel())
+    first = body + hole.offset
+    return buffer[first : first + num_bytes].view(hole.dtype).reshape(hole.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
