@@ -116,8 +116,8 @@ _DISTRIBUTED: Final = MappingProxyType[str, tuple[tuple[Path, Any], ...]](
         for device in ("GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
     }
 )
-MARKS: Final = (
-    frozenset({"compute_environment", "distributed_type", "fp16", *SWITCHES, *_NESTED, *_SAGEMAKER, *_GONE, *_TOP})
+MARKS: Final = frozenset(
+    {"compute_environment", "distributed_type", "fp16", *SWITCHES, *_NESTED, *_SAGEMAKER, *_GONE, *_TOP}
     - Config.__dataclass_fields__.keys()
 )
 """Top-level keys that only an Accelerate file has."""

@@ -61,7 +61,9 @@ def walk(cls: type[Section] = Config, path: Path = (), prefix: str = "", group: 
             yield from walk(inner, (*path, name), inner_prefix, meta.help if not path else group)
         else:
             flag = meta.flag or prefix + name
-            yield FieldInfo((*path, name), cls, spec.type, default_of(cls, name), meta, flag, group)
+            default = default_of(cls, name)
+            fixed = MappingProxyType(default) if isinstance(default, dict) else default
+            yield FieldInfo((*path, name), cls, spec.type, fixed, meta, flag, group)
 
 
 FIELDS: Final[tuple[FieldInfo, ...]] = tuple(walk())

@@ -40,10 +40,10 @@ def main(control_fd: int, folder: str) -> None:
     """Import everything, then serve the pool until it closes its end; then remove its folder and its workers."""
     torch.set_num_threads(1)
     for name in PRELOAD:
-        importlib.import_module(name)
+        importlib.import_module(name)  # a list rather than imports: for their effect, in the forking process only
     for name in IF_INSTALLED:
         if importlib.util.find_spec(name.partition(".")[0]):
-            importlib.import_module(name)
+            importlib.import_module(name)  # only where pytest is installed
     gc.collect()
     gc.freeze()  # the workers' collectors never look at what was imported here, so the pages stay shared
     control = socket.socket(fileno=control_fd)
