@@ -90,6 +90,14 @@ def flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
     raise ConfigError(f"{name}={value!r} is neither yes nor no, so it would be guessed; set {name} to 1 or 0.")
 
 
+def put_default(name: str, value: str) -> bool:
+    """Set `name` unless it is set, for a library below that reads nothing but the environment; whether it was done."""
+    if name in os.environ:
+        return False
+    os.environ[name] = value
+    return True
+
+
 @contextmanager
 def restored() -> Iterator[None]:
     """Put the environment back as it was at the start when the block ends."""

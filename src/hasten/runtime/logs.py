@@ -1,0 +1,155 @@
+"""Loggers that know their rank, and the banner that shows at the start what a run is; no torch."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hasten.errors import CommError, TopologyError
+from hasten.runtime import env
+from hasten.runtime.topology import Topology
+
+LIBRARY: Final = "hasten"
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that speaks on the main process only, unless a call says otherwise.
+
+    Every logging method takes two more keywords. `main_process_only=False` logs on every rank, with the rank in front.
+    `in_order=True` beside it logs one rank after the other; such a call is for every rank, whatever its level.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._settled = logger.level != logging.NOTSET
+        self._said: set[tuple[str, str]] = set()
+
+    def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
+        """Whether a record of this level would be made on a process that may speak."""
+        if not self._settled:  # on first use and not before, because loggers are made when modules are imported
+            self._settled = True
+            if name := env.log_level(env.snapshot()):
+                self.logger.setLevel(name)
+        return self.logger.isEnabledFor(level)
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:  # Any: what logging takes
+        """Log on the main process, or as the keywords say.
+
+        Raises: CommError if an order is asked for before the processes can talk to each other.
+        """
+        main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        enabled = self.isEnabledFor(level)
+        in_order = in_order and not main_only
+        if not enabled and not in_order:
+            return
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+        rank, world_size = _place()
+        if not main_only and world_size > 1:
+            msg = f"[RANK {rank}] {msg}"
+        turns = range(world_size) if in_order else (rank if not main_only else 0,)
+        for turn in turns:
+            if turn == rank and enabled:
+                self.logger.log(level, msg, *args, **kwargs)
+            if in_order and world_size > 1:
+                _barrier(rank, world_size)
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:  # Any: what logging takes
+        """Log a warning the first time this logger is asked to say it."""
+        key = (str(msg), repr(args))
+        if key not in self._said:
+            self._said.add(key)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """The logger `name`, speaking on the main process only unless a call says otherwise.
+
+    Its level is `log_level`, else HASTEN_LOG_LEVEL, else as logging is set up; the root logger is never touched.
+    Works at any time: the rank is that of the process group if there is one, else what the launcher's variables say.
+    """
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        logger.setLevel(log_level.upper() if isinstance(log_level, str) else log_level)
+    return RankLogger(logger)
+
+
+def show_logs(level: str | int = "INFO") -> Callable[[], None]:
+    """Make hasten's own log visible from `level` up, on stderr if no handler is set up; returns what undoes it."""
+    logger = logging.getLogger(LIBRARY)
+    before = logger.level
+    logger.setLevel(level)
+    handler: logging.Handler | None = None
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        logger.addHandler(handler)
+
+    def undo() -> None:
+        logger.setLevel(before)
+        if handler is not None:
+            logger.removeHandler(handler)
+
+    return undo
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size: of the process group if there is one, else as the environment says."""
+    dist = sys.modules.get("torch.distributed")  # not imported by this file: a log line must not cost seconds
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        topology = Topology.from_env(env.snapshot())
+    except TopologyError:  # whoever starts the process group reports it; no log line may be lost over it
+        return 0, 1
+    return topology.rank, topology.world_size
+
+
+def _barrier(rank: int, world_size: int) -> None:
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        raise CommError(
+            f"in_order=True was asked for on rank {rank} of {world_size} before there is a process group, so the ranks cannot "
+            f"wait for each other; create the Accelerator first, or log without in_order."
+        )
+    dist.barrier()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """What a process found and decided at its start, in words."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    node_rank: int
+    source: str
+    device: str
+    backend: str | None = None
+    mesh: str = ""
+    wrapping: Sequence[str] = ()
+    sampler: Sequence[str] = ()
+    accumulation: int = 1
+    precision: str = "no"
+    notes: Sequence[str] = ()
+
+
+def banner(facts: StartUp) -> str:
+    """The facts as lines to read, for the start of a run in debug mode."""
+    rows: list[tuple[str, str]] = [("device", facts.device), ("backend", facts.backend or "none: one process")]
+    if facts.mesh:
+        rows.append(("mesh", facts.mesh))
+    rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]
+    rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
+    step = "every batch" if facts.accumulation == 1 else f"every {facts.accumulation} batches"
+    rows += [("accumulation", f"{facts.accumulation} (one update {step})"), ("precision", facts.precision)]
+    rows += [("note", line) for line in facts.notes]
+    shown, last = [], ""
+    for label, value in rows:
+        shown.append(f"  {label if label != last else '':<13} {value}")
+        last = label
+    head = f"hasten: rank {facts.rank} of {facts.world_size}, local rank {facts.local_rank} on node {facts.node_rank}"
+    return "\n".join([f"{head} (from {facts.source})", *shown])

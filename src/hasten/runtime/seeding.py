@@ -1,0 +1,224 @@
+"""Random generators: seeding them, keeping and restoring their state without pickle, making ranks agree on it."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.comm.base import Comm
+from hasten.errors import ConfigError, CorruptCheckpointError, DeviceError
+from hasten.optional import need
+from hasten.runtime import env
+from hasten.runtime.topology import Topology
+
+log = logging.getLogger(__name__)
+
+RNG_TYPES: Final = ("python", "numpy", "torch", "device", "generator")
+_CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False, *, rank: int | None = None) -> int:
+    """Seed python, numpy, torch and every device; returns the seed that was used on this rank.
+
+    `device_specific` adds the rank, so that ranks draw different numbers (`rank` is looked up if not given).
+    `deterministic` also makes torch refuse operations whose result depends on thread or kernel timing.
+    Raises: ConfigError for a negative seed.
+    """
+    if seed < 0:
+        raise ConfigError(f"seed={seed} is negative, which numpy and torch do not take; choose one from 0 up.")
+    if device_specific:
+        seed += _rank() if rank is None else rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # seeds every accelerator that torch knows as well
+    if deterministic:
+        _make_deterministic()
+    return seed
+
+
+def _make_deterministic() -> None:
+    if torch.cuda.is_available() and env.put_default(_CUBLAS, ":4096:8"):
+        log.info("set %s=:4096:8, without which cuBLAS refuses to be deterministic", _CUBLAS)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return Topology.from_env(env.snapshot()).rank
+
+
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """The state of every generator of one process: tensors, numbers and words only, so nothing needs pickle.
+
+    `to_tree()` gives
+        {"python": {"version": int, "words": int64[625], "gauss": float | None},
+         "numpy":  {"kind": "MT19937", "words": int64[624], "position": int, "has_gauss": int, "gauss": float},
+         "torch":  uint8[n],
+         "device": {"type": "cuda", "state": uint8[n]} | None}
+    """
+
+    python: Mapping[str, Any]  # Any: tensors beside numbers, as drawn above
+    numpy: Mapping[str, Any]
+    cpu: Tensor
+    device: Mapping[str, Any] | None
+
+    @classmethod
+    def capture(cls, device: torch.device | str = "cpu") -> RngState:
+        """The state of all generators now; of the devices, only that of `device`, the one this process works on."""
+        version, words, gauss = random.getstate()
+        kind, state, position, has_gauss, cached = np.random.get_state()
+        words_np = torch.from_numpy(np.asarray(state).astype(np.int64))
+        place = torch.device(device)
+        return cls(
+            python={"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+            numpy={
+                "kind": str(kind),
+                "words": words_np,
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(cached),
+            },
+            cpu=torch.get_rng_state(),
+            device=None if place.type == "cpu" else {"type": place.type, "state": _device_state(place)},
+        )
+
+    def restore(self, device: torch.device | str = "cpu", missing: Literal["error", "warn"] = "error") -> None:
+        """Set all generators to this state.
+
+        `missing` says what happens if the state was captured on another kind of device, so that the generator of
+        `device` cannot be restored.
+        Raises: DeviceError in that case, unless it is to be a warning.
+        """
+        place = torch.device(device)
+        saved = "cpu" if self.device is None else str(self.device["type"])
+        if saved != place.type:
+            message = (
+                f"the random state was captured on {saved!r} and this process works on {place.type!r}, so dropout and other "
+                f"draws there will differ from the run that was saved"
+            )
+            if missing == "error":
+                raise DeviceError(f"{message}. Resume on {saved!r}, or accept it by restoring with missing='warn'.")
+            log.warning("%s.", message)
+        random.setstate((self.python["version"], tuple(self.python["words"].tolist()), self.python["gauss"]))
+        n = self.numpy
+        np.random.set_state(
+            (n["kind"], n["words"].numpy().astype(np.uint32), n["position"], n["has_gauss"], n["gauss"])
+        )
+        torch.set_rng_state(self.cpu)
+        if self.device is not None and saved == place.type:
+            _set_device_state(place, self.device["state"])
+
+    def to_tree(self) -> dict[str, Any]:  # Any: a tree of tensors and JSON values
+        """The state as nested dicts of tensors and JSON values."""
+        device = None if self.device is None else dict(self.device)
+        return {"python": dict(self.python), "numpy": dict(self.numpy), "torch": self.cpu, "device": device}
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> RngState:
+        """The state in `tree`, as `to_tree` made it.
+
+        Raises: CorruptCheckpointError if it is not one.
+        """
+        try:
+            python, numpy, device = tree["python"], tree["numpy"], tree["device"]
+            gauss = python["gauss"]
+            return cls(
+                python={
+                    "version": int(python["version"]),
+                    "words": _words(python["words"], torch.int64, 625),
+                    "gauss": None if gauss is None else float(gauss),
+                },
+                numpy={
+                    "kind": str(numpy["kind"]),
+                    "words": _words(numpy["words"], torch.int64, 624),
+                    "position": int(numpy["position"]),
+                    "has_gauss": int(numpy["has_gauss"]),
+                    "gauss": float(numpy["gauss"]),
+                },
+                cpu=_words(tree["torch"], torch.uint8, None),
+                device=None
+                if device is None
+                else {"type": str(device["type"]), "state": _words(device["state"], torch.uint8, None)},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptCheckpointError(
+                f"the saved random state cannot be read: {type(error).__name__}: {error}. Without it the run would continue with "
+                f"other random numbers; use another checkpoint, or load without random states."
+            ) from error
+
+
+def _words(value: object, dtype: torch.dtype, count: int | None) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype != dtype or value.dim() != 1 or count not in (None, len(value)):
+        shape = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"expected a {dtype} vector{f' of {count}' if count else ''}, found {shape}")
+    return value.cpu()
+
+
+def _device_state(device: torch.device) -> Tensor:
+    """The state of the device's default generator, as bytes on the CPU."""
+    if device.type == "xla":
+        seed = need("torch_xla.core.xla_model").get_rng_state()
+        return torch.tensor([seed], dtype=torch.int64).view(torch.uint8)
+    module = torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return state.cpu()
+
+
+def _set_device_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "xla":
+        need("torch_xla.core.xla_model").set_rng_state(int(state.view(torch.int64).item()))
+        return
+    module = torch.get_device_module(device)
+    if device.type == "mps":
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
+def synchronize_rng_states(
+    types: Sequence[str], comm: Comm, generator: torch.Generator | None = None, src: int = 0
+) -> None:
+    """Give every member of `comm` the generator states of member `src`.
+
+    `types` are of "python", "numpy", "torch", "device" (or the name of the device's kind), and "generator", which
+    means the `generator` that is passed. Ranks: every member.
+    Raises: ConfigError for an unknown type, or "generator" without one.
+    """
+    kinds = {_checked_type(name, comm.device) for name in types}
+    if "generator" in kinds and generator is None:
+        raise ConfigError(
+            "synchronize_rng_states was asked for 'generator' without a generator, so ranks would shuffle differently; pass "
+            "generator=..., or leave 'generator' out."
+        )
+    state = RngState.capture(comm.device)
+    mine: dict[str, Any] = {
+        name: state.to_tree()[name] for name in ("python", "numpy", "torch", "device") if name in kinds
+    }
+    if "generator" in kinds and generator is not None:
+        mine["generator"] = generator.get_state()
+    theirs: dict[str, Any] = comm.broadcast_object(mine, src)
+    if generator is not None and "generator" in theirs:
+        generator.set_state(theirs.pop("generator"))
+    RngState.from_tree({**state.to_tree(), **theirs}).restore(comm.device)
+
+
+def _checked_type(name: str, device: torch.device) -> str:
+    if name in RNG_TYPES:
+        return name
+    if name == device.type:
+        return "device" if name != "cpu" else "torch"
+    raise ConfigError(
+        f"rng type {name!r} is not known on a process that works on {device.type!r}; use some of {', '.join(RNG_TYPES)}."
+    )
