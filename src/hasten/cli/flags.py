@@ -39,10 +39,13 @@ class SettingAction(argparse.Action):
     ) -> None:
         """Append the entry to `namespace.settings`."""
         flag = option_string or ""
-        negated = self.takes_word and flag.startswith(("--no-", "--no_")) and not _names_itself_no(self.path)
-        value = "false" if negated else values
+        value = "false" if self.negated_by(flag) else values
         settings = getattr(namespace, "settings", None) or []
         namespace.settings = [*settings, *_entries(self.path, value, flag)]
+
+    def negated_by(self, flag: str) -> bool:
+        """Whether the flag as typed is the opposite of the setting."""
+        return self.takes_word and flag.startswith(("--no-", "--no_")) and not _names_itself_no(self.path)
 
 
 def _names_itself_no(path: Path) -> bool:
@@ -131,7 +134,7 @@ class SettingsParser(argparse.ArgumentParser):
                     made += [rest.pop(0)] if rest else []
             elif has_value:
                 made.append(word)
-            elif rest and rest[0].lower() in _BOOLEAN_WORDS and not name.startswith(("--no-", "--no_")):
+            elif rest and rest[0].lower() in _BOOLEAN_WORDS and not action.negated_by(name):
                 made.append(f"{name}={rest.pop(0)}")
             else:
                 made.append(f"{name}=true")

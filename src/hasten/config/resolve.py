@@ -59,7 +59,7 @@ def resolve(
         entries += from_code(code or {})
     entries += _still_standing(handed, entries)
     decoded, said = decode_all(entries, problems)
-    winners, shadowed = _merge(decoded, problems)
+    winners, shadowed = merge(decoded, problems)
     problems.settle()
     winners, shadowed, chosen = settle_choices(winners, shadowed, problems)
     problems.settle()
@@ -94,7 +94,7 @@ def decode_all(entries: Iterable[Entry], problems: Problems) -> tuple[list[Entry
     return decoded, said
 
 
-def _merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entry], dict[Path, tuple[Entry, ...]]]:
+def merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entry], dict[Path, tuple[Entry, ...]]]:
     """Return for each setting the entry of the strongest source, and those it replaced."""
     by_path: dict[Path, list[Entry]] = {}
     for entry in entries:

@@ -1,0 +1,207 @@
+"""Laws that hold for every settings class and every single field, in loops over the schema."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+
+from hasten.cli.flags import SettingsParser
+from hasten.config import files, handoff
+from hasten.config.base import Section, default_of, given, meta_of
+from hasten.config.decode import decode, encode
+from hasten.config.established import from_established_environment
+from hasten.config.layers import Problems, from_code, from_environment
+from hasten.config.resolve import Resolved, build, decode_all, merge, resolve
+from hasten.config.root import Config
+from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, FieldInfo, subsection
+from hasten.config.source import PRECEDENCE, Entry, Source, SourceKind
+
+
+def sections(cls: type[Section] = Config) -> list[type[Section]]:
+    """Return every settings class below one, itself included."""
+    found = [cls]
+    for spec in cls.__dataclass_fields__.values():
+        if inner := subsection(spec.type):
+            found += [one for one in sections(inner) if one not in found]
+    return found
+
+
+def samples(tp: Any) -> list[Any]:
+    """Return values of a type, enough to tell four sources apart where the type has as many."""
+    origin = get_origin(tp)
+    if origin is Literal:
+        return list(get_args(tp))
+    if origin in (Union, UnionType):
+        return [value for member in get_args(tp) if member is not NoneType for value in samples(member)]
+    if origin is tuple:
+        members = get_args(tp)
+        if members[-1] is Ellipsis:
+            inner = samples(members[0])
+            return [tuple(inner[: n + 1]) for n in range(min(4, len(inner)))]
+        return [(True, False, True), (False, False, True)]
+    if origin is not None and issubclass(origin, Mapping):
+        return [{"a": n} for n in range(1, 5)]
+    if origin is not None and issubclass(origin, Callable):  # type: ignore[arg-type]
+        return []  # only code can give one
+    if tp is Any:
+        return []
+    known: dict[Any, list[Any]] = {
+        bool: [True, False],
+        int: [1, 2, 3, 4],
+        float: [1.5, 2.5, 3.5, 1e25],
+        str: ["a", "b/c", "d e", "é"],
+        timedelta: [timedelta(seconds=n) for n in (1, 90, 3600, 0.5)],
+    }
+    return known[tp]
+
+
+def text_of(value: Any) -> str:
+    """Return a value as a flag or a variable spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(text_of(item) for item in value)
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return str(encode(value))
+
+
+def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> Entry:
+    """Return the entry that a source makes when the user sets a field there, through the real readers."""
+    match kind:
+        case "file":
+            tree: Any = encode(value)
+            for name in reversed(info.path):
+                tree = {name: tree}
+            return files.read_text(json.dumps(tree), Path("c.json")).entries[0]
+        case "environment":
+            return from_environment({info.variable: text_of(value)})[0]
+        case "flag":
+            (entry,) = PARSER.parse_args([f"--{info.flag}={text_of(value)}"]).settings
+            assert isinstance(entry, Entry)
+            return entry
+        case _:
+            (entry,) = from_code({info.name: value})
+            return entry
+
+
+PARSER = SettingsParser(prog="test")
+PARSER.add_settings()
+WITH_SAMPLES = [info for info in SETTABLE if samples(info.type)]
+
+
+def test_every_settable_field_is_covered() -> None:
+    assert list(SETTABLE) == WITH_SAMPLES
+
+
+@pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
+def test_class_law(cls: type[Section]) -> None:
+    made = cls()
+    assert dataclasses.is_dataclass(made)
+    assert not hasattr(made, "__dict__"), "slotted"
+    assert all(spec.kw_only for spec in cls.__dataclass_fields__.values())
+    assert given(made) == frozenset()
+    assert made == pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == dataclasses.replace(made)
+    for name in cls.__dataclass_fields__:
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, name, None)
+        meta = meta_of(cls, name)
+        assert meta.help, f"{cls.__name__}.{name} has no help"
+        assert not meta.help.endswith("."), f"{cls.__name__}.{name}: help is a phrase"
+
+
+@pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
+def test_class_round_trip(cls: type[Section]) -> None:
+    """What is written is read back as it was, for every field at once and through YAML and JSON."""
+    names = [n for n, s in cls.__dataclass_fields__.items() if not subsection(s.type) and samples(s.type)]
+    path = next((info.path[:-1] for info in FIELDS if info.owner is cls), ())
+    for pick in (0, -1):
+        values = {
+            (*path, n): samples(cls.__dataclass_fields__[n].type)[pick] for n in names if not meta_of(cls, n).code_only
+        }
+        config = build(Config, (), values)
+        assert isinstance(config, Config)
+        for as_json in (False, True):
+            file = files.read_text(files.dump(config, as_json=as_json), Path("c"))
+            assert not file.notes
+            problems = Problems()
+            entries, _ = decode_all(file.entries, problems)
+            problems.settle()
+            assert build(Config, (), {entry.path: entry.value for entry in entries}) == config
+
+
+@pytest.mark.parametrize("info", FIELDS, ids=lambda info: info.name)
+def test_field_law(info: FieldInfo) -> None:
+    default = default_of(info.owner, info.path[-1])
+    assert decode(default, info.type) == default, "the default is a value of its type"
+    assert encode(decode(encode(default), info.type)) == encode(default)
+    for value in samples(info.type):
+        assert decode(value, info.type) == value
+        assert decode(encode(value), info.type) == value, "a file holds it"
+        if not info.meta.code_only:
+            assert decode(text_of(value), info.type, text=True) == value, "a flag and a variable hold it"
+
+
+@pytest.mark.parametrize("info", WITH_SAMPLES, ids=lambda info: info.name)
+def test_precedence(info: FieldInfo) -> None:
+    """For every field and every pair of sources the stronger one wins, whichever comes first."""
+    values = samples(info.type)
+    kinds = PRECEDENCE[1:]
+    for strong in range(1, len(kinds)):
+        for weak in range(strong):
+            low = entry_from(kinds[weak], info, values[0])
+            high = entry_from(kinds[strong], info, values[1] if len(values) > 1 else values[0])
+            for order in ([low, high], [high, low]):
+                problems = Problems()
+                decoded, said = decode_all(order, problems)
+                winners, shadowed = merge(decoded, problems)
+                problems.settle()
+                assert not said
+                assert winners[info.path].value == (values[1] if len(values) > 1 else values[0])
+                assert winners[info.path].source == high.source
+                assert [entry.source for entry in shadowed[info.path]] == [low.source]
+
+
+@pytest.mark.parametrize("info", WITH_SAMPLES, ids=lambda info: info.name)
+def test_flag_in_both_spellings(info: FieldInfo) -> None:
+    value = text_of(samples(info.type)[0])
+    for flag in info.flags:
+        for spelled in (flag, flag.replace("_", "-")):
+            for argv in ([f"--{spelled}={value}"], [f"--{spelled}", value]):
+                (entry,) = PARSER.parse_args(argv).settings
+                assert (entry.path, entry.value, entry.source) == (info.path, value, Source("flag", f"--{spelled}"))
+
+
+def test_names_are_unique() -> None:
+    flags = [flag for info in FIELDS for flag in info.flags]
+    assert len(flags) == len(set(flags))
+    variables = [info.variable for info in SETTABLE]
+    assert len(variables) == len(set(variables))
+    assert not {"HASTEN_CONFIG", "HASTEN_HOME", "HASTEN_LOG_LEVEL"} & set(variables), "taken by the runtime"
+
+
+def test_handoff_keeps_every_value_and_source() -> None:
+    """Everything that can be handed over arrives as it left, with the source it had."""
+    for info in WITH_SAMPLES:
+        for kind in PRECEDENCE[1:]:
+            sent = Entry(info.path, samples(info.type)[-1], Source(kind, "somewhere:1"))
+            packed = handoff.pack(Resolved(Config(), {info.path: sent}))
+            problems = Problems()
+            (arrived,), _ = decode_all(handoff.unpack(packed), problems)
+            problems.settle()
+            assert (arrived.path, arrived.value, arrived.source) == (sent.path, sent.value, sent.source)
+
+
+def test_resolved_build_equals_the_classes() -> None:
+    assert resolve().config == Config()
+    assert set(BY_PATH) == {info.path for info in FIELDS}
+    assert from_established_environment({}) == []
