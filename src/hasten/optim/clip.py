@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from hasten.comm.base import Comm
 from hasten.errors import StepError
@@ -52,8 +53,7 @@ def global_norm(
     """The norm of all gradients as one vector, as a plain tensor that is the same on every rank."""
     by_place: dict[object, list[Tensor]] = {}
     for grad in grads:
-        place = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else grad.device
-        by_place.setdefault(place, []).append(grad)
+        by_place.setdefault(_place(grad), []).append(grad)
     norms = [_norm(same, norm_type, foreach) for same in by_place.values()]
     device = norms[0].device if norms else (across.device if across is not None else torch.device("cpu"))
     total = norms[0] if len(norms) == 1 else combine([norm.to(device) for norm in norms], norm_type, device)
@@ -70,12 +70,35 @@ def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> 
     return total
 
 
+def _place(grad: Tensor) -> object:
+    """What gradients whose norms are taken together have in common: the mesh, and how they lie on it."""
+    if not isinstance(grad, DTensor):
+        return grad.device
+    return grad.device_mesh, tuple("split" if isinstance(p, Shard) else str(p) for p in grad.placements)
+
+
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    norm: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
-    if isinstance(norm, DTensor):
-        whole: Tensor = norm.full_tensor()
-        return whole
-    return norm
+    """The norm of gradients that lie alike, over all ranks they are split over."""
+    first = grads[0]
+    if not isinstance(first, DTensor):
+        plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
+        return plain
+    if any(placement.is_partial() for placement in first.placements):
+        grads = [grad.redistribute(placements=_summed(grad)) for grad in grads if isinstance(grad, DTensor)]
+    parts = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+    mine = [part for part in parts if part.numel()]  # a rank may hold no row of a small parameter
+    norm = torch.nn.utils.get_total_norm(mine, norm_type, foreach=foreach) if mine else parts[0].new_zeros(())
+    kind = "max" if math.isinf(norm_type) else "sum"
+    total = norm if kind == "max" else norm**norm_type
+    for dim, placement in enumerate(first.placements):
+        if isinstance(placement, Shard):
+            lying = [Partial(kind) if other == dim else Replicate() for other in range(len(first.placements))]
+            total = DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
+    return total if kind == "max" else total ** (1.0 / norm_type)
+
+
+def _summed(grad: DTensor) -> list[Placement]:
+    return [Replicate() if placement.is_partial() else placement for placement in grad.placements]
 
 
 def scale_down(grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from hasten.comm.base import ReduceKind
 from hasten.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ class Trains(Protocol):
     @property
     def num_processes(self) -> int: ...
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]: ...
-    def reduce(self, tensor: Any, reduction: str = "sum") -> Any: ...
+    def reduce(self, tensor: Any, reduction: ReduceKind = "sum") -> Any: ...
 
 
 class LocalSGD:

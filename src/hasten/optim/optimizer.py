@@ -142,6 +142,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._spent = False
             self.optimizer.zero_grad(set_to_none)
 
+    @property
+    def due(self) -> bool:
+        """Whether the gradients may not yet have their final size: the loss is scaled, or the window needs correction."""
+        return self._scaled or self._clock.pending
+
     def settle(self) -> None:
         """Bring the gradients to their final size, before they are read or used; harmless to repeat.
 
@@ -190,7 +195,8 @@ def settle(parameters: Sequence[Tensor], optimizers: Iterable[PreparedOptimizer]
 
     Ranks: every rank.
     """
-    wanted = {id(p) for p in parameters}
-    for optimizer in optimizers:
+    due = [optimizer for optimizer in optimizers if optimizer.due]
+    wanted = {id(p) for p in parameters} if due else ()
+    for optimizer in due:
         if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
             optimizer.settle()

@@ -1,0 +1,192 @@
+"""N processes times micro-batches equal one process with the big batch, whatever the weighting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from hasten.accelerator.facade import Accelerator
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+
+Batch = tuple[Tensor, Tensor]
+STEPS = 20
+
+
+def toy(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with an eps above rounding noise: without it, an element whose gradient is 1e-9 moves by its noise's sign."""
+    return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-4)
+
+
+def batch(rows: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 6, generator=generator), torch.randint(5, (rows,), generator=generator)
+
+
+def big_batches(windows: Sequence[Sequence[Batch]], max_norm: float | None, epochs: int = 1) -> nn.Module:
+    """The reference: plain torch, each window one batch."""
+    model = toy()
+    optimizer = adam(model)
+    schedule = CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(epochs):
+        for window in windows:
+            x, y = torch.cat([b[0] for b in window]), torch.cat([b[1] for b in window])
+            torch.autograd.backward(nn.functional.cross_entropy(model(x), y))
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return model
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module, what: object) -> None:
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6, msg=lambda text: f"{what}: {text}")
+
+
+def train_windows(ctx: ProcessContext, every: int, rows: Sequence[int], weighted: bool, max_norm: float | None) -> None:
+    """Train on windows of `every` micro-batches per rank, and compare. `rows` is gone through in a circle."""
+    size = ctx.world.size
+    plan = [
+        [
+            [
+                batch(rows[(step + micro + rank) % len(rows)], (step * every + micro) * size + rank)
+                for rank in range(size)
+            ]
+            for micro in range(every)
+        ]
+        for step in range(STEPS)
+    ]
+    accelerator = Accelerator(context=ctx, gradient_accumulation_steps=every)
+    model = toy()
+    optimizer = adam(model)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, CosineAnnealingLR(optimizer, STEPS))
+    for window in plan:
+        for micro, shares in enumerate(window):
+            with accelerator.accumulate(model):
+                x, y = shares[ctx.world.rank]
+                loss = nn.functional.cross_entropy(model(x), y)
+                accelerator.backward(loss, weight=len(y) if weighted else None)
+                norm = accelerator.clip_grad_norm_(model.parameters(), max_norm) if max_norm is not None else None
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                assert accelerator.sync_gradients == (micro == every - 1)
+                assert (norm is not None) == (max_norm is not None and accelerator.sync_gradients)
+    windows = [[share for shares in window for share in shares] for window in plan]
+    assert_same(model, big_batches(windows, max_norm), (size, every, rows, weighted, max_norm))
+
+
+@ranks(1, 2, 3, 4)
+def test_mean_losses_equal_the_big_batch(ctx: ProcessContext) -> None:
+    for every, max_norm in ((1, None), (1, 0.05), (2, 0.05), (3, None), (5, 0.05)):
+        train_windows(ctx, every, rows=[3], weighted=False, max_norm=max_norm)
+
+
+@ranks(1, 2, 3, 4)
+def test_weighted_losses_equal_the_big_batch_for_any_share(ctx: ProcessContext) -> None:
+    for every, max_norm in ((1, None), (1, 0.05), (2, 0.05), (4, None)):
+        train_windows(ctx, every, rows=[1, 7, 3], weighted=True, max_norm=max_norm)
+
+
+@ranks(1, 2, 4)
+def test_short_last_windows_of_a_prepared_loader_count_fully(ctx: ProcessContext) -> None:
+    size = ctx.world.size
+    for every, per_rank in ((2, 5), (3, 4), (4, 3)):
+        samples = [batch(1, seed) for seed in range(2 * size * per_rank)]
+        data = [(x[0], y[0]) for x, y in samples]
+        accelerator = Accelerator(context=ctx, gradient_accumulation_steps=every)
+        model = toy()
+        optimizer = adam(model)
+        loader: torch.utils.data.DataLoader[Batch] = torch.utils.data.DataLoader(data, batch_size=2)  # type: ignore[arg-type]
+        model, optimizer, schedule, loader = accelerator.prepare(
+            model, optimizer, CosineAnnealingLR(optimizer, STEPS), loader
+        )
+        updates = 0
+        for _ in range(3):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                    updates += accelerator.sync_gradients
+        assert updates == 3 * -(-per_rank // every)
+        assert schedule.last_epoch == updates, "one step per update on any number of processes"
+        rows = 2 * size * every
+        windows = [samples[start : start + rows] for start in range(0, len(samples), rows)]
+        assert_same(model, big_batches(windows, None, epochs=3), (size, every, per_rank))
+
+
+@ranks(2)
+def test_weights_of_zero_on_one_rank_leave_the_others_share(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(context=ctx)
+    model = toy()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    shares = [batch(4, 0), batch(4, 1)]
+    x, y = shares[ctx.world.rank]
+    weight = torch.tensor(4 if ctx.world.rank == 0 else 0)
+    accelerator.backward(nn.functional.cross_entropy(model(x), y), weight=weight)
+    optimizer.step()
+    reference = toy()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    torch.autograd.backward(nn.functional.cross_entropy(reference(shares[0][0]), shares[0][1]))
+    plain.step()
+    assert_same(model, reference, "only rank 0 counts")
+
+
+@ranks(2)
+def test_two_models_keep_windows_of_their_own(ctx: ProcessContext) -> None:
+    """A GAN-like loop: two models, two optimizers, one Accelerator, windows of two."""
+    accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
+    first, second = toy(1), toy(2)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    first, second, one, two = accelerator.prepare(first, second, *optimizers)
+    references = [toy(1), toy(2)]
+    plain = [torch.optim.SGD(m.parameters(), lr=0.1) for m in references]
+    for step in range(6):
+        for index, (model, optimizer) in enumerate(((first, one), (second, two))):
+            shares = [batch(3, 10 * step + 2 * index + rank) for rank in range(2)]
+            with accelerator.accumulate(model):
+                x, y = shares[ctx.world.rank]
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+            for x, y in shares:
+                torch.autograd.backward(nn.functional.cross_entropy(references[index](x), y) / 4)
+            if step % 2:
+                plain[index].step()
+                plain[index].zero_grad()
+    assert_same(first, references[0], "first")
+    assert_same(second, references[1], "second")
+
+
+@ranks(1, 2)
+def test_half_precision_follows_the_float_curve(ctx: ProcessContext) -> None:
+    """bf16 and fp16 losses stay within the rounding of their mantissas of the float32 curve (8 and 11 bits)."""
+    curves: dict[str, list[float]] = {}
+    for spec in ("no", "bf16", "fp16"):
+        accelerator = Accelerator(context=ctx, mixed_precision=spec)
+        model = toy()
+        model, optimizer = accelerator.prepare(model, adam(model))
+        curves[spec] = []
+        for step in range(STEPS):
+            x, y = batch(8, step * ctx.world.size + ctx.world.rank)
+            loss = nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert not accelerator.optimizer_step_was_skipped
+            curves[spec].append(accelerator.reduce(loss.detach(), "mean").item())
+    torch.testing.assert_close(curves["bf16"], curves["no"], rtol=2e-2, atol=0)
+    torch.testing.assert_close(curves["fp16"], curves["no"], rtol=2e-3, atol=0)
