@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +15,9 @@ from hasten.cli.basic import basic_config
 from hasten.cli.flags import SettingsParser
 from hasten.cli.machine import examine
 from hasten.cli.show import explain, table
-from hasten.config import files, handoff
-from hasten.config.resolve import Resolved, resolve
+from hasten.config import files
+from hasten.config.effective import effective
+from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.config.source import Entry
 from hasten.errors import ConfigError
@@ -109,20 +110,6 @@ def show(argv: Sequence[str]) -> int:
     for note in resolved.notes:
         sys.stderr.write(f"note: {note}\n")
     return 0
-
-
-def effective(env: Mapping[str, str], config_file: str | None = None, flags: Sequence[Entry] = ()) -> Resolved:
-    """Return the settings that hold for a command: flags over environment over the named or found file.
-
-    Inside a launched worker, what the launcher handed over stands for the file.
-    """
-    path = Path(config_file) if config_file else files.find(env)
-    if config_file is None and (handed := env.get(handoff.VARIABLE)):
-        return resolve(env=env, flags=flags, handed=handoff.unpack(handed))
-    if path is None:
-        return resolve(env=env, flags=flags)
-    file = files.read(path)
-    return resolve(env=env, flags=flags, file=file.entries, notes=file.notes)
 
 
 def check(argv: Sequence[str]) -> int:

@@ -53,6 +53,10 @@ class Agent(LocalElasticAgent):
         self._say = say
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        if (
+            peers := self._peers()
+        ) is not None:  # count the job's restarts, so that all machines tell their ranks the same
+            self._remaining_restarts = max(0, worker_group.spec.max_restarts - peers.round)
         started: dict[int, int] = super()._start_workers(worker_group)
         self.groups.update(started.values())
         return started
@@ -127,9 +131,7 @@ def _outcome(agent: Agent, handler: FixedRendezvous | ElasticRendezvous, supervi
 
 def _tell_failure(failures: Sequence[Failure], peers: Peers | None, supervision: Supervision, say: Say) -> int:
     failures, silent = _with_others(list(failures), peers)
-    say(render_failure(failures, python=sys.executable, full=supervision.debug))
-    if silent:
-        say(f"{' and '.join(silent)} did not answer any more: probably lost first, look there.")
+    say(render_failure(failures, python=sys.executable, full=supervision.debug, lost=silent))
     return first_failure(failures).exit_code or 1
 
 

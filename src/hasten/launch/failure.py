@@ -156,14 +156,18 @@ def _recorded(path: Path) -> dict[str, Any]:
     }
 
 
-def render_failure(failures: Sequence[Failure], *, python: str = "python", full: bool = False) -> str:
+def render_failure(
+    failures: Sequence[Failure], *, python: str = "python", full: bool = False, lost: Sequence[str] = ()
+) -> str:
     """The end of a failed job as text: summary, hint, and last the traceback of the first failure.
 
-    With `full` (under --debug) the other ranks' tracebacks come before it.
+    With `full` (under --debug) the other ranks' tracebacks come before it. `lost` names machines that went silent.
     """
     first = first_failure(failures)
     rest = sorted((f for f in failures if f != first), key=lambda f: f.rank)
     lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) failed first: {end_words(first.code)}"]
+    if lost:
+        lines = [f"{' and '.join(lost)} does not answer any more: probably lost first, look there", *lines]
     lines += [f"  {line}" for line in _summaries(rest)]
     if first.log:
         lines.append(f"  log of rank {first.rank}: {first.log}")

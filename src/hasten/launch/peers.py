@@ -115,7 +115,3 @@ class Peers:
         deadline = time.monotonic() + timeout_s
         while gone and time.monotonic() < deadline and not self.store.check(gone):
             time.sleep(0.02)
-
-    def end(self) -> None:
-        """Nothing more is heard of this round."""
-        self._heard.clear()

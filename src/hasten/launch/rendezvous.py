@@ -23,6 +23,7 @@ from hasten.launch.peers import Peers
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
 _SERVER_TIMEOUT: Final = timedelta(seconds=10)
+_LAST_WORDS_S: Final = 3.0
 
 
 @dataclass(slots=True)
@@ -76,6 +77,7 @@ class FixedRendezvous(RendezvousHandler):
         self._control: Store | None = None
         self._worker_store: TCPStore | None = None
         self._index = meeting.machine_rank
+        self._hosting = False
         self._last_look = 0.0
         self._peers: Peers | None = None
 
@@ -101,9 +103,7 @@ class FixedRendezvous(RendezvousHandler):
         if self._index is None:
             self._index = self._find_index(control)
         store = PrefixStore(f"round/{self._round}", control)
-        if self._peers is not None:
-            self._peers.end()
-        reports = self._check_in.run(store, self._index, self._meeting.max_machines)
+        reports = self._agreed_reports(control, store, self._index)
         self._peers = Peers(control, self._index, tuple(r.host for r in reports), self._round)
         address, port = self._serve_workers(store)
         return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
@@ -143,11 +143,11 @@ class FixedRendezvous(RendezvousHandler):
         if self._control is not None:
             return self._control
         meeting = self._meeting
-        hosting = meeting.alone or meeting.machine_rank == 0
+        self._hosting = meeting.alone or meeting.machine_rank == 0
         if meeting.machine_rank is None and not meeting.alone:
-            hosting = network.owns_address(meeting.address)
-        self._server = self._host() if hosting else self._join()
-        if hosting and self._index is None:
+            self._hosting = network.owns_address(meeting.address)
+        self._server = self._host() if self._hosting else self._join()
+        if self._hosting and self._index is None:
             self._index = 0
         self._server.set_timeout(_OPERATION_TIMEOUT)
         self._control = PrefixStore(f"hasten/{meeting.run_id}", self._server)
@@ -227,6 +227,18 @@ class FixedRendezvous(RendezvousHandler):
                 f"Give each its own --machine_rank from 0 to {count - 1}, or none at all."
             )
         return free[names.index(mine)]
+
+    def _agreed_reports(self, control: Store, store: Store, index: int) -> list[Report]:
+        """The check-in; if it fails, machine 0 serves on until all that are there have read why."""
+        try:
+            return self._check_in.run(store, index, self._meeting.max_machines)
+        except LaunchError:
+            heard = control.add(f"heard/{self._round}", 1)
+            deadline = time.monotonic() + _LAST_WORDS_S
+            while self._hosting and heard < control.add(f"arrivals/{self._round}", 0) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                heard = control.add(f"heard/{self._round}", 0)
+            raise
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
         """Where the workers of this round meet: the asked port at first, a fresh store after each restart."""

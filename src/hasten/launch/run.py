@@ -14,12 +14,13 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import FrameType
-from typing import Final, NoReturn, assert_never
+from typing import Final, assert_never
 
 from hasten.config.root import Config
 from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import LaunchPlan, Proc
+from hasten.launch.checkin import Report
 from hasten.launch.failure import end_words, read_failure, render_failure
 from hasten.launch.guard import kill_groups
 from hasten.launch.host import Host
@@ -67,7 +68,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
         case "single" | "xla":
             return _run_watched(plan.procs[0])
         case "task":
-            _become(plan.procs[0])
+            return _become(plan.procs[0])
         case "slurm" | "mpi" | "deepspeed":
             return _run_foreign(plan.procs[0])
         case other:
@@ -79,10 +80,12 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     report = make_report(plan, config, host, alone=plan.meeting.alone)
     variables = {name: value for name, value in plan.procs[0].env.items() if name != "LOCAL_RANK"}
     with environment.restored():
-        environment.replace({**environment.snapshot(), **variables, LAUNCHER_PID: str(os.getpid())})
-        run_agent: Callable[..., int] = import_module(
-            "hasten.launch.agent"
-        ).run_agent  # needs torch, which plans do not
+        outside = environment.snapshot()
+        # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
+        environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
+        agent = import_module("hasten.launch.agent")  # needs torch, which planning does not
+        environment.replace({**outside, **variables, LAUNCHER_PID: str(os.getpid())})
+        run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
         return run_agent(plan, report, say)
 
 
@@ -147,6 +150,6 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, int, int 
             kill_groups([child.pid])
 
 
-def _become(proc: Proc) -> NoReturn:
+def _become(proc: Proc) -> int:
     """Replace this command by its rank, so that the cluster's starter watches the rank itself."""
     os.execve(proc.argv[0], list(proc.argv), {**environment.snapshot(), **proc.env})

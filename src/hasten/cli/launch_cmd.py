@@ -1,0 +1,52 @@
+"""`hasten launch`: settings from file, environment and flags become a plan, and the plan is printed or run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Final
+
+from hasten.cli.flags import SettingsParser
+
+DESCRIPTION: Final = (
+    "Start a script on all devices of this machine, or of many. On many machines run the same command on each, with the same "
+    "--num_machines and --main_process_ip; under SLURM start it with srun, and nothing needs to be given. --dry-run shows "
+    "what would happen. More: docs/launch.md."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten launch …` and return the exit code of the job."""
+    given = make_parser().parse_args(argv)
+    words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
+    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
+    job = job_module.prepare(
+        words,
+        settings=given.settings,
+        config_file=given.config_file,
+        typed=argv[: len(argv) - len(given.script)],
+    )
+    if not job.request.config.launch.quiet:
+        for note in job.resolved.notes:
+            sys.stderr.write(f"[hasten] note: {note}\n")
+    if given.dry_run:
+        sys.stdout.write(job.plan.render() + "\n")
+        return 0
+    code: int = job.run()
+    return code
+
+
+def make_parser() -> SettingsParser:
+    """The parser of the command line: every setting, and what belongs to launching alone."""
+    parser = SettingsParser(
+        prog="hasten launch",
+        usage="hasten launch [settings] script.py [arguments of the script]",
+        description=DESCRIPTION,
+    )
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_settings()
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script (or module, or program) and its arguments")
+    return parser

@@ -1,0 +1,106 @@
+"""One launch from its command line to the point where something would start: settings, target, machine, plan."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from hasten.config import handoff
+from hasten.config.effective import effective
+from hasten.config.resolve import Resolved
+from hasten.config.source import Entry
+from hasten.errors import ConfigError
+from hasten.launch.base import LaunchPlan, Request, Target
+from hasten.launch.choose import make_plan, uses_mpi
+from hasten.launch.host import Host, look
+from hasten.launch.mpi import Mpi, kind_of, read_hostfile
+from hasten.launch.run import complete, execute
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything decided about one launch."""
+
+    request: Request
+    resolved: Resolved
+    host: Host
+    plan: LaunchPlan
+
+    def run(self) -> int:
+        """Run it to its end and return the exit code."""
+        return execute(self.plan, self.request.config, self.host)
+
+
+def prepare(
+    words: Sequence[str],
+    *,
+    settings: Sequence[Entry] = (),
+    config_file: str | None = None,
+    typed: Sequence[str] = (),
+    host: Host | None = None,
+) -> Job:
+    """The job of running `words` (a script and its arguments) under `settings`; `typed` are the flags as written.
+
+    Raises: ConfigError for settings or a script that cannot be.
+    """
+    host = host or look()
+    env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
+    resolved = effective(env, config_file, settings)
+    launch = resolved.config.launch
+    if not words:
+        raise ConfigError(
+            "no script was given: `hasten launch [settings] script.py`. `hasten launch --help` tells more."
+        )
+    target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
+    _check_script(target)
+    request = Request(resolved.config, target, handoff.pack(resolved))
+    plan = make_plan(
+        request,
+        host,
+        flags=_absolute(typed),
+        folder=str(Path.cwd()),
+        installed_mpi=_installed_mpi(request) if uses_mpi(request) else None,
+    )
+    return Job(request, resolved, host, complete(plan, host.env))
+
+
+def _check_script(target: Target) -> None:
+    if target.module or target.no_python or Path(target.name).exists():
+        return
+    folder = Path(target.name).parent
+    names = [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []
+    near = get_close_matches(target.name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"the current folder is {Path.cwd()}."
+    raise ConfigError(
+        f"the script {target.name!r} does not exist; {hint} (For a module give -m, for a program --no_python.)"
+    )
+
+
+def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
+    """The flags with the settings file by its full path: a batch job starts elsewhere."""
+    words = list(flags)
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in ("--config_file", "--config-file"):
+            if equals:
+                words[index] = f"{name}={Path(value).absolute()}"
+            elif index + 1 < len(words):
+                words[index + 1] = str(Path(words[index + 1]).absolute())
+    return tuple(words)
+
+
+def _installed_mpi(request: Request) -> Mpi:
+    """Which MPI answers to mpirun here, and the hosts in the hostfile."""
+    hostfile = request.config.launch.mpirun_hostfile
+    try:
+        hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()
+    except OSError as error:
+        raise ConfigError(f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}.") from error
+    try:
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):  # absent here: the plan is worth showing, running it will say so
+        return Mpi(hosts=hosts)
+    return Mpi(kind_of(done.stdout + done.stderr), hosts)
