@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hasten.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from hasten.config.tracking import ProfileKwargs as ProfileKwargs
     from hasten.config.tracking import TrackingConfig as TrackingConfig
+    from hasten.data.skip import skip_first_batches as skip_first_batches
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
@@ -82,6 +83,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "FullyShardedDataParallelPlugin": "hasten.config.sharding",
         "ProfileKwargs": "hasten.config.tracking",
         "TrackingConfig": "hasten.config.tracking",
+        "skip_first_batches": "hasten.data.skip",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
         "read_metrics": "hasten.tracking.backends.jsonl",

@@ -16,7 +16,7 @@ from hasten.data.agreement import agree_on_loader
 from hasten.data.dispatch import DispatchSource, Reader, Seats
 from hasten.data.iterable import Cutting, Sharing, is_hub_stream
 from hasten.data.loader import Loader, Move, Parts, Track, plain_move
-from hasten.data.order import DistributedOrder, check_distributed, order_of
+from hasten.data.order import DistributedOrder, check_distributed, order_of, plainly
 from hasten.data.plan import plan_batches, plan_rows
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
@@ -56,6 +56,11 @@ def prepare_loader(
         raise PrepareError(
             "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
             "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise PrepareError(
+            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
+            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
         )
     seed = agree_on_loader(_facts(loader, config), _seed(loader, config, seed), ctx.world)
     seats = Seats(
@@ -105,7 +110,8 @@ def _indexed_parts(
             )
         return IndexedSource(loader, whole, ctx.rank), total, shown
     if slice_fn is None and not (whole.form == "items" and config.split_batches):
-        return _dispatched(IndexedSource(loader, whole, ctx.rank), IndexedReader(), ctx, seats), total, shown
+        inner = IndexedSource(loader, whole, ctx.rank, lots_per_step=seats.num_shards)
+        return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
     alone = Seats(0, 1, (0,))
     inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank)
     reader = _batch_reader(loader, config, seats, slice_fn)
@@ -216,7 +222,7 @@ def _assignment(
             num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=False, even=even
         )
         return Assignment(order_of(loader.sampler, seekable=seekable, comm=comm), plan, "items")
-    if type(batches) is not BatchSampler:
+    if not plainly(batches, BatchSampler):
         drop_last = bool(getattr(batches, "drop_last", False))
         plan = plan_batches(
             num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=drop_last, even=even

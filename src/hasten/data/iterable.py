@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
 from hasten.data.plan import cut
+from hasten.data.workers import Forwarding
 
 # Any in this file: samples, batches and dataset states are the user's own objects.
 Sharing = Literal["strided", "own", "asked"]
@@ -56,23 +57,6 @@ class Start:
     positions: tuple[int, ...] = ()
     states: tuple[Any, ...] = ()
     turn: int = 0
-
-
-class Forwarding:
-    """Stands in for the user's dataset in a worker: what is not its own, it reads from and writes to that dataset."""
-
-    dataset: Any
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "dataset" not in self.__dict__ or not hasattr(self.dataset, name):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.dataset, name, value)
 
 
 class StreamShard(Forwarding, IterableDataset[Block]):

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from hasten.comm.base import Comm
 from hasten.data.position import Position
 from hasten.data.shuffle import Indices, Shuffle, derive_seed
 from hasten.errors import ConfigError, DataError, PeerFailedError
+
+T = TypeVar("T")
 
 _SHARED_CHUNK: Final = 1024
 _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
@@ -235,16 +237,21 @@ def _write_states(states: tuple[Any, Any, Any]) -> None:  # Any: opaque states o
 
 def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sampler is any iterable of indices
     """The order a user's sampler (or batch sampler) stands for."""
-    kind = type(sampler)
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
-    if kind is SequentialSampler:
+    if plainly(sampler, SequentialSampler):
         return SequentialOrder(sampler)
-    if kind is RandomSampler and seekable and not sampler.replacement and sampler._num_samples is None:
+    if plainly(sampler, RandomSampler) and seekable and not sampler.replacement and sampler._num_samples is None:
         return ShuffledOrder(sampler)
-    if kind in _SEEDED_ALIKE and sampler.generator is None:
+    if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:
         return SeededOrder(sampler)
     return SharedOrder(sampler, comm)
+
+
+def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
+    """Whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
+    own = type(value)
+    return own is kind or (isinstance(value, kind) and own.__module__.startswith("torchdata."))
 
 
 def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:

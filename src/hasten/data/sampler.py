@@ -14,6 +14,7 @@ from hasten.data.order import DistributedOrder, Order
 from hasten.data.plan import LoaderPlan, cut
 from hasten.data.position import Position, Unit
 from hasten.data.shuffle import Indices
+from hasten.data.workers import Picked
 from hasten.errors import DataError
 
 Form = Literal["rows", "batches", "items"]
@@ -205,15 +206,22 @@ class Feed:
     def __init__(self) -> None:
         self.notes: deque[Lot] = deque()
         self._lots: Iterator[Lot] = iter(())
+        self._seeds: Iterator[int] | None = None
 
-    def load(self, lots: Iterator[Lot]) -> deque[Lot]:
-        """Make `lots` what the next iteration hands out; gives the notes of that iteration."""
+    def load(self, lots: Iterator[Lot], seeds: Iterator[int] | None) -> deque[Lot]:
+        """Make `lots` what the next iteration hands out, with seeds for workers; gives its notes."""
         self.notes = deque()
-        self._lots = lots
+        self._lots, self._seeds = lots, seeds
         return self.notes
 
     def __iter__(self) -> Iterator[Any]:
-        notes = self.notes
+        notes, seeds = self.notes, self._seeds
+        if seeds is None:
+            for lot in self._lots:
+                notes.append(lot)
+                yield lot[0]
+            return
         for lot in self._lots:
             notes.append(lot)
-            yield lot[0]
+            indices = lot.indices
+            yield Picked(indices if isinstance(indices, list) else [indices], next(seeds))

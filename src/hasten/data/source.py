@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader
 
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
+from hasten.data.workers import WorkerDataset, batch_seeds
+from hasten.errors import DataError
 
 Item = tuple[Any, int | None, bool, Any]
 """(batch, rows that are not padding or None for all, last of the epoch, mark of a stream's position)."""
@@ -57,18 +59,19 @@ class Source(Protocol):
 class IndexedSource:
     """Map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
 
-    def __init__(self, loader: DataLoader[Any], assignment: Assignment, rank: int) -> None:
+    def __init__(self, loader: DataLoader[Any], assignment: Assignment, rank: int, lots_per_step: int = 1) -> None:
         self.assignment = assignment
         self.unit = assignment.unit
         self._loader = loader
         self._rank = rank
+        self._lots_per_step = lots_per_step
         self._feed = Feed()
-        fed = (
-            {"sampler": self._feed, "batch_sampler": None}
-            if assignment.form == "items"
-            else {"batch_sampler": self._feed}
-        )
-        self.engine = engine_of(loader, **fed)
+        replaced: dict[str, Any] = {"batch_sampler": self._feed}
+        if assignment.form == "items":
+            replaced = {"batch_sampler": None, "sampler": self._feed}
+        if loader.num_workers:
+            replaced["dataset"] = WorkerDataset(loader.dataset)
+        self.engine = engine_of(loader, **replaced)
 
     def size(self) -> int | None:
         return self.assignment.size()
@@ -84,7 +87,12 @@ class IndexedSource:
 
     def read(self, lots: Iterator[Lot], at: Position) -> Iterator[Item]:
         """The batches of the given lots, which begin at `at`."""
-        notes = self._feed.load(lots)
+        seeds = None
+        if self._loader.num_workers:
+            plan = self.assignment.plan
+            first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
+            seeds = batch_seeds(at.seed, at.epoch, plan.shard, first)
+        notes = self._feed.load(lots, seeds)
         return self._read(iter(self.engine), notes, at)
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
@@ -94,7 +102,7 @@ class IndexedSource:
         return self.reached(start, num_batches, None)
 
     def copied(self, even: bool | None = None) -> IndexedSource:
-        return IndexedSource(self._loader, self.assignment.evened(even), self._rank)
+        return IndexedSource(self._loader, self.assignment.evened(even), self._rank, self._lots_per_step)
 
     def _read(self, batches: Iterator[Any], notes: deque[Lot], at: Position) -> Iterator[Item]:
         take = notes.popleft
@@ -106,6 +114,12 @@ class IndexedSource:
                 return
             except Exception as error:  # the user's dataset or a worker: any type, raised on as it is
                 self._explain(error, notes, at, number)
+            if not notes:
+                raise DataError(
+                    f"{type(self._loader).__name__} gave a batch that was not asked for (rank {self._rank}, batch "
+                    f"{number}): it overrides how a DataLoader iterates, so samples cannot be dealt out to ranks. "
+                    f"Prepare a plain DataLoader, and wrap the prepared one."
+                )
             _, real, last = take()
             number += 1
             yield batch, real, last, None
@@ -122,7 +136,11 @@ class IndexedSource:
 
 def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     """A copy of the user's loader, all settings kept but those in `replaced`, with no workers started yet."""
-    engine = copy.copy(loader)
+    if type(loader).__module__.startswith("torchdata."):  # it keeps a position of its own; ours counts what users saw
+        engine: DataLoader[Any] = DataLoader.__new__(DataLoader)
+        engine.__dict__.update(loader.__dict__)
+    else:
+        engine = copy.copy(loader)
     engine.__dict__.update(_iterator=None, **replaced)  # DataLoader refuses plain assignment once it is built
     return engine
 

@@ -1,0 +1,89 @@
+"""What runs in a DataLoader's worker processes around the user's map-style dataset: seeds a batch, names a failing index."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from hasten.data.shuffle import derive_seed
+
+# Any in this file: indices, samples and attributes are the user's own objects.
+
+
+class Forwarding:
+    """Stands in for the user's dataset: what is not its own, it reads from and writes to that dataset."""
+
+    dataset: Any
+    """Set last in `__init__`: names set before it are the stand-in's own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__ or "dataset" not in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.dataset, name, value)
+
+
+class Picked(list[Any]):
+    """A batch of indices with the seed its samples are drawn under."""
+
+    seed: int
+
+    def __init__(self, indices: list[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[type[Picked], tuple[list[Any], int]]:
+        return Picked, (list(self), self.seed)
+
+
+class WorkerDataset(Forwarding):
+    """The user's dataset in a worker. Each batch begins from random states that depend on its place in the epoch.
+
+    So a resumed run augments its batches as the uninterrupted one would have, whatever workers did before.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, picked: Picked) -> Any:
+        seed_everything(picked.seed)
+        fetch = getattr(self.dataset, "__getitems__", None)
+        if fetch:
+            return fetch(list(picked))
+        return [self._sample(index) for index in picked]
+
+    def __getitem__(self, picked: Picked) -> Any:
+        seed_everything(picked.seed)
+        return self._sample(picked[0])
+
+    def _sample(self, index: Any) -> Any:
+        try:
+            return self.dataset[index]
+        except Exception as error:  # the user's dataset: any type, raised on as it is
+            error.add_note(f"hasten: raised by the dataset at index {index!r}.")
+            raise
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the CPU random states that datasets draw from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def batch_seeds(seed: int, epoch: int, shard: int, first: int) -> Iterator[int]:
+    """A seed for every batch of an epoch on one rank, from batch number `first` on."""
+    return (derive_seed(seed, epoch, shard, number, 2) for number in count(first))
