@@ -114,13 +114,12 @@ def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = F
     try:
         made = decode(value, tp, text=text)
     except Mismatch as error:
-        raise SettingValueError(
-            f"{place}: got {kind_of(value)}, expected {describe(tp)}{advice(value, tp)}."
-        ) from error
+        got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
+        raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
     is_number = isinstance(made, int | float) and not isinstance(made, bool)
     if is_number and meta.minimum is not None and made < meta.minimum and made not in meta.also:
         also = "".join(f", or {special}" for special in meta.also)
-        raise SettingValueError(f"{place}: out of range; {meta.help}; give at least {meta.minimum:g}{also}.")
+        raise SettingValueError(f"{place}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
     return made
 
 

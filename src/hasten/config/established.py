@@ -11,7 +11,7 @@ from hasten.config.legacy import OLD_NAMES
 from hasten.config.marked import Marked
 from hasten.config.root import Config
 from hasten.config.schema import SETTABLE
-from hasten.config.source import Entry, Path, Source
+from hasten.config.source import Entry, Path, Source, shown
 from hasten.errors import ConfigFileError, SettingValueError, UnknownSettingError
 
 SWITCHES: Final = MappingProxyType(
@@ -174,7 +174,7 @@ def _read_key(reading: Reading, key: str, item: Marked) -> None:
     place = f"{reading.file}:{item.line}"
     if key == "compute_environment":
         if str(item.value).upper() != "LOCAL_MACHINE":
-            raise SettingValueError(f"{place}: compute_environment: {item.value!r} is unknown; use LOCAL_MACHINE.")
+            raise SettingValueError(f"{place}: compute_environment: {shown(item.value)} is unknown; use LOCAL_MACHINE.")
     elif key == "distributed_type":
         _distributed_type(reading, item, place)
     elif key in SWITCHES:
@@ -202,7 +202,7 @@ def _distributed_type(reading: Reading, item: Marked, place: str) -> None:
     if kind not in _DISTRIBUTED:
         near = nearest(kind.lower(), [name.lower() for name in _DISTRIBUTED]).upper()
         hint = f"did you mean {near}?" if near else f"known are {', '.join(_DISTRIBUTED)}."
-        raise SettingValueError(f"{place}: distributed_type: {item.value!r} is unknown; {hint}")
+        raise SettingValueError(f"{place}: distributed_type: {shown(item.value)} is unknown; {hint}")
     for path, value in _DISTRIBUTED[kind]:
         reading.take(path, value, item.line, "distributed_type", weak=kind.startswith("MULTI_"))
     if kind == "TPU":
@@ -214,7 +214,7 @@ def _read_nested(reading: Reading, key: str, item: Marked) -> None:
         return
     place = f"{reading.file}:{item.line}"
     if not isinstance(item.value, Mapping):
-        raise SettingValueError(f"{place}: {key} holds {item.plain()!r}, but settings are expected below it.")
+        raise SettingValueError(f"{place}: {key} holds {shown(item.plain())}, but settings are expected below it.")
     names = nested_names(key)
     for name, inner in item.value.items():
         where = f"{reading.file}:{inner.line}"
@@ -261,7 +261,7 @@ def _yes(value: Any, place: str) -> bool:
     try:
         return value is not None and to_bool(value)
     except Mismatch as error:
-        raise SettingValueError(f"{place}: got {value!r}, expected true or false.") from error
+        raise SettingValueError(f"{place}: got {shown(value)}, expected true or false.") from error
 
 
 def from_established_environment(env: Mapping[str, str]) -> list[Entry]:

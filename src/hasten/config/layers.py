@@ -1,6 +1,6 @@
 """Settings as each source gives them: a file's tree, the environment, arguments in code; all become entries."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -14,9 +14,9 @@ from hasten.config.marked import Marked
 from hasten.config.parallel import DistributedDataParallelKwargs
 from hasten.config.precision import AORecipeKwargs, AutocastKwargs, FP8Config, GradScalerKwargs, TERecipeKwargs
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, section_at
-from hasten.config.source import Entry, Path, Source, dotted
+from hasten.config.source import Entry, Path, Source, dotted, shown
 from hasten.config.tracking import ProfileKwargs
-from hasten.errors import ConfigError, ContradictionError, UnknownSettingError
+from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
 
 ARGUMENTS: Final = MappingProxyType[str, Path](
     {
@@ -88,6 +88,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return near[0] if near else ""
 
 
+def some(names: Sequence[str]) -> str:
+    """Return the first few names; a message is no manual."""
+    return ", ".join(names[:4]) + (", … (see docs/config.md)" if len(names) > 4 else "")
+
+
 def unknown(place: str, path: Path) -> UnknownSettingError:
     """Return the error for a path the schema does not have, with the nearest name or the right section."""
     here = section_at(path[:-1])
@@ -100,7 +105,7 @@ def unknown(place: str, path: Path) -> UnknownSettingError:
     elif anywhere := nearest(path[-1], {info.path[-1] for info in FIELDS}):
         hint = f"did you mean {next(i.name for i in FIELDS if i.path[-1] == anywhere)!r}?"
     else:
-        hint = f"known here: {', '.join(siblings)}."
+        hint = f"known here are {some(siblings)}."
     return UnknownSettingError(f"{place}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
 
 
@@ -128,9 +133,9 @@ def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterato
 
 def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:
     cls = section_at(path)
-    names = ", ".join(cls.__dataclass_fields__) if cls else ""
-    return ConfigError(
-        f"{place}: {dotted(path)!r} is a section, but {item.plain()!r} is given; write its settings below it: {names}."
+    names = some(tuple(cls.__dataclass_fields__)) if cls else ""
+    return SettingValueError(
+        f"{place}: {dotted(path)!r} is a section, but {shown(item.plain())} is given; write its settings below it: {names}."
     )
 
 

@@ -55,7 +55,8 @@ def parse(text: str, name: str) -> Marked:
     tree = _convert(node, name, ())
     if not isinstance(tree.value, Mapping):
         raise ConfigFileError(
-            f"{name}:{tree.line}: the file holds {type(tree.value).__name__}, not settings; write lines of `key: value`."
+            f"{name}:{tree.line}: the file holds {'a list' if isinstance(tree.value, list) else 'one value'}, not settings; "
+            "write lines of `key: value`."
         )
     return tree
 

@@ -13,7 +13,7 @@ from hasten.config.layers import Problems, from_code, from_environment, unknown
 from hasten.config.legacy import translate
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, subsection
-from hasten.config.source import DEFAULT, Entry, Path, Source
+from hasten.config.source import DEFAULT, Entry, Path, Source, shown
 from hasten.errors import ContradictionError
 
 
@@ -108,8 +108,8 @@ def merge(entries: Iterable[Entry], problems: Problems) -> tuple[dict[Path, Entr
             if (other.source.level, other.weak) == (first.source.level, first.weak) and other.value != first.value:
                 problems.add(
                     ContradictionError(
-                        f"{first.place} ({first.source}) and {other.place} ({other.source}) set {first.name!r} to "
-                        f"{first.value!r} and {other.value!r}; neither outranks the other, so remove one."
+                        f"{first.name}: {shown(first.value)} ({first.source}) contradicts {shown(other.value)} "
+                        f"({other.source}): neither outranks the other; remove one."
                     )
                 )
         winners[path] = first

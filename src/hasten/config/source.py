@@ -1,10 +1,14 @@
 """Where a value came from, and one value given by one source."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 SourceKind = Literal["default", "file", "environment", "flag", "code"]
 PRECEDENCE: Final[tuple[SourceKind, ...]] = ("default", "file", "environment", "flag", "code")
+
+_PLAIN: Final = re.compile(r"(?!(?i:true|false|null|nan)$)[A-Za-z_./][\w.:/+-]*")
 
 Path = tuple[str, ...]  # ("fsdp", "cpu_offload")
 
@@ -85,9 +89,15 @@ def dotted(path: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a settings file spells it; text is quoted where it could be read as something else."""
+    """Return a value as a settings file spells it; text is quoted where it would read as something else."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) else repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(shown(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
     return repr(value)
