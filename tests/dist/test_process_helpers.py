@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,13 @@ def test_an_error_inside_leaves_nobody_waiting(ctx: ProcessContext, failing: int
     process = Process(ctx)
     expected: type[Exception] = KeyError if ctx.rank == failing else PeerFailedError
     with pytest.raises(expected), process.main_process_first():
-        if ctx.rank == failing:
-            raise KeyError("bad data")
+        fail_if(ctx.rank == failing)
     process.wait_for_everyone()  # and the group is still usable
+
+
+def fail_if(here: bool) -> None:
+    if here:
+        raise KeyError("bad data")
 
 
 @ranks(2, 4)
@@ -84,7 +89,7 @@ def test_shares_partition_in_order_for_every_length_and_world() -> None:
             cuts = [bounds(length, index, shares) for index in range(shares)]
             assert cuts[0][0] == 0
             assert cuts[-1][1] == length
-            assert all(a[1] == b[0] for a, b in zip(cuts, cuts[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(cuts))
             sizes = [end - start for start, end in cuts]
             assert max(sizes) - min(sizes) <= 1
 
@@ -98,7 +103,7 @@ def test_shares_of_every_container(shares: int) -> None:
             assert [x for part in parts for x in as_list(part)] == list(range(length))
             padded = [as_list(share(inputs, index, shares, apply_padding=True)) for index in range(shares)]
             assert len({len(part) for part in padded}) == 1
-            assert set(x for part in padded for x in part) == set(range(length))
+            assert {x for part in padded for x in part} == set(range(length))
 
 
 def test_shares_of_datasets_and_bad_dicts() -> None:

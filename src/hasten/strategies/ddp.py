@@ -184,6 +184,11 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
             "comm_hook='bf16' averages in bfloat16, which only the NCCL backend can do; this run uses "
             f"{dist.get_backend(group)}. Use comm_hook='fp16' or 'power_sgd', or no hook."
         )
+    if config.comm_hook == "batched_power_sgd" and not _batched_power_sgd_works():
+        raise ConfigError(
+            f"comm_hook='batched_power_sgd' stops at an assertion inside torch {torch.__version__}, which hands its "
+            "orthogonalisation a matrix of the wrong rank; use comm_hook='power_sgd'."
+        )
     state: object = group
     hooks: dict[str, Callable[..., Any]] = {
         "fp16": default_hooks.fp16_compress_hook,
@@ -201,3 +206,12 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
     if config.comm_wrapper != "no":
         hook = wrappers[config.comm_wrapper](hook)
     model.register_comm_hook(state, hook)
+
+
+def _batched_power_sgd_works() -> bool:
+    """Whether this torch's orthogonalisation takes the 2-D matrix its batched hook gives it (2.11 to 2.13 do not)."""
+    try:
+        powerSGD_hook._orthogonalize(torch.ones(2, 1))
+    except AssertionError:
+        return False
+    return True
