@@ -69,3 +69,7 @@ def run(command: str, argv: Sequence[str]) -> int:
     module = import_module(COMMANDS[command][0])  # so that --help loads no command, and none loads another
     code: int = module.main(argv)
     return code
+
+
+if __name__ == "__main__":  # python -m hasten.cli.main, for places that have a Python but no PATH
+    sys.exit(main())
