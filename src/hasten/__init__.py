@@ -42,8 +42,13 @@ if TYPE_CHECKING:
     from hasten.config.tracking import ProfileKwargs as ProfileKwargs
     from hasten.config.tracking import TrackingConfig as TrackingConfig
     from hasten.data.skip import skip_first_batches as skip_first_batches
+    from hasten.launch.notebook import debug_launcher as debug_launcher
+    from hasten.launch.notebook import notebook_launcher as notebook_launcher
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
+    from hasten.runtime.logs import get_logger as get_logger
+    from hasten.runtime.seeding import set_seed as set_seed
+    from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
@@ -84,8 +89,13 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "ProfileKwargs": "hasten.config.tracking",
         "TrackingConfig": "hasten.config.tracking",
         "skip_first_batches": "hasten.data.skip",
+        "debug_launcher": "hasten.launch.notebook",
+        "notebook_launcher": "hasten.launch.notebook",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
+        "get_logger": "hasten.runtime.logs",
+        "set_seed": "hasten.runtime.seeding",
+        "synchronize_rng_states": "hasten.runtime.seeding",
         "read_metrics": "hasten.tracking.backends.jsonl",
         "Entry": "hasten.tracking.base",
         "Run": "hasten.tracking.base",

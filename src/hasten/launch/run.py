@@ -25,8 +25,11 @@ from hasten.launch.failure import end_words, read_failure, render_failure
 from hasten.launch.guard import kill_groups
 from hasten.launch.host import Host
 from hasten.launch.report import make_report
-from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID
+from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
+
+PARENT_PID: Final = "HASTEN_PARENT_PID"
+"""Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""
 
 _FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S: Final = 15.0
@@ -57,6 +60,8 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
 
     Raises: LaunchError if something could not be started.
     """
+    if parent := host.env.get(PARENT_PID):
+        die_with(int(parent))
     for planned in plan.files:
         path = Path(planned.path)
         path.write_text(planned.text)

@@ -74,7 +74,7 @@ def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.work
     if target.no_python:
         return (target.name, *target.args)
     module = ("-m",) if target.module else ()
-    return (host.python, "-u", "-m", bootstrap, *module, target.name, *target.args)
+    return (host.python, "-m", bootstrap, *module, target.name, *target.args)
 
 
 def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import runpy
@@ -38,8 +39,9 @@ def main() -> None:
     if error_file := env.get(ERROR_FILE):
         sys.excepthook = recording_hook(Path(error_file), sys.excepthook)
     _enable_faulthandler()
+    _write_whole_lines()
     if launcher_pid := env.get(LAUNCHER_PID):
-        _die_with_launcher(int(launcher_pid))
+        die_with(int(launcher_pid))
     if args[:1] == ["-m"]:
         _run_module(args[1], args[2:])
     else:
@@ -53,7 +55,7 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher was interrupted and says so itself
         try:
-            write_error(path, error, _without_bootstrap(trace))
+            write_error(path, error, without_bootstrap(trace))
         except OSError:
             fallback(kind, error, trace)
 
@@ -87,23 +89,32 @@ def _enable_faulthandler() -> None:
         return
 
 
-def _die_with_launcher(launcher_pid: int) -> None:
-    """Ask the kernel to end this process when its launcher is killed, so that none is left behind (Linux)."""
+def _write_whole_lines() -> None:
+    """Pass on output line by line: at once, and not mixed with other ranks inside a line."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
+def die_with(parent_pid: int) -> None:
+    """Ask the kernel to end this process when its parent is killed, so that none is left behind (Linux)."""
     if sys.platform != "linux":
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != launcher_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # it died before the call above
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this file and of runpy at its start."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+def without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of this folder and of runpy at its start."""
     rest = trace
-    while rest is not None and rest.tb_frame.f_code.co_filename in ours:
+    while rest is not None and _is_bootstrap(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
     return rest or trace
+
+
+def _is_bootstrap(file: str) -> bool:
+    return "runpy" in file or Path(file).parent == Path(__file__).parent
 
 
 def _run_script(script: str, args: list[str]) -> None:

@@ -1,0 +1,165 @@
+"""Training from a notebook: the function goes to fresh processes, their output and its result come back to the cell.
+
+Nothing is forked, so CUDA may already be in use in the notebook, and a failed or repeated cell leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import linecache
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from os import getpid
+from pathlib import Path
+from typing import Any, Final
+
+import cloudpickle
+
+from hasten.errors import LaunchError
+from hasten.launch.cell import CALL, RESULT
+from hasten.launch.run import PARENT_PID
+from hasten.runtime import env as environment
+
+_STOP_S: Final = 25.0
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str | None = None,
+    use_port: int | str | None = None,
+    master_addr: str | None = None,
+    node_rank: int | None = None,
+    num_nodes: int = 1,
+    rdzv_backend: str | None = None,
+    rdzv_endpoint: str | None = None,
+    rdzv_conf: Mapping[str, Any] | str | None = None,
+    rdzv_id: str | None = None,
+    max_restarts: int = 0,
+    monitor_interval: float | None = None,
+    config_file: str | None = None,
+    cpu: bool = False,
+) -> Any:
+    """What `function(*args)` returns on the first rank, after it has run in `num_processes` new processes.
+
+    Settings that are not given come from the settings file, as under `hasten launch`; without `num_processes` every
+    device gets a process. On many machines the same cell is run on each, with `num_nodes` and `master_addr`; machines
+    other than the first get None.
+    Raises: LaunchError when a process fails (its traceback is printed in the cell), or when the function or its result
+    cannot travel.
+    """
+    flags = _flags(
+        num_processes=num_processes,
+        mixed_precision=mixed_precision,
+        main_process_port=use_port,
+        main_process_ip=master_addr,
+        machine_rank=node_rank if num_nodes > 1 else None,
+        num_machines=num_nodes if num_nodes > 1 else None,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint or None,
+        rdzv_conf=_pairs(rdzv_conf),
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts or None,
+        monitor_interval=monitor_interval,
+        config_file=config_file,
+        cpu="true" if cpu else None,
+        quiet="true" if num_nodes == 1 else None,
+    )
+    with tempfile.TemporaryDirectory(prefix="hasten-notebook-") as folder:
+        home = Path(folder)
+        (home / CALL).write_bytes(_packed(function, tuple(args)))
+        command = [sys.executable, "-m", "hasten.cli.main", "launch", *flags, "-m", "hasten.launch.cell", folder]
+        code = _run(command)
+        if code != 0:
+            raise LaunchError(_failure_words(home, code))
+        result = home / RESULT
+        # Written by the process that this call started, into a folder that only this user can open.
+        return pickle.loads(result.read_bytes()) if result.exists() else None
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
+    """What `function(*args)` returns on the first rank of `num_processes` CPU processes: for tests without devices."""
+    return notebook_launcher(function, args, num_processes=num_processes, cpu=True)
+
+
+def _flags(**settings: object) -> list[str]:
+    return [f"--{name}={value}" for name, value in settings.items() if value is not None]
+
+
+def _pairs(conf: Mapping[str, Any] | str | None) -> str | None:
+    if not conf:
+        return None
+    if isinstance(conf, str):
+        return conf
+    return ",".join(f"{name}={value}" for name, value in conf.items())
+
+
+def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps((function, args, _cell_sources())))
+    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise LaunchError(
+            f"the function {name} or its arguments cannot be sent to the new processes ({error}): they use an object that "
+            f"lives in this notebook only. Create it inside the function, or pass plain data."
+        ) from error
+
+
+def _cell_sources() -> dict[str, list[str]]:
+    """The text of the notebook's cells, which exist in no file, so that tracebacks elsewhere can show their lines."""
+    entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None]
+    return {name: entry[2] for name, entry in entries if not Path(name).exists()}
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the launcher and copy what it prints into the cell while it runs; Ctrl-C and the stop button end it."""
+    env = environment.snapshot()
+    folders = [entry for entry in sys.path if entry]
+    variables = {"PYTHONPATH": ":".join(dict.fromkeys(folders)), PARENT_PID: str(getpid())}
+    with subprocess.Popen(
+        command,
+        env={**env, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as launcher:
+        try:
+            _copy_output(launcher)
+            return launcher.wait()
+        except BaseException:  # whatever interrupts the cell, the processes end before it does
+            _stop(launcher)
+            raise
+
+
+def _copy_output(launcher: subprocess.Popen[bytes]) -> None:
+    """Piece by piece rather than line by line, so that progress bars move."""
+    assert launcher.stdout is not None, "the launcher's output is piped"
+    decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+    while piece := launcher.stdout.read1(65536):  # type: ignore[attr-defined]  # a buffered reader
+        sys.stdout.write(decode(piece))
+        sys.stdout.flush()
+
+
+def _stop(launcher: subprocess.Popen[bytes]) -> None:
+    launcher.send_signal(signal.SIGTERM)
+    try:
+        launcher.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
+
+
+def _failure_words(folder: Path, code: int) -> str:
+    """The first error that a rank left, in one sentence."""
+    errors = [(json.loads(file.read_text())["hasten"], file.stem) for file in folder.glob("error-*.json")]
+    if not errors:
+        return f"the processes ended with exit code {code} before an error could be noted; see the output above."
+    first, name = min(errors, key=lambda item: float(item[0]["time"]))
+    return f"rank {name.removeprefix('error-')} failed: {first['summary']} (its traceback is in the output above)"
