@@ -54,7 +54,8 @@ def _reshard(entry: Entry) -> Translation:
         try:
             decode(entry.value, bool | int, text=True)
         except Mismatch:
-            return _strategy(entry)
+            made, said = _strategy(entry)
+            return [replace(one, weak=False) for one in made], said
     return [entry], []
 
 
@@ -137,6 +138,7 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
     Raises: UnknownSettingError for an option that neither knows; SettingValueError for a value without equivalent.
     """
     values: dict[str, Any] = {}
+    derived: set[str] = set()
     sentences: list[str] = []
     for key, value in options.items():
         name = key.lower().removeprefix("fsdp_")
@@ -146,8 +148,9 @@ def fsdp_from_fsdp1(options: Mapping[str, Any]) -> tuple[FullyShardedDataParalle
             field = entry.path[1]
             if field not in FullyShardedDataParallelPlugin.__dataclass_fields__:
                 raise UnknownSettingError(f"{key!r} is not an option of FSDP; it would have no effect, so remove it.")
-            if entry.weak and field in values:
-                continue
+            if entry.weak and field in values and field not in derived:
+                continue  # given outright beside it
+            (derived.add if entry.weak else derived.discard)(field)
             values[field] = fit(FullyShardedDataParallelPlugin, field, entry.value, f"{key}={value!r}", text=True)
     return FullyShardedDataParallelPlugin(**values), sentences
 

@@ -1,0 +1,327 @@
+"""Where settings come from: files and their places, variables, code arguments, the handoff, and FSDP1 translations."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from hasten.config import files, handoff
+from hasten.config.decode import Mismatch, decode
+from hasten.config.engines import DeepSpeedPlugin
+from hasten.config.established import established_variables
+from hasten.config.legacy import fsdp_from_fsdp1
+from hasten.config.marked import Marked, parse
+from hasten.config.optim import GradientAccumulationPlugin
+from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.precision import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
+from hasten.config.resolve import Resolved, resolve
+from hasten.config.root import Config
+from hasten.config.schema import BY_PATH
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.source import Entry, Source
+from hasten.errors import ConfigError, ConfigFileError, ContradictionError, SettingValueError, UnknownSettingError
+
+
+def from_file(text: str) -> Resolved:
+    """Resolve the text of a file alone."""
+    file = files.read_text(text, Path("c.yaml"))
+    return resolve(file=file.entries, notes=file.notes)
+
+
+# --- words and numbers -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("word", ["False", "false", "no", "off", "0", "NO", " false "])
+def test_a_word_for_false_is_never_true(word: str) -> None:
+    assert decode(word, bool) is False
+    assert resolve(env={"HASTEN_CPU": word}).config.cpu is False
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, None, [], "ja", ""])
+def test_what_is_no_boolean_is_refused(value: object) -> None:
+    with pytest.raises(Mismatch):
+        decode(value, bool)
+
+
+def test_yaml_words_follow_version_1_2() -> None:
+    text = "a: no\nb: yes\nc: 1:2\nd: 1e-5\ne: 010\nf: true\ng: ~\nh: 'true'\ni: 0x10\nj: .inf\nk: 1_000\n"
+    assert parse(text, "c").plain() == {
+        "a": "no",
+        "b": "yes",
+        "c": "1:2",
+        "d": 1e-5,
+        "e": 10,
+        "f": True,
+        "g": None,
+        "h": "true",
+        "i": 16,
+        "j": float("inf"),
+        "k": 1000,
+    }
+
+
+def test_yaml_anchors_and_merges() -> None:
+    text = "x: &x {a: 1, b: 2}\ny:\n  <<: *x\n  b: 3\nz: *x\n"
+    assert parse(text, "c").plain() == {"x": {"a": 1, "b": 2}, "y": {"a": 1, "b": 3}, "z": {"a": 1, "b": 2}}
+    with pytest.raises(ConfigFileError, match="c:1: an alias refers to itself"):
+        parse("x: &x [*x]", "c")
+
+
+def test_json_with_tabs_keeps_its_lines() -> None:
+    assert parse('{\n\t"cpu": true\n}', "c").value["cpu"] == Marked(True, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30", 30), ("90s", 90), ("30m", 1800), ("1h30m", 5400), ("0.5", 0.5), ("2H", 7200)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert decode(text, timedelta) == timedelta(seconds=seconds)
+
+
+def test_enums_are_case_insensitive_everywhere() -> None:
+    assert from_file("mixed_precision: BF16").config.mixed_precision == "bf16"
+    assert resolve(code={"mixed_precision": "Bf16"}).config.mixed_precision == "bf16"
+    assert resolve(env={"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}).config.dynamo.backend == "inductor"
+    assert FullyShardedDataParallelPlugin(state_dict_type="full_state_dict").state_dict_type == "FULL_STATE_DICT"  # type: ignore[arg-type]
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+def test_every_value_knows_its_source() -> None:
+    file = files.read_text("mixed_precision: fp16\nfsdp:\n  cpu_offload: true\n", Path("c.yaml"))
+    flags = [Entry(("launch", "num_processes"), "4", Source("flag", "--num_processes"), text=True)]
+    resolved = resolve(
+        file=file.entries, flags=flags, env={"HASTEN_DEBUG": "1"}, code={"gradient_accumulation_steps": 2}
+    )
+    assert str(resolved.source("mixed_precision")) == "c.yaml:1"
+    assert str(resolved.source("fsdp.cpu_offload")) == "c.yaml:3"
+    assert str(resolved.source("launch.num_processes")) == "flag --num_processes"
+    assert str(resolved.source("debug")) == "environment HASTEN_DEBUG"
+    assert str(resolved.source("gradient_accumulation.num_steps")) == "code argument gradient_accumulation_steps"
+    assert str(resolved.source("cpu")) == "default"
+    assert resolved.config.strategy == "fsdp"
+    assert "strategy: fsdp is chosen because fsdp.cpu_offload is given (c.yaml:3)" in resolved.notes
+
+
+def test_plugins_contribute_only_what_they_were_made_with() -> None:
+    file = files.read_text("fsdp: {cpu_offload: true, reshard_after_forward: false}", Path("c.yaml"))
+    plugin = FullyShardedDataParallelPlugin(reshard_after_forward=True)
+    config = resolve(file=file.entries, code={"fsdp_plugin": plugin}).config
+    assert config.fsdp.cpu_offload, "the file still says it"
+    assert config.fsdp.reshard_after_forward, "code said so, although it is the default"
+    assert config.strategy == "fsdp"
+
+
+def test_handlers_find_their_sections() -> None:
+    handlers = [
+        AutocastKwargs(enabled=False),
+        DistributedDataParallelKwargs(static_graph=True),
+        TERecipeKwargs(margin=2),
+    ]
+    config = resolve(code={"kwargs_handlers": handlers, "mixed_precision": "fp8"}).config
+    assert not config.autocast.enabled
+    assert config.ddp.static_graph
+    assert (config.fp8.backend, config.fp8.te.margin) == ("te", 2)
+    with pytest.raises(ContradictionError, match="AutocastKwargs twice"):
+        resolve(code={"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]})
+    with pytest.raises(UnknownSettingError, match="holds int, which has no place"):
+        resolve(code={"kwargs_handlers": [3]})
+    with pytest.raises(ContradictionError, match=r"fp8\.backend"):
+        resolve(code={"kwargs_handlers": [AORecipeKwargs(), TERecipeKwargs()], "mixed_precision": "fp8"})
+
+
+def test_code_arguments() -> None:
+    config = resolve(code={"log_with": ["wandb", object()], "cpu": None, "fsdp": {"cpu_offload": True}}).config
+    assert config.tracking.log_with == ("wandb",)
+    assert config.fsdp.cpu_offload
+    with pytest.raises(UnknownSettingError, match="did you mean 'mixed_precision'"):
+        resolve(code={"mixed_precison": "bf16"})
+    with pytest.raises(ConfigError, match="give a ParallelismConfig"):
+        resolve(code={"parallelism_config": GradientAccumulationPlugin()})
+    with pytest.raises(ContradictionError, match=r"fsdp_plugin.*deepspeed_plugin"):
+        resolve(code={"fsdp_plugin": FullyShardedDataParallelPlugin(), "deepspeed_plugin": DeepSpeedPlugin()})
+
+
+def test_none_says_not_given_where_it_means_nothing_else() -> None:
+    assert GradientAccumulationPlugin(num_steps=None).num_steps == 1  # type: ignore[arg-type]
+    assert ParallelismConfig(dp_shard_size=None).dp_shard_size is None
+
+
+def test_established_variables_are_settings() -> None:
+    names = dict(established_variables())
+    assert {path for path in names.values() if path[0] != "fsdp"} <= set(BY_PATH)
+    env = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_OFFLOAD_PARAMS": "true",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block,Head",
+        "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+        "ACCELERATE_FP8_BACKEND": "",
+        "UNRELATED": "1",
+        "HASTEN_SOMETHING_ELSE_ENTIRELY": "1",
+    }
+    config = resolve(env=env).config
+    assert config.strategy == "fsdp"
+    assert config.fsdp == FullyShardedDataParallelPlugin(
+        cpu_offload=True,
+        transformer_cls_names_to_wrap=("Block", "Head"),
+        reshard_after_forward=True,
+        hybrid_shard=True,
+    )
+    assert config.parallelism.tp_size == 2
+    assert config.gradient_accumulation.num_steps == 1
+
+
+def test_a_weaker_sources_engine_options_rest() -> None:
+    file = files.read_text("strategy: fsdp\nfsdp: {cpu_offload: true}\n", Path("c.yaml"))
+    resolved = resolve(file=file.entries, code={"strategy": "ddp"})
+    assert resolved.config.strategy == "ddp"
+    assert resolved.notes == ("fsdp options of c.yaml:2 rest: strategy is ddp (code argument strategy)",)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+def test_places_of_files(tmp_path: Path) -> None:
+    assert files.default_path({"HASTEN_HOME": "/h"}) == Path("/h/config.yaml")
+    assert files.default_path({"HOME": "/u", "XDG_CONFIG_HOME": "/x"}) == Path("/x/hasten/config.yaml")
+    assert files.home({"HOME": "/u"}, "linux") == Path("/u/.config/hasten")
+    assert files.home({"HOME": "/u"}, "darwin") == Path("/u/Library/Application Support/hasten")
+    assert files.home({"APPDATA": "/a"}, "win32") == Path("/a/hasten")
+    assert files.accelerate_paths({"HOME": "/u"})[0] == Path("/u/.cache/huggingface/accelerate/default_config.yaml")
+    assert files.accelerate_paths({"XDG_CACHE_HOME": "/c"})[0].is_relative_to("/c/huggingface")
+    assert files.accelerate_paths({"HF_HOME": "/hf"})[2] == Path("/hf/accelerate/default_config.json")
+    env = {"HASTEN_HOME": str(tmp_path / "ours"), "HF_HOME": str(tmp_path / "hf")}
+    assert files.find(env) is None
+    theirs = files.accelerate_paths(env)[0]
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("use_cpu: true\n")
+    assert files.find(env) == theirs
+    assert files.write(Config(cpu=True), files.default_path(env)) == files.find(env)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigFileError, match=r"no settings file at .*; write one with `hasten config`"):
+        files.read(tmp_path / "none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigFileError, match="cannot be read"):
+        files.read(tmp_path / "bytes.yaml")
+    with pytest.raises(ConfigFileError, match="cannot be read"):
+        files.read(tmp_path)
+    (tmp_path / "empty.yaml").write_text("")
+    assert files.read(tmp_path / "empty.yaml").entries == ()
+
+
+def test_write_and_read_back(tmp_path: Path) -> None:
+    config = from_file("mixed_precision: bf16\nlaunch: {num_processes: 2, gpu_ids: '0,1'}\n").config
+    for name in ("c.yaml", "deep/c.json"):
+        path = files.write(config, tmp_path / name)
+        assert resolve(file=files.read(path).entries).config == config
+        assert [left.name for left in path.parent.glob(".*")] == []
+
+
+def test_migrations_run_in_order() -> None:
+    def rename(top: dict[str, Marked]) -> tuple[dict[str, Marked], list[str]]:
+        top["mixed_precision"] = top.pop("precision")
+        return top, ["precision is called mixed_precision now"]
+
+    def lower(top: dict[str, Marked]) -> tuple[dict[str, Marked], list[str]]:
+        return {key: Marked(str(item.value).lower(), item.line) for key, item in top.items()}, []
+
+    file = files.read_text("schema: 1\nprecision: BF16\n", Path("c.yaml"), {1: rename, 2: lower})
+    assert [(entry.path, entry.value, str(entry.source)) for entry in file.entries] == [
+        (("mixed_precision",), "bf16", "c.yaml:2")
+    ]
+    assert file.notes == ("c.yaml: precision is called mixed_precision now",)
+
+
+# --- handoff ---------------------------------------------------------------------------------------------------------
+def test_handoff_stands_for_file_flags_and_variables() -> None:
+    file = files.read_text("mixed_precision: fp16\nfsdp: {cpu_offload: true}\n", Path("c.yaml"))
+    flags = [Entry(("mixed_precision",), "bf16", Source("flag", "--mixed_precision"), text=True)]
+    env = {"HASTEN_GRADIENT_ACCUMULATION_STEPS": "2"}
+    launcher = resolve(file=file.entries, flags=flags, env=env)
+    text = handoff.pack(launcher)
+    assert "\n" not in text
+    worker = resolve(env=env, handed=handoff.unpack(text))
+    assert worker.config == launcher.config
+    assert {path: entry.source for path, entry in worker.entries.items()} == {
+        path: entry.source for path, entry in launcher.entries.items()
+    }
+    changed = resolve(env={"HASTEN_GRADIENT_ACCUMULATION_STEPS": "3"}, handed=handoff.unpack(text))
+    assert changed.config.gradient_accumulation.num_steps == 3, "the script changed its environment"
+    coded = resolve(code={"mixed_precision": "no"}, handed=handoff.unpack(text))
+    assert coded.config.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 9, "settings": []}', '{"version": 1, "settings": [["a"]]}'])
+def test_damaged_handoff_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="HASTEN_CONFIG holds no settings of this version"):
+        handoff.unpack(text)
+
+
+def test_objects_do_not_travel() -> None:
+    def policy() -> None: ...
+
+    resolved = resolve(code={"fsdp_plugin": FullyShardedDataParallelPlugin(auto_wrap_policy=policy, cpu_offload=True)})
+    assert {entry.path for entry in handoff.unpack(handoff.pack(resolved))} == {("fsdp", "cpu_offload"), ("strategy",)}
+
+
+# --- FSDP1 -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "reshard", "hybrid"),
+    [
+        ("FULL_SHARD", True, False),
+        (1, True, False),
+        ("2", False, False),
+        ("shard_grad_op", False, False),
+        ("HYBRID_SHARD", True, True),
+        ("_HYBRID_SHARD_ZERO2", False, True),
+        (5, False, True),
+    ],
+)
+def test_sharding_strategies(given: object, reshard: bool, hybrid: bool) -> None:
+    plugin, said = fsdp_from_fsdp1({"fsdp_sharding_strategy": given})
+    assert plugin == FullyShardedDataParallelPlugin(reshard_after_forward=reshard, hybrid_shard=hybrid)
+    assert len(said) == 1
+
+
+def test_fsdp1_options_in_full() -> None:
+    plugin, said = fsdp_from_fsdp1(
+        {
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Block",
+            "fsdp_offload_params": "true",
+            "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
+            "fsdp_forward_prefetch": "True",
+            "fsdp_state_dict_type": "LOCAL_STATE_DICT",
+            "fsdp_use_orig_params": "false",
+            "limit_all_gathers": False,
+            "fsdp_version": 1,
+            "fsdp_sharding_strategy": "FULL_SHARD",
+            "fsdp_reshard_after_forward": "SHARD_GRAD_OP",
+        }
+    )
+    assert plugin == FullyShardedDataParallelPlugin(
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=("Block",),
+        cpu_offload=True,
+        forward_prefetch_depth=1,
+        reshard_after_forward=False,
+    )
+    assert said == [
+        "fsdp_backward_prefetch_policy has no meaning any more: FSDP2 always gathers the next block during backward",
+        "fsdp_forward_prefetch is FSDP2's forward_prefetch_depth: 1",
+        "fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT: shards load on any number of processes",
+        "fsdp_use_orig_params has no meaning any more: FSDP2 always keeps the original parameters",
+        "limit_all_gathers has no meaning any more: FSDP2 always limits the gathers in flight",
+        "fsdp_version 1 is read as FSDP2: FSDP1 is no longer used",
+        "fsdp_sharding_strategy FULL_SHARD is FSDP2's reshard_after_forward: true",
+        "fsdp_reshard_after_forward SHARD_GRAD_OP is FSDP2's reshard_after_forward: false",
+    ]
+
+
+def test_fsdp1_without_equivalent() -> None:
+    with pytest.raises(SettingValueError, match=r"NO_SHARD.*set strategy: ddp"):
+        fsdp_from_fsdp1({"sharding_strategy": "NO_SHARD"})
+    with pytest.raises(UnknownSettingError, match="not an option of FSDP"):
+        fsdp_from_fsdp1({"fsdp_bananas": 1})
