@@ -34,13 +34,13 @@ class Net(nn.Module):
         self.unused = nn.Linear(4, 2)
         self.label = "mine"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.encode(x)) + 0 * self.unused(x).sum()
 
     def encode(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(x))
 
-    def loss_of(self, x: Tensor) -> Tensor:
+    def loss_of(self, x: Tensor) -> Any:
         return self(x).sum()
 
     def describe(self) -> str:
@@ -48,8 +48,12 @@ class Net(nn.Module):
 
 
 class Partly(Net):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.head(self.encode(x))
+
+
+def inner_of(accelerator: Accelerator, model: nn.Module) -> Any:
+    return accelerator.unwrap_model(model).inner
 
 
 def data(rows: int = 8) -> DataLoader[Any]:
@@ -75,8 +79,13 @@ def test_any_order_comes_back_in_call_order_as_real_types(ctx: ProcessContext) -
 def test_gan_shared_optimizers_frozen_and_factories(ctx: ProcessContext) -> None:
     accelerator = Accelerator()
     generator, critic, frozen = Net(), Net(), Net().requires_grad_(False)
-    both = SGD([*generator.parameters(), *critic.parameters()], lr=0.1)
-    head_only = SGD([{"params": critic.head.parameters(), "lr": 0.5}, {"params": critic.inner.parameters()}], lr=0.1)
+    owned: list[Tensor] = [*generator.parameters(), *critic.parameters()]
+    both = SGD(owned, lr=0.1)
+    groups: list[dict[str, Any]] = [
+        {"params": critic.head.parameters(), "lr": 0.5},
+        {"params": critic.inner.parameters()},
+    ]
+    head_only = SGD(groups, lr=0.1)
     g, c, f, both_p, head_p = accelerator.prepare(generator, critic, frozen, both, head_only)
     assert isinstance(g, DistributedDataParallel) == (ctx.world.size > 1)
     assert not isinstance(f, DistributedDataParallel)
@@ -170,7 +179,7 @@ def test_user_attributes_and_methods_through_ddp(ctx: ProcessContext) -> None:
         model.encode(torch.ones(1, 4))
     accelerator.mark_forward_method(model, "loss_of")
     accelerator.backward(model.loss_of(torch.full((1, 4), float(ctx.rank + 1))))
-    grads = accelerator.gather(accelerator.unwrap_model(model).inner.weight.grad.unsqueeze(0))
+    grads = accelerator.gather(inner_of(accelerator, model).weight.grad.unsqueeze(0))
     assert torch.equal(grads[0], grads[1])  # routed through DDP: synchronised
     with pytest.raises(PrepareError, match="no method 'encod'"):
         accelerator.mark_forward_method(model, "encod")
@@ -203,7 +212,7 @@ def test_gradients_are_compressed_by_hooks(ctx: ProcessContext, hook: Any) -> No
         accelerator.backward(model(torch.full((2, 4), float(ctx.rank + step))).sum())
         optimizer.step()
         optimizer.zero_grad()
-    weights = accelerator.gather(accelerator.unwrap_model(model).inner.weight.detach().unsqueeze(0))
+    weights = accelerator.gather(inner_of(accelerator, model).weight.detach().unsqueeze(0))
     assert torch.equal(weights[0], weights[1])
 
 
@@ -221,17 +230,16 @@ def test_settings_ddp_cannot_honour_are_errors(ctx: ProcessContext) -> None:
 def test_only_the_boundary_communicates(ctx: ProcessContext) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(Net())
-    inner = accelerator.unwrap_model(model)
     for boundary in (False, True):
         with accelerator.accumulate(model):
             accelerator.backward(model(torch.full((1, 4), float(ctx.rank + 1))).sum())
-            grads = accelerator.gather(inner.inner.weight.grad.unsqueeze(0))
+            grads = accelerator.gather(inner_of(accelerator, model).weight.grad.unsqueeze(0))
             assert torch.equal(grads[0], grads[1]) == boundary
     each = Accelerator(gradient_accumulation_plugin={"num_steps": 2, "sync_each_batch": True})
     eager = each.prepare(Net())
     with each.accumulate(eager):
         each.backward(eager(torch.full((1, 4), float(ctx.rank + 1))).sum())
-        grads = each.gather(each.unwrap_model(eager).inner.weight.grad.unsqueeze(0))
+        grads = each.gather(inner_of(each, eager).weight.grad.unsqueeze(0))
         assert torch.equal(grads[0], grads[1])
 
 

@@ -27,7 +27,7 @@ def test_roles(ctx: ProcessContext) -> None:
     ran = [
         process.on_main_process(lambda: "main")(),
         process.on_last_process(lambda: "last")(),
-        process.on_process(process_index=0)(lambda: "zero")(),  # type: ignore[call-arg, arg-type, call-overload, operator]
+        process.on_process(process_index=0)(lambda: "zero")(),
     ]
     expected = ["main" if ctx.rank == 0 else None, "last" if process.is_last_process else None]
     assert ran == [*expected, "zero" if ctx.rank == 0 else None]

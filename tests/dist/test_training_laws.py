@@ -51,7 +51,7 @@ def plain_torch(rows: int, weighted: bool, max_norm: float | None) -> nn.Module:
         losses = F.cross_entropy(model(x), y, reduction="none")
         loss = (losses * tokens).sum() / tokens.sum() if weighted else losses.mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -123,7 +123,7 @@ def test_a_short_last_window_counts_as_what_it_is(ctx: ProcessContext, every: in
     for _ in range(2):
         for start, end in ((0, every * micro * world), (every * micro * world, rows)):
             reference.zero_grad()
-            F.cross_entropy(plain(x[start:end]), y[start:end]).backward()
+            F.cross_entropy(plain(x[start:end]), y[start:end]).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             reference.step()
     for value, expected in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,8 +17,14 @@ from hasten.accelerator import metrics, profile
 from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
+from hasten.accelerator.randomness import Randomness
+from hasten.accelerator.run_state import RunParts
+from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
 from hasten.accelerator.setup import Parts, build
+from hasten.checkpoint import export
+from hasten.checkpoint.model_state import LoadReport
 from hasten.comm import ops
+from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
 from hasten.config.precision import AutocastKwargs
 from hasten.config.root import Config
@@ -95,6 +102,19 @@ class Accelerator:
         self._watch: StragglerWatch | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
+        self.saving = Saving(
+            parts.ctx,
+            parts.config.project,
+            RunParts(
+                self.prepared,
+                parts.strategy.unwrap,
+                parts.clock,
+                parts.precision,
+                Randomness(parts.ctx.device),
+                parts.tracking,
+            ),
+            notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
+        )
 
     # -- this process among the others ----------------------------------------------------------------------------
     @property
@@ -390,7 +410,8 @@ class Accelerator:
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Close the trackers. Ranks: every rank."""
+        """Finish saves in flight and close the trackers. Ranks: every rank."""
+        self.saving.close()
         self.tracking.finish()
 
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
@@ -399,6 +420,72 @@ class Accelerator:
             self._pulse = Pulse(self.device)
             self._watch = straggler_watch(self.ctx)
         return progress(iterable, ctx=self.ctx, pulse=self._pulse, watch=self._watch, **options)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> str:
+        """Save everything the run needs to go on, atomically; where it lies. Ranks: every rank.
+
+        Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
+        goes on while it is written. `metrics` rank checkpoints for `keep_best`.
+        """
+        return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
+
+    def load_state(
+        self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
+    ) -> list[LoadReport]:
+        """Put the run back to where a checkpoint was saved, by default the newest complete one. Ranks: every rank."""
+        return self.saving.load_state(input_dir, strict, allow_pickle)
+
+    def wait_for_saves(self) -> None:
+        """Return when no save is in flight; an error of one is raised here. Ranks: every rank."""
+        self.saving.wait_for_saves()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
+        """Save and load these objects with the run."""
+        self.saving.register_for_checkpointing(*objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call `hook(models, weights, folder)` before each save; it may edit what is written."""
+        return self.saving.register_save_state_pre_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
+        return self.saving.register_load_state_pre_hook(hook)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether any rank was told to stop by SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
+        return self.saving.preempted
+
+    should_stop = preempted
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a prepared model's weights in the layout of the Hub. Ranks: every rank."""
+        state = self.get_state_dict(model)
+        with agree(self.ctx.world, "save_model"):
+            if self._writes:
+                export.save_model(state, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
+        """Write an object to a file, at once and on the main process only. Ranks: any."""
+        if self._writes:
+            export.save_object(obj, f, safe_serialization)
+
+    @property
+    def _writes(self) -> bool:
+        return self.is_local_main_process if self.config.project.save_on_each_node else self.is_main_process
 
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,8 +22,12 @@ from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.precision.base import Precision
+from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import StartUp, banner
 from hasten.strategies.base import Strategy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -86,7 +92,34 @@ class Preparer:
         for item in bundle.of("scheduler"):
             item.value = self._scheduler(item.value)
         self._loaders(bundle.of("loader"))
+        if self._config.debug:
+            log.info(banner(self._facts()))
         return bundle.in_call_order()
+
+    def _facts(self) -> StartUp:
+        place = self._ctx.topology
+        mesh = self._ctx.mesh
+        axes = {str(axis): mesh.size(axis) for axis in Axis if mesh.size(axis) > 1}
+        return StartUp(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            node_rank=place.node_rank,
+            source=place.source,
+            device=str(self._ctx.device),
+            backend=dist.get_backend() if dist.is_initialized() else None,
+            mesh=" x ".join(f"{axis} {size}" for axis, size in axes.items()),
+            wrapping=[
+                f"{type(self._strategy.unwrap(model)).__name__}: {self._strategy.name}, {type(model).__name__}"
+                for model in self.done.models
+            ],
+            sampler=[
+                f"{type(loader.batch_sampler).__name__} over {type(loader.sampler).__name__}"
+                for loader in self.done.loaders
+            ],
+            accumulation=self._clock.every,
+            precision=self._precision.spec,
+        )
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         prepared = PreparedOptimizer(optimizer, self._clock, self._precision)

@@ -117,20 +117,22 @@ class Process:
         """The function, run on the last process only; None elsewhere."""
         return self._only(lambda: self.is_last_process, function)
 
-    def on_process(
-        self, function: Callable[P, R] | None = None, process_index: int = 0
-    ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """The function, run on one process only; also usable as `@on_process(process_index=2)`."""
+    def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
+        """The function, run on one process only; also usable as `@on_process(process_index=2)`.
+
+        Any: a function, or a decorator when called without one.
+        """
         if function is None:
-            return lambda given: self._only(lambda: self.process_index == process_index, given)
+            return functools.partial(self.on_process, process_index=process_index)
         return self._only(lambda: self.process_index == process_index, function)
 
-    def on_local_process(
-        self, function: Callable[P, R] | None = None, local_process_index: int = 0
-    ) -> Callable[P, R | None] | Callable[[Callable[P, R]], Callable[P, R | None]]:
-        """The function, run on one process of each node; also usable as `@on_local_process(local_process_index=1)`."""
+    def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
+        """The function, run on one process of each node; also usable as `@on_local_process(local_process_index=1)`.
+
+        Any: a function, or a decorator when called without one.
+        """
         if function is None:
-            return lambda given: self._only(lambda: self.local_process_index == local_process_index, given)
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(lambda: self.local_process_index == local_process_index, function)
 
     @staticmethod

@@ -22,6 +22,7 @@ from hasten.runtime.axes import LOSS
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
+from hasten.runtime.logs import show_logs
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, mesh_of
@@ -69,6 +70,8 @@ def _settings(given: Mapping[str, Any]) -> Config:
     variables = env.snapshot()
     handed = env.config(variables)
     resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
+    if resolved.config.debug:
+        show_logs()
     for note in resolved.notes:
         log.info(note)
     return resolved.config
@@ -77,7 +80,9 @@ def _settings(given: Mapping[str, Any]) -> Config:
 def _context(config: Config) -> ProcessContext:
     topology = Topology.from_env(env.snapshot())
     device = choose_device(topology.local_rank, config.cpu)
-    return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config.process_group))
+    return bootstrap.start(
+        topology, device, partial(mesh_of, config, topology.local_world_size), _group(config.process_group)
+    )
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:

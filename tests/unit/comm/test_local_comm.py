@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from hasten.errors import CommError
 
 def test_collectives_are_the_identity_with_rows() -> None:
     comm = LocalComm()
-    tree = {"a": torch.arange(4).reshape(2, 2), "s": torch.tensor(3.0), "n": None, "t": "x"}
+    tree: dict[str, Any] = {"a": torch.arange(4).reshape(2, 2), "s": torch.tensor(3.0), "n": None, "t": "x"}
     for gathered in (ops.gather(tree, comm), ops.gather_ragged(tree, comm)):
         assert torch.equal(gathered["a"], tree["a"])
         assert gathered["s"].tolist() == [3.0]

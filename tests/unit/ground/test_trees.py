@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasten import trees
 
-Pair = namedtuple("Pair", ["a", "b"])  # noqa: PYI024  # the untyped kind is what users' collate functions return
+Pair = namedtuple("Pair", ["a", "b"])  # the untyped kind is what users' collate functions return
 
 
 @dataclass(frozen=True)
