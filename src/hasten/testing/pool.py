@@ -88,6 +88,7 @@ class Pool:
         self._idle: list[Worker] = []
         self._cleaning: list[Worker] = []
         self._numbers = count()
+        self._ranks: dict[int, int] = {}
         self._zygote = Zygote(self._folder, env.snapshot())
         try:
             self._idle = [self._zygote.fork() for _ in range(size)]
@@ -180,13 +181,27 @@ class Pool:
         gone = [worker for worker in self._idle if worker.pipe.poll()]  # an idle worker has nothing to say but goodbye
         self._discard(gone)
         self._idle = [worker for worker in self._idle if worker not in gone]
-        while len(self._idle) < num_ranks:
+        return [self._worker_for(rank) for rank in range(num_ranks)]
+
+    def _worker_for(self, rank: int) -> Worker:
+        """An idle worker that has only ever had this rank, or a new one.
+
+        DTensor caches which part of a tensor is its rank's by mesh and shape; in a worker whose rank changed, another
+        test's answer would cut out the wrong part.
+        """
+        mine = [w for w in self._idle if self._ranks.get(w.pid) == rank] or [
+            w for w in self._idle if w.pid not in self._ranks
+        ]
+        if not mine:
             self._idle.append(self._zygote.fork())
-        team, self._idle = self._idle[:num_ranks], self._idle[num_ranks:]
-        return team
+            mine = self._idle[-1:]
+        self._idle.remove(mine[0])
+        self._ranks[mine[0].pid] = rank
+        return mine[0]
 
     def _discard(self, workers: Sequence[Worker]) -> None:
         for worker in workers:
+            self._ranks.pop(worker.pid, None)
             worker.kill()
             self._zygote.exit_code(worker)
 
