@@ -15,13 +15,7 @@ from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies, whole
 from hasten.errors import CheckpointError
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers (compile, recompute) add to it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+from hasten.modules.names import plain_name
 
 
 def model_component(

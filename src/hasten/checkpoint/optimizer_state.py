@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Slice
 from hasten.checkpoint.formats import Piece
-from hasten.checkpoint.model_state import empty_like_parameter, plain_name
+from hasten.checkpoint.model_state import empty_like_parameter
 from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies
 from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.modules.names import plain_name
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:

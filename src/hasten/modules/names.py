@@ -23,6 +23,11 @@ class ParameterName:
     name: str
 
 
+def plain_name(name: str) -> str:
+    """`name` without the parts that compiling, recomputing and sharding wrappers put into it, wherever they are."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
+
+
 def canonical_name(name: str, model: nn.Module | None = None) -> str:
     """`name` without the parts that wrappers (DDP, compile, checkpointing, FSDP) put into it.
 
@@ -33,7 +38,7 @@ def canonical_name(name: str, model: nn.Module | None = None) -> str:
     if model is None:
         while len(parts) > 1 and parts[0] in ("module", *_WRAPPER_PARTS):
             parts = parts[1:]
-        return ".".join(part for part in parts if part not in _WRAPPER_PARTS)
+        return plain_name(".".join(parts))
     kept: list[str] = []
     here: object = model
     for part in parts:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hasten.errors import PrepareError
+from hasten.modules.names import plain_name
 
 Convert = Callable[[str, str, Tensor, Tensor], Tensor]
 """(parameter name, state key, old value, new parameter) -> the value for the new parameter."""
-
-_WRAPPERS: Final = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,7 @@ def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Every parameter under every name, led by its model's number and free of wrappers' additions."""
     for index, model in enumerate(models):
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-            yield f"{index}.{plain}", parameter
+            yield f"{index}.{plain_name(name)}", parameter
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
