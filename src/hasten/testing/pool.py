@@ -342,7 +342,8 @@ def ranks(
     """Make a pytest test of a function `(ctx, ...)` that runs on every rank, once for each number of ranks in `sizes`.
 
     Further arguments are fixtures or parameters as for any test; their values travel to the workers, which are other
-    processes: `tmp_path` works (one folder for all ranks), `monkeypatch` or `capsys` cannot.
+    processes: `tmp_path` works (one folder for all ranks), `monkeypatch` or `capsys` cannot. `mesh` has the sizes of axes
+    as MeshSpec.build takes them; `device` is a kind of device, whose devices the ranks share if there are too few.
     """
     pytest = need("pytest", why="the ranks decorator")
 

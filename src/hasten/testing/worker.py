@@ -31,6 +31,7 @@ from hasten.errors import ConfigError
 from hasten.runtime import bootstrap, env
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
 from hasten.runtime.topology import Topology
 from hasten.testing.job import STACK_SIGNAL, Job, Report
 
@@ -126,7 +127,7 @@ def _context(job: Job) -> ProcessContext:
     if job.world_size > 1:
         topology = Topology.from_env(job.env)
         dist.init_process_group(
-            "gloo",
+            _backend(job),
             store=dist.FileStore(job.store, job.world_size),
             rank=job.rank,
             world_size=job.world_size,
@@ -139,6 +140,12 @@ def _device(job: Job) -> torch.device:
     if job.device == "cpu":
         return torch.device("cpu")
     return torch.device(job.device, job.rank % torch.accelerator.device_count())
+
+
+def _backend(job: Job) -> str:
+    """Gloo, and the device's own library beside it where every rank has a device to itself."""
+    own = None if job.device == "cpu" else kind_of(job.device).backend
+    return f"cpu:gloo,{job.device}:{own}" if own and torch.accelerator.device_count() >= job.world_size else "gloo"
 
 
 @contextmanager
