@@ -33,6 +33,7 @@ from hasten.launch.peers import PeerMachineFailed, Peers
 from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 
 Say = Callable[[str], None]
+Handler = FixedRendezvous | ElasticRendezvous
 
 _SHUTDOWN_S: Final = 15
 _COLLECT_S: Final = 3.0
@@ -45,19 +46,21 @@ _ELASTIC_DEFAULTS: Final = MappingProxyType(
 class Agent(LocalElasticAgent):
     """Torch's agent, which besides remembers how processes failed and leaves none of their children behind."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, peers: Callable[[], Peers | None], say: Say) -> None:
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, handler: Handler, say: Say) -> None:
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=_SHUTDOWN_S)
         self.failures: list[Failure] = []
         self.groups: set[int] = set()
-        self._peers = peers
+        self._handler = handler
         self._say = say
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        if (
-            peers := self._peers()
-        ) is not None:  # count the job's restarts, so that all machines tell their ranks the same
-            self._remaining_restarts = max(0, worker_group.spec.max_restarts - peers.round)
+        """Start them with the job's count of rounds as their restart count: it is part of names that ranks must share."""
+        own, most = self._remaining_restarts, worker_group.spec.max_restarts
+        self._remaining_restarts = most - self._handler.round
         started: dict[int, int] = super()._start_workers(worker_group)
+        # Machines that may come and go do not use up restarts; those of a fixed set share one budget.
+        elastic = isinstance(self._handler, ElasticRendezvous)
+        self._remaining_restarts = own if elastic else max(0, self._remaining_restarts)
         self.groups.update(started.values())
         return started
 
@@ -78,7 +81,7 @@ class Agent(LocalElasticAgent):
         self._say(f"restart {number} of {most}")
 
     def _exit_barrier(self) -> None:
-        peers = self._peers()
+        peers = self._handler.peers
         if peers is None:
             super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it so
         elif len(peers.hosts) > 1:
@@ -99,7 +102,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
         with SignalGuard(lambda: agent.groups if agent else (), grace_s=_SHUTDOWN_S + 5, last_words=say):
             try:
                 handler = _handler(meeting, check_in)
-                agent = Agent(_spec(plan, handler), _logs(supervision, scratch), lambda: handler.peers, say)
+                agent = Agent(_spec(plan, handler), _logs(supervision, scratch), handler, say)
                 return _outcome(agent, handler, supervision, say)
             except (SignalException, Interrupted) as stop:
                 number = stop.sigval if isinstance(stop, SignalException) else stop.number
@@ -110,7 +113,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
                     kill_groups(agent.groups)
 
 
-def _outcome(agent: Agent, handler: FixedRendezvous | ElasticRendezvous, supervision: Supervision, say: Say) -> int:
+def _outcome(agent: Agent, handler: Handler, supervision: Supervision, say: Say) -> int:
     """Run to the end, and put the end into words."""
     try:
         result = agent.run()
@@ -168,7 +171,7 @@ def _failures_of(result: RunResult) -> list[Failure]:
     return [replace(found[0], stopped=False), *found[1:]]
 
 
-def _spec(plan: LaunchPlan, handler: FixedRendezvous | ElasticRendezvous) -> WorkerSpec:
+def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
     argv = plan.procs[0].argv
     return WorkerSpec(
         role=plan.supervision.role,
@@ -191,7 +194,7 @@ def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
     return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects, tee=tee)
 
 
-def _handler(meeting: Meeting, check_in: CheckIn) -> FixedRendezvous | ElasticRendezvous:
+def _handler(meeting: Meeting, check_in: CheckIn) -> Handler:
     if meeting.kind == "fixed":
         return FixedRendezvous(meeting, check_in)
     options: dict[str, str] = {**_ELASTIC_DEFAULTS, **meeting.options}

@@ -34,7 +34,8 @@ class CheckIn:
     supervision: Supervision
     say: Callable[[str], None]
     timeout_s: float
-    rounds: int = 0
+    seen: tuple[str, ...] = ()
+    """Who was there in the last round."""
 
     def run(self, store: Store, index: int, count: int) -> list[Report]:
         """Every machine's report, after it was compared and, on machine 0, shown.
@@ -57,12 +58,13 @@ class CheckIn:
                 raise
             if self.supervision.check_in == "warn" and index == 0:
                 self.say(f"warning: {error}")
-        if index == 0 and not self.supervision.quiet and (self.rounds == 0 or count > 1):
+        there = tuple(r.encode() for r in reports)
+        if index == 0 and not self.supervision.quiet and there != self.seen:
             total = sum(r.num_processes for r in reports)
             machines = "1 machine" if count == 1 else f"{count} machines"
             processes = "1 process" if total == 1 else f"{total} processes"
             self.say(f"{processes} on {machines}\n{rank_table(reports)}")
-        self.rounds += 1
+        self.seen = there
         return reports
 
 
@@ -72,7 +74,8 @@ class FixedRendezvous(RendezvousHandler):
     def __init__(self, meeting: Meeting, check_in: CheckIn) -> None:
         self._meeting = meeting
         self._check_in = check_in
-        self._round = -1
+        self.round = -1
+        """How many times the job has been started again."""
         self._server: TCPStore | None = None
         self._control: Store | None = None
         self._worker_store: TCPStore | None = None
@@ -97,14 +100,14 @@ class FixedRendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet all machines, once more after each restart."""
-        self._round += 1
+        self.round += 1
         control = self._connect()
-        control.add(f"arrivals/{self._round}", 1)
+        control.add(f"arrivals/{self.round}", 1)
         if self._index is None:
             self._index = self._find_index(control)
-        store = PrefixStore(f"round/{self._round}", control)
+        store = PrefixStore(f"round/{self.round}", control)
         reports = self._agreed_reports(control, store, self._index)
-        self._peers = Peers(control, self._index, tuple(r.host for r in reports), self._round)
+        self._peers = Peers(control, self._index, tuple(r.host for r in reports), self.round)
         address, port = self._serve_workers(store)
         return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
 
@@ -116,7 +119,7 @@ class FixedRendezvous(RendezvousHandler):
         try:
             if self._peers is not None:
                 self._peers.look()
-            return self._control.add(f"arrivals/{self._round + 1}", 0)
+            return self._control.add(f"arrivals/{self.round + 1}", 0)
         except DistError as error:
             raise LaunchError(
                 f"lost contact with machine 0 at {self._meeting.address}:{self._meeting.port} ({_first_line(error)}): it ended, "
@@ -233,18 +236,18 @@ class FixedRendezvous(RendezvousHandler):
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
-            heard = control.add(f"heard/{self._round}", 1)
+            heard = control.add(f"heard/{self.round}", 1)
             deadline = time.monotonic() + _LAST_WORDS_S
-            while self._hosting and heard < control.add(f"arrivals/{self._round}", 0) and time.monotonic() < deadline:
+            while self._hosting and heard < control.add(f"arrivals/{self.round}", 0) and time.monotonic() < deadline:
                 time.sleep(0.02)
-                heard = control.add(f"heard/{self._round}", 0)
+                heard = control.add(f"heard/{self.round}", 0)
             raise
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
         """Where the workers of this round meet: the asked port at first, a fresh store after each restart."""
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
-            if self._round > 0:
+            if self.round > 0:
                 self._worker_store = TCPStore(
                     self._meeting.address, 0, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT
                 )
@@ -260,6 +263,8 @@ class ElasticRendezvous(RendezvousHandler):
         self._inner = inner
         self._check_in = check_in
         self._worker_store: TCPStore | None = None
+        self.round = -1
+        """How many times the job has been started again, in the memory of its oldest machine."""
 
     @property
     def peers(self) -> Peers | None:
@@ -279,7 +284,9 @@ class ElasticRendezvous(RendezvousHandler):
         """Meet those machines that are there."""
         info = self._inner.next_rendezvous()
         store = PrefixStore("hasten", info.store)
+        store.set(f"round/{info.rank}", str(self.round + 1))
         self._check_in.run(store, info.rank, info.world_size)
+        self.round = max(int(store.get(f"round/{i}")) for i in range(info.world_size))
         address = self._check_in.report.address
         if info.rank == 0:
             self._worker_store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT)

@@ -1,0 +1,118 @@
+"""`hasten env`: a report of machine, packages and settings to paste into an issue; secrets stay out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from hasten import __version__
+from hasten.cli.machine import examine
+from hasten.config import files
+from hasten.config.effective import effective
+from hasten.errors import HastenError
+from hasten.launch.cluster import read_allocation
+from hasten.launch.report import package_versions
+from hasten.optional import need
+from hasten.runtime import env as environment
+
+_VARIABLES: Final = re.compile(
+    r"(HASTEN|ACCELERATE|NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MKL|PJRT|XLA|SLURM|OMPI|PMI|PET)_|"
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|VIRTUAL_ENV|CONDA_PREFIX)$"
+)
+_SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED", re.IGNORECASE)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten env …`."""
+    parser = argparse.ArgumentParser(
+        prog="hasten env", description="Print a report of machine, packages and settings for an issue."
+    )
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="the settings file to report")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    given = parser.parse_args(argv)
+    env = environment.snapshot()
+    report = {
+        "hasten": __version__,
+        "platform": platform.platform(),
+        "machine": examine().words,
+        "cluster": _cluster(env),
+        "packages": package_versions(),
+        "torch": _torch(),
+        "variables": _variables(env),
+        "settings": _settings(env, given.config_file),
+    }
+    sys.stdout.write(json.dumps(report, indent=2) + "\n" if given.json else _text(report))
+    return 0
+
+
+def _torch() -> dict[str, str]:
+    """What torch says of itself and of its devices; the reason where it cannot be loaded."""
+    try:
+        torch = need("torch")
+    except (ImportError, OSError) as error:
+        return {"error": str(error)}
+    found = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda or "not built in",
+        "hip": torch.version.hip or "not built in",
+        "accelerator": str(torch.accelerator.current_accelerator() or "none"),
+        "devices": str(torch.accelerator.device_count()),
+        "threads": str(torch.get_num_threads()),
+        "backends": ", ".join(
+            name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if torch.distributed.is_backend_available(name)
+        ),
+    }
+    if torch.cuda.is_available():
+        found["names"] = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return found
+
+
+def _cluster(env: Mapping[str, str]) -> str:
+    try:
+        allocation = read_allocation(env)
+    except HastenError as error:
+        return f"cannot be read: {error}"
+    if not allocation.source:
+        return "none"
+    return f"{allocation.source}, {allocation.num_machines} machines"
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Variables that change how training runs; values that look secret are left out."""
+    return {
+        name: "(set, not shown)" if _SECRET.search(name) else value
+        for name, value in sorted(env.items())
+        if _VARIABLES.match(name)
+    }
+
+
+def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]:
+    found = config_file or files.find(env)
+    try:
+        resolved = effective(env, config_file)
+    except HastenError as error:
+        return {"file": str(found), "error": str(error)}
+    values = {
+        ".".join(path): f"{entry.value} ({entry.source})"
+        for path, entry in resolved.entries.items()
+        if not _SECRET.search(path[-1])
+    }
+    return {"file": str(found or "none"), **values}
+
+
+def _text(report: Mapping[str, Any]) -> str:
+    lines = []
+    for name, value in report.items():
+        if isinstance(value, dict):
+            lines.append(f"- {name}:")
+            lines += [f"    {key}: {inner}" for key, inner in value.items()] or ["    none"]
+        else:
+            lines.append(f"- {name}: {value}")
+    return "\n".join(lines) + "\n"

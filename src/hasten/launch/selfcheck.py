@@ -1,0 +1,192 @@
+"""The program of `hasten test`: collectives, a training step, equality with one process, all-reduce bandwidth. Needs torch.
+
+Run under `hasten launch -m hasten.launch.selfcheck`, so it sees exactly what a training script would see.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from hasten.accelerator.facade import Accelerator
+from hasten.comm.ops import gather_object
+
+Check = Callable[[Accelerator], str]
+
+_STEPS: Final = 4
+_ROWS_PER_RANK: Final = 8
+# Relative error of low-precision training after a few steps, measured generously; full precision differs by rounding only.
+_TOLERANCES: Final = (("no", 1e-5), ("bf16", 3e-2), ("fp16", 1e-2), ("fp8", 1e-1))
+
+
+class CheckFailed(Exception):
+    """A check found something wrong on this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Points of a fixed linear map with a little noise, the same on every rank."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+def ranks(accelerator: Accelerator) -> str:
+    """Every rank is there, once."""
+    found = gather_object(accelerator.process_index, accelerator.comm)
+    _expect(found == list(range(accelerator.num_processes)), f"the ranks are {found}")
+    return f"{accelerator.num_processes} on {accelerator.device.type}"
+
+
+def collectives(accelerator: Accelerator) -> str:
+    """gather, reduce, broadcast and pad give what arithmetic says."""
+    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    mine = torch.full((2,), float(rank), device=device)
+    gathered = accelerator.gather(mine)
+    _expect(gathered.tolist() == [float(r) for r in range(size) for _ in range(2)], f"gather gave {gathered.tolist()}")
+    total = accelerator.reduce(mine, reduction="sum")
+    _expect(total.tolist() == [size * (size - 1) / 2] * 2, f"reduce gave {total.tolist()}")
+    sent = accelerator.broadcast(mine + 7.0, from_process=size - 1)
+    _expect(sent.tolist() == [size + 6.0] * 2, f"broadcast gave {sent.tolist()}")
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=device))
+    _expect(padded.shape[0] == size, f"pad_across_processes gave {padded.shape[0]} rows")
+    accelerator.wait_for_everyone()
+    return "gather, reduce, broadcast, pad, barrier"
+
+
+def training(accelerator: Accelerator) -> str:
+    """A few steps give the weights that plain torch gives in one process on the whole batch."""
+    data = _data(_STEPS * _ROWS_PER_RANK * accelerator.num_processes)
+    model, expected = _model(), _trained_alone(data, _ROWS_PER_RANK * accelerator.num_processes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = DataLoader(data, batch_size=_ROWS_PER_RANK)
+    prepared: tuple[Any, Any, Any] = accelerator.prepare(model, optimizer, loader)  # Any: what a strategy makes of them
+    model, opt, batches = prepared
+    steps = 0
+    for inputs, targets in batches:
+        loss = nn.functional.mse_loss(model(inputs).float(), targets)
+        accelerator.backward(loss)
+        opt.step()
+        opt.zero_grad()
+        steps += 1
+    _expect(steps == _STEPS, f"{steps} steps instead of {_STEPS}")
+    weights = accelerator.get_state_dict(model)
+    tolerance = dict(_TOLERANCES)[accelerator.mixed_precision]
+    worst = max(
+        (
+            float((weights[name].cpu().float() - value).abs().max())
+            for name, value in expected.items()
+            if name in weights
+        ),
+        default=0.0,
+    )
+    _expect(worst <= tolerance, f"weights differ from one process by {worst:.2g}, more than {tolerance:g}")
+    return f"{steps} steps, {accelerator.mixed_precision}: differs from one process by {worst:.1e}"
+
+
+def bandwidth(accelerator: Accelerator) -> str:
+    """How fast an all-reduce moves data: bus bandwidth, the bytes each link carries."""
+    size = accelerator.num_processes
+    if size == 1:
+        return "one process, nothing to reduce"
+    on_cpu = accelerator.device.type == "cpu"
+    numbers, repeats = (1 << 20, 5) if on_cpu else (1 << 26, 10)
+    block = torch.ones(numbers, device=accelerator.device)
+    accelerator.comm.all_reduce(block)
+    accelerator.wait_for_everyone()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        result = accelerator.comm.all_reduce(block)
+    if not on_cpu:
+        torch.accelerator.synchronize()
+    seconds = (time.perf_counter() - start) / repeats
+    _expect(float(result[0]) == size, f"all_reduce of ones gave {float(result[0])}")
+    bytes_moved = numbers * 4 * 2 * (size - 1) / size
+    return f"{bytes_moved / seconds / 1e9:.2f} GB/s over {size} processes ({numbers * 4 >> 20} MiB, {seconds * 1e3:.1f} ms)"
+
+
+CHECKS: Final[tuple[tuple[str, Check], ...]] = (
+    ("ranks", ranks),
+    ("collectives", collectives),
+    ("training", training),
+    ("all-reduce", bandwidth),
+)
+
+
+def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS) -> bool:
+    """Run the checks on every rank and print on the first what passed where; False if one failed anywhere."""
+    good = True
+    for name, check in checks:
+        try:
+            told, passed = check(accelerator), True
+        except Exception as error:  # whatever a check finds is told by rank, and the next check still runs
+            told, passed = f"{type(error).__name__}: {error}", False
+        outcomes = gather_object((passed, told), accelerator.comm)
+        good = good and all(ok for ok, _ in outcomes)
+        if accelerator.is_main_process:
+            sys.stdout.write("".join(f"{line}\n" for line in _lines(name, outcomes)))
+    return good
+
+
+def _lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
+    """One line for a check that passed everywhere, else one for each rank that failed."""
+    bad = [(rank, told) for rank, (passed, told) in enumerate(outcomes) if not passed]
+    if not bad:
+        everywhere = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
+        return [f"passed  {name:<12} {everywhere}: {outcomes[0][1]}"]
+    return [f"FAILED  {name:<12} rank {rank}: {told}" for rank, told in bad]
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise CheckFailed(otherwise)
+
+
+def _model() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def _data(length: int) -> Rows:
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(length, 16, generator=generator)
+    return Rows(inputs, inputs.flip(1) + 0.1 * torch.randn(length, 16, generator=generator))
+
+
+def _trained_alone(data: Rows, batch_size: int) -> dict[str, Tensor]:
+    """The weights after the same steps in plain torch, in this process alone, on the CPU, in full precision."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for start in range(0, len(data), batch_size):
+        rows = slice(start, start + batch_size)
+        nn.functional.mse_loss(model(data.inputs[rows]), data.targets[rows]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def main() -> int:
+    """Check under the settings that the launcher handed over."""
+    accelerator = Accelerator()
+    good = run(accelerator)
+    if accelerator.is_main_process:
+        sys.stdout.write("everything works\n" if good else "something does not work, see above\n")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
