@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import pci_address
 from hasten.runtime.seeding import RngState, set_seed, synchronize_rng_states
 from hasten.testing.pool import ranks
 
@@ -49,3 +52,10 @@ def test_deterministic_mode_holds_on_the_device(ctx: ProcessContext) -> None:
     assert torch.equal(a @ a, a @ a)
     with pytest.raises(RuntimeError, match="deterministic"):
         torch.zeros(4, device=ctx.device).put_(torch.tensor([0, 0], device=ctx.device), a[0, :2])
+
+
+@ranks(1, device="cuda")
+def test_device_is_found_on_the_bus(ctx: ProcessContext) -> None:
+    address = pci_address(ctx.device)
+    assert address is not None
+    assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", address)

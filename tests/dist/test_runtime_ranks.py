@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import os
 import random
 import time
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from hasten.accelerator.facade import Accelerator
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.runtime.seeding import RngState, set_seed, synchronize_rng_states
@@ -63,3 +66,21 @@ def test_ranks_log_in_order(ctx: ProcessContext, tmp_path: Path) -> None:
     assert lines[:size] == [f"[RANK {rank}] hello" for rank in range(size)]
     assert [line[:8] for line in lines[size:-1]] == [f"[RANK {rank}]" for rank in range(size) if rank != 1]
     assert lines[-1] == "main speaks"
+
+
+@ranks(1, 2)
+def test_affinity_is_set_when_asked_for_and_says_why(ctx: ProcessContext) -> None:
+    before = os.sched_getaffinity(0)
+    handler = logging.handlers.BufferingHandler(100)
+    setup = logging.getLogger("hasten.accelerator.setup")
+    setup.addHandler(handler)
+    setup.setLevel(logging.INFO)
+    os.environ["ACCELERATE_CPU_AFFINITY"] = "1"
+    try:
+        Accelerator(cpu=True)
+    finally:
+        setup.removeHandler(handler)
+        setup.setLevel(logging.NOTSET)
+        os.sched_setaffinity(0, before)
+    said = [record.getMessage() for record in handler.buffer]
+    assert any(line.startswith("cpu affinity: ") and "cores" in line for line in said), said

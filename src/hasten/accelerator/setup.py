@@ -18,10 +18,11 @@ from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
+from hasten.runtime.affinity import set_affinity
 from hasten.runtime.axes import LOSS
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.devices import choose_device
+from hasten.runtime.devices import choose_device, pci_address
 from hasten.runtime.logs import show_logs
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
@@ -80,6 +81,9 @@ def _settings(given: Mapping[str, Any]) -> Config:
 def _context(config: Config) -> ProcessContext:
     topology = Topology.from_env(env.snapshot())
     device = choose_device(topology.local_rank, config.cpu)
+    if config.launch.enable_cpu_affinity:
+        plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
+        log.info("cpu affinity: %s", plan.reason)
     return bootstrap.start(
         topology, device, partial(mesh_of, config, topology.local_world_size), _group(config.process_group)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -85,6 +85,14 @@ def use_device(device: torch.device) -> None:
     """Make `device` the current one of this process, so that bare `cuda` means it."""
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
+
+
+def pci_address(device: torch.device) -> str | None:
+    """Where the device sits on the PCI bus, as /sys writes it; None where torch does not tell."""
+    if device.type != "cuda":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs leave the PCI fields out
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def empty_cache(device: torch.device) -> None:
