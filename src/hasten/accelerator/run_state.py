@@ -23,7 +23,7 @@ from hasten.checkpoint.optimizer_state import (
 from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Checkpoint, run_copies
 from hasten.checkpoint.reshard import local_tensor, whole
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 
@@ -215,7 +215,7 @@ def plan_restore(
         found = checkpoint.component(numbered_name("optimizer", index))
         plan.optimizers.append(plan_optimizer(optimizer, names, found, strict))
     _plan_stateful(plan, checkpoint, source)
-    plan.progress = load_packed(checkpoint, "progress", source)
+    plan.progress = checked_progress(load_packed(checkpoint, "progress", source))
     if "gradients" in checkpoint.manifest.components:
         plan.gradients = _find_gradients(checkpoint, rank, world_size)
         if saved_world != world_size:
@@ -245,6 +245,29 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, source: int) -> None:
         plan.stateful.append((thing, load_packed(checkpoint, name, rank)))
     if parts.precision.state_dict():
         plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
+    for (name, _, _), (_, state) in zip(wanted, plan.stateful, strict=False):
+        if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):
+            raise CorruptCheckpointError(
+                f"{checkpoint.folder}: {name} holds a {type(state).__name__} instead of a state dict. Nothing was "
+                "loaded; use another checkpoint."
+            )
+
+
+def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file holds
+    """The counters of a run, tried out on a clock that nobody uses.
+
+    Raises: CorruptCheckpointError when they are not what `collect` wrote.
+    """
+    try:
+        StepClock().load_state_dict(saved["clock"], gradients=True)
+        counters = [{str(key): int(value) for key, value in counts.items()} for counts in saved["optimizers"]]
+        seen = [int(value) for value in saved["schedulers"]]
+        return {"clock": saved["clock"], "trackers": saved["trackers"], "optimizers": counters, "schedulers": seen}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"the counters of the run cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "
+            "checkpoint."
+        ) from error
 
 
 def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # Any: the stored value

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import tempfile
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -296,7 +295,8 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
 def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
     """What `torch.save` wrote, on the CPU and mapped where possible; unrestricted only on the user's explicit word."""
     try:
-        mapped = zipfile.is_zipfile(path)
+        with path.open("rb") as file:
+            mapped = file.read(4) == b"PK\x03\x04"  # files older than torch 1.6 are no archives and cannot be mapped
         return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(

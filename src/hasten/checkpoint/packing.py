@@ -113,7 +113,7 @@ def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: th
     """
     try:
         return _unpack(data, tensors)
-    except (KeyError, TypeError, ValueError, IndexError, RecursionError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"the stored structure cannot be rebuilt ({type(error).__name__}: {error}); the file is damaged or was "
             "edited. Load another checkpoint."

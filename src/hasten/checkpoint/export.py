@@ -1,0 +1,205 @@
+"""Models as the Hub lays them out: one safetensors file, or shards with an index, each file replaced at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.base import Blob, Component, Format
+from hasten.checkpoint.disk import BlobWriter, Disk
+from hasten.checkpoint.formats import encode_safetensors, read_tensors
+from hasten.checkpoint.layout import Sizes, hub_index, plan_component
+from hasten.checkpoint.manifest import MANIFEST_NAME, inside
+from hasten.checkpoint.reshard import as_stored, whole
+from hasten.checkpoint.writer import encode
+from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.optional import need
+
+_SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_UNITS = (
+    *(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
+    *(("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("B", 1)),
+)
+
+
+def parse_size(size: int | str) -> int:
+    """A number of bytes from "10GB" (decimal), "10GiB" (binary) or an int.
+
+    Raises: ConfigError for anything else.
+    """
+    if isinstance(size, int):
+        return size
+    for unit, factor in _UNITS:
+        head = size.strip().removesuffix(unit)
+        if head != size.strip():
+            try:
+                return int(float(head) * factor)
+            except ValueError:
+                break
+    raise ConfigError(f"{size!r} is no size of a file; write it as 10GB, 500MB or 2GiB.")
+
+
+def save_model(
+    state: Mapping[str, Any],  # Any: tensors, and extra state that Hub files do not hold
+    folder: str | Path,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    disk: Disk | None = None,
+) -> list[str]:
+    """Write a model's weights in the Hub layout; the names of the files. Ranks: main only.
+
+    Tied weights are stored once, under their first name; the other names are kept in the file's metadata.
+    Raises: CheckpointError for tensors that are not whole.
+    """
+    target = Path(folder).expanduser()
+    if target.is_file():
+        raise ConfigError(f"{folder} is a file; save_model needs a folder.")
+    tensors = {key: as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
+    extra = sorted(key for key, value in state.items() if not isinstance(value, Tensor))
+    if extra:
+        raise CheckpointError(
+            f"the model has extra state ({', '.join(extra[:3])}) that the Hub layout cannot hold, and it would be lost. "
+            "Use save_state, or remove these entries from the state dict."
+        )
+    fmt: Format = "safetensors" if safe_serialization else "torch"
+    component = Component(tensors, None, "model", fmt)
+    if component.sliced:
+        raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
+    limit = parse_size(max_shard_size)
+    plans = plan_component("model", component, 0, (0,), Sizes(limit, limit))
+    blobs = {plan.name: encode(component, plan) for plan in plans}
+    if len(plans) > 1:
+        end = "safetensors" if safe_serialization else "bin"
+        stem = "model" if safe_serialization else "pytorch_model"
+        raw = json.dumps(hub_index(plans, component), indent=2, sort_keys=True).encode() + b"\n"
+        blobs[f"{stem}.{end}.index.json"] = Blob([raw], len(raw))
+    replace_files(target, blobs, disk or Disk())
+    return list(blobs)
+
+
+def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
+    """Write files beside the old ones, then put each in place at once; weight files of an earlier export go."""
+    disk.make_folder(folder)
+    token = f".hasten-export.{secrets.token_hex(6)}."
+    hidden = {token + name: blob for name, blob in blobs.items()}
+    try:
+        BlobWriter(disk).write(folder, hidden)
+    except OSError as error:
+        for name in hidden:
+            (folder / name).unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write the model to {folder}: {error}. Files that were there are untouched."
+        ) from error
+    for name in blobs:
+        disk.rename(folder / (token + name), folder / name)
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in blobs:
+            path.unlink()
+    disk.sync_folder(folder)
+
+
+def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """All weights of an exported folder or of a checkpoint's model, mapped, under all their names.
+
+    Raises: CheckpointError, by kind.
+    """
+    root = Path(folder)
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for path in _weight_files(root):
+        content = read_tensors(path, allow_pickle)
+        for key, piece in content.pieces.items():
+            tensors[key] = whole([piece], key)
+        aliases.update(content.aliases)
+    for alias, key in aliases.items():
+        if key not in tensors:
+            raise CorruptCheckpointError(f"{root}: {alias} is another name of {key}, which is in no file.")
+        tensors[alias] = tensors[key]
+    return tensors
+
+
+def _weight_files(root: Path) -> list[Path]:
+    if root.is_file():
+        return [root]
+    for stem, end in (("model", "safetensors"), ("pytorch_model", "bin")):
+        if (root / f"{stem}.{end}").is_file():
+            return [root / f"{stem}.{end}"]
+        index = root / f"{stem}.{end}.index.json"
+        if index.is_file():
+            return _indexed(root, index)
+    raise IncompleteCheckpointError(
+        f"{root} holds no model.safetensors or pytorch_model.bin, nor an index of shards. Give the folder of a model."
+    )
+
+
+def _indexed(root: Path, index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        paths = [inside(root, name) for name in names]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{index}: not an index of weight files ({error}).") from error
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise IncompleteCheckpointError(f"{root}: {', '.join(missing[:4])} of the index are missing.")
+    return paths
+
+
+def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, disk: Disk | None = None) -> None:
+    """Write an object with torch.save (or a flat dict of tensors as safetensors), replacing the file at once.
+
+    Ranks: main only (or one per machine).
+    """
+    target = Path(file).expanduser().absolute()
+    device = disk or Disk()
+    if safe_serialization:
+        if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
+            raise ConfigError("safe_serialization=True needs a flat dict of tensors; give one, or set it to False.")
+        blob = encode_safetensors({str(key): value for key, value in obj.items()})
+        replace_files_only(target.parent, {target.name: blob}, device)
+        return
+    device.make_folder(target.parent)
+    hidden = target.with_name(f".hasten-save.{secrets.token_hex(6)}.{target.name}")
+    try:
+        torch.save(obj, hidden)
+        with hidden.open("rb") as written:
+            device.sync(written.fileno())
+        device.rename(hidden, target)
+        device.sync_folder(target.parent)
+    finally:
+        hidden.unlink(missing_ok=True)
+
+
+def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
+    """Write files beside the old ones, then put each in place at once."""
+    disk.make_folder(folder)
+    token = f".hasten-save.{secrets.token_hex(6)}."
+    BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+    for name in blobs:
+        disk.rename(folder / (token + name), folder / name)
+    disk.sync_folder(folder)
+
+
+def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
+    """Upload a folder to the Hub, creating the repository if it is new. Any: huggingface_hub's own options and result.
+
+    Ranks: main only.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise ConfigError(f"{folder} is no folder; save the model there before pushing it.")
+    api = need("huggingface_hub", why="pushing to the Hub").HfApi(token=options.pop("token", None))
+    api.create_repo(repo_id, exist_ok=True, private=options.pop("private", None))
+    ignore = [".hasten-*", *options.pop("ignore_patterns", [])]
+    return api.upload_folder(folder_path=str(root), repo_id=repo_id, ignore_patterns=ignore, **options)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of a run rather than an exported model."""
+    return (folder / MANIFEST_NAME).is_file()
