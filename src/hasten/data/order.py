@@ -251,7 +251,7 @@ def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sa
 def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
     """Whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
     own = type(value)
-    return own is kind or (isinstance(value, kind) and own.__module__.startswith("torchdata."))
+    return own is kind or (own.__name__ == kind.__name__ and own.__module__.startswith("torchdata."))
 
 
 def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:

@@ -1,0 +1,93 @@
+"""Prepared loaders of any rank of any world, in one process: for laws about who reads what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from hasten.comm.local import LocalComm
+from hasten.config.data import DataLoaderConfiguration
+from hasten.data.build import prepare_loader
+from hasten.data.loader import Loader
+from hasten.optim.clock import StepClock
+from hasten.runtime.axes import MeshSpec
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.topology import Topology
+
+# Any in this file: batches and collate functions are the caller's own.
+
+
+class Seen(NamedTuple):
+    """One batch as a user sees it."""
+
+    values: list[Any]
+    real: int
+    last: bool
+
+
+class Numbers(IterableDataset[int]):
+    """A stream of `range(size)` that splits itself over DataLoader workers, as torch's documentation asks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epochs: list[int] = []
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.size, step))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def context_of(rank: int = 0, world: int = 1, mesh: MeshSpec | None = None) -> ProcessContext:
+    """The context of one rank that is alone in its process: it knows its place, and talks to nobody."""
+    topology = Topology(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
+    comm = LocalComm()
+    return ProcessContext(topology, mesh or MeshSpec.flat(world), torch.device("cpu"), comm, lambda *axes: comm)
+
+
+def prepared(
+    loader: DataLoader[Any],
+    rank: int = 0,
+    world: int = 1,
+    *,
+    clock: StepClock | None = None,
+    mesh: MeshSpec | None = None,
+    ctx: ProcessContext | None = None,
+    seed: int = 7,
+    slice_fn: Callable[..., Any] | None = None,
+    **settings: Any,
+) -> Loader:
+    """The loader, prepared for one rank with the given fields of DataLoaderConfiguration."""
+    context = ctx or context_of(rank, world, mesh)
+    config = DataLoaderConfiguration(**settings)
+    device = torch.device("cpu")
+    clock = clock or StepClock()
+    return prepare_loader(loader, ctx=context, config=config, clock=clock, device=device, seed=seed, slice_fn=slice_fn)
+
+
+def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
+    """The batches of one pass, or of its first `limit` steps, as a user sees them."""
+    out: list[Seen] = []
+    for batch in loader:
+        values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+        real = len(values) if loader.cursor.num_real is None else loader.cursor.num_real
+        out.append(Seen(values, real, loader.cursor.at_end))
+        if limit is not None and len(out) == limit:
+            break
+    return out
+
+
+def global_order(shares: list[list[Seen]]) -> list[Any]:
+    """The real rows of all ranks, step after step: the global order the ranks read together."""
+    order: list[Any] = []
+    for step in range(max(map(len, shares), default=0)):
+        for share in shares:
+            if step < len(share):
+                order += share[step].values[: share[step].real]
+    return order
