@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import runpy
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
+
+import hasten
 
 EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "digits.py"
 EPOCHS: Final = 5
@@ -29,11 +30,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return done.stdout + done.stderr, folder
 
 
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    """Return the names the example defines; a fixture, because scikit-learn sets variables when it is imported."""
+    return runpy.run_path(str(EXAMPLE))
+
+
 def curve(folder: Path, name: str) -> list[float]:
     """Return the values of one metric in order of steps, read from the run's file."""
     (file,) = folder.glob("metrics/*/metrics.jsonl")
-    entries: list[dict[str, Any]] = [json.loads(line)["values"] for line in file.read_text().splitlines()]
-    return [entry[name] for entry in entries if name in entry]
+    return [row[name] for row in hasten.read_metrics(file) if name in row]
 
 
 def test_closing_table_tells_what_came_out(run: tuple[str, Path]) -> None:
@@ -57,8 +63,7 @@ def test_plot_is_a_png(run: tuple[str, Path]) -> None:
     assert len(data) > 10_000
 
 
-def test_saved_model_is_as_good_in_plain_torch(run: tuple[str, Path]) -> None:
-    example = runpy.run_path(str(EXAMPLE))
+def test_saved_model_is_as_good_in_plain_torch(run: tuple[str, Path], example: dict[str, Any]) -> None:
     model: torch.nn.Module = example["network"]()
     model.load_state_dict(load_file(run[1] / "model" / "model.safetensors"))
     model.eval()
