@@ -55,6 +55,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         """Start them with the job's count of rounds as their restart count: it is part of names that ranks must share."""
+        self.failures = []
         own, most = self._remaining_restarts, worker_group.spec.max_restarts
         self._remaining_restarts = most - self._handler.round
         started: dict[int, int] = super()._start_workers(worker_group)
@@ -103,7 +104,9 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
             try:
                 handler = _handler(meeting, check_in)
                 agent = Agent(_spec(plan, handler), _logs(supervision, scratch), handler, say)
-                return _outcome(agent, handler, supervision, say)
+                code = _outcome(agent, handler, supervision, say)
+                handler.shutdown()  # not after a signal: the other machines of an elastic job may go on
+                return code
             except (SignalException, Interrupted) as stop:
                 number = stop.sigval if isinstance(stop, SignalException) else stop.number
                 say(f"{signal.Signals(number).name}: all processes of this machine were ended")
@@ -116,7 +119,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 def _outcome(agent: Agent, handler: Handler, supervision: Supervision, say: Say) -> int:
     """Run to the end, and put the end into words."""
     try:
-        result = agent.run()
+        result: RunResult | None = agent.run()
     except PeerMachineFailed as error:
         return _tell_failure(agent.failures + list(error.failures), handler.peers, supervision, say)
     except (LaunchError, RendezvousError, DistError) as error:
@@ -124,10 +127,9 @@ def _outcome(agent: Agent, handler: Handler, supervision: Supervision, say: Say)
         if agent.failures:
             say(render_failure(agent.failures, python=sys.executable))
         return 1
-    if not result.is_failed():
+    if result is None or not result.is_failed():  # None: the job has ended while this machine wanted to join
         agent.groups.clear()  # what a finished program left running in the background is its own affair
         _leave(handler.peers)
-        handler.shutdown()
         return 0
     return _tell_failure(agent.failures, handler.peers, supervision, say)
 
