@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from hasten.config.precision import PrecisionType
-from hasten.config.sharding import FSDPMixedPrecision, FullyShardedDataParallelPlugin
+from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.precision.base import Precision
 from hasten.runtime.axes import SHARD, Axis
@@ -57,16 +58,16 @@ class Shard:
         _upcast_trainable(model, precision.spec, ignored)
         if self._config.sync_module_states:
             _from_rank_0(model, ctx)
+        inside = replace(policy, output_dtype=None)  # between blocks activations stay in the computing dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": mesh,
-            "mp_policy": policy,
             "offload_policy": self._offload(ctx),
             "ignored_params": ignored,
         }
         after = self._config.reshard_after_forward
         for block in blocks:
-            fully_shard(block, reshard_after_forward=after, **options)
-        fully_shard(model, reshard_after_forward=after, **options)
+            fully_shard(block, reshard_after_forward=after, mp_policy=inside, **options)
+        fully_shard(model, reshard_after_forward=after, mp_policy=policy, **options)
         self._prefetch(blocks)
         _materialise(model, self._config, ctx)
         _keep_rest_on_device(model, ctx, self._config)
@@ -141,10 +142,9 @@ def mixed_precision(
     config: FullyShardedDataParallelPlugin, spec: PrecisionType, keep_outputs: bool
 ) -> MixedPrecisionPolicy:
     """The dtypes of gathered parameters, of the reduction and of outputs."""
-    chosen = config.mixed_precision_policy
-    if isinstance(chosen, MixedPrecisionPolicy):
-        return chosen
-    asked = chosen if isinstance(chosen, FSDPMixedPrecision) else FSDPMixedPrecision()
+    if isinstance(config.mixed_precision_policy, MixedPrecisionPolicy):
+        return config.mixed_precision_policy
+    asked = config.dtypes
     names = dict(_DTYPES)
     half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(spec)
     output = None if half is None or keep_outputs else torch.float32
