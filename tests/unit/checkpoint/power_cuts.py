@@ -1,0 +1,240 @@
+"""A program that saves, dies at a chosen system call, and checks from outside what is left. Run as a script.
+
+For every change of the disk a save makes, and for several ways to die there, it forks a child that saves and dies, then
+looks at the folder as the next run would: every checkpoint that was complete before must still load, whatever is chosen
+as the newest must be whole, and the next save must clear the leftovers away and succeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.local_store import LocalStore
+from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.packing import pack
+from hasten.checkpoint.places import newest, number_of, numbered
+from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.retention import Retention
+from hasten.checkpoint.writer import finish, prepare, retire_expired, start
+from hasten.comm.local import LocalComm
+
+WAYS = ("before", "after", "half", "power")
+SIZES = (3000, 700)
+FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None  # syncs cost nothing in memory, and kills need no disk
+
+
+class DeadlyDisk(Disk):
+    """Counts its calls and kills the process at one of them.
+
+    before/after: at the call's edge. half: in the middle of a write or a removal. power: after it, and everything that
+    was not synced is lost, as when the machine loses power.
+    """
+
+    def __init__(self, at: int = -1, way: str = "before") -> None:
+        self.calls = 0
+        self._at = at
+        self._way = way
+        self._unsynced: dict[int, Path] = {}
+        self._lost: set[Path] = set()
+
+    def _die(self) -> None:
+        if self._way == "power":
+            for path in self._lost:
+                if path.exists():
+                    os.truncate(path, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _turn(self, action: Callable[[], None], half: Callable[[], None] | None = None) -> None:
+        self.calls += 1
+        mine = self.calls - 1 == self._at
+        if mine and self._way == "before":
+            self._die()
+        if mine and self._way == "half" and half is not None:
+            half()
+            self._die()
+        action()
+        if mine:
+            self._die()
+
+    def create(self, path: Path) -> int:
+        made: list[int] = []
+        self._turn(lambda: made.append(Disk.create(self, path)))
+        self._unsynced[made[0]] = path
+        self._lost.add(path)
+        return made[0]
+
+    def write_at(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+        joined = b"".join(buffers)
+        done: list[int] = []
+        self._turn(
+            lambda: done.append(Disk.write_at(self, fd, [joined], offset)),
+            lambda: done.append(Disk.write_at(self, fd, [joined[: len(joined) // 2]], offset)),
+        )
+        return done[0]
+
+    def sync(self, fd: int) -> None:
+        self._turn(lambda: Disk.sync(self, fd))
+        self._lost.discard(self._unsynced.get(fd, Path()))
+
+    def make_folder(self, path: Path) -> None:
+        self._turn(lambda: Disk.make_folder(self, path))
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._turn(lambda: Disk.rename(self, old, new))
+        self._lost = {new / p.relative_to(old) if p.is_relative_to(old) else p for p in self._lost}
+
+    def remove_tree(self, path: Path) -> None:
+        def half() -> None:
+            for entry in sorted(path.iterdir())[::2]:
+                entry.unlink()
+
+        self._turn(lambda: Disk.remove_tree(self, path), half)
+
+
+def state(number: int) -> StateTree:
+    """A small state that says in every tensor which save it belongs to."""
+    tensors = {f"w{i}": torch.full((size,), float(number)) for i, size in enumerate(SIZES)}
+    data, nested = pack({"state": {"w0": {"m": torch.full((500,), float(number))}}, "number": number})
+    return StateTree(
+        {
+            "model": Component(tensors, None, "model"),
+            "optimizer": Component(nested, data, "optimizer", "torch"),
+            "random_states": Component({}, {"number": number}, "random", per_rank=True),
+            **{f"custom_checkpoint_{i}": Component({}, {"number": number}) for i in range(6)},
+        }
+    )
+
+
+def save(root: Path, name: str, number: int, disk: Disk, limit: int | None) -> None:
+    """One save of one process, with retention."""
+    store, comm = LocalStore(root, disk, threads=1), LocalComm()
+    group = start(store, comm, name)
+    prepared = prepare(state(number), group, comm)
+    policy = Retention(total_limit=limit)
+    finish(prepared, group, comm, Manifest(number=number), lambda: retire_expired(store, policy, number_of))
+
+
+def check(root: Path, name: str) -> int:
+    """The number a checkpoint was saved with, after reading all of it."""
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(open_checkpoint(LocalStore(root), name, LocalComm()))
+        model = checkpoint.component("model")
+        numbers = {value for key in model.pieces for value in model.pieces[key][0].data.tolist()}
+        optimizer = checkpoint.component("optimizer")
+        numbers |= set(optimizer.pieces["state/w0/m"][0].data.tolist())
+        extra = checkpoint.component("random_states", 0).data
+        assert isinstance(extra, dict)
+        numbers.add(float(str(extra["number"])))
+        assert len(numbers) == 1, f"{name} mixes {numbers}"
+        assert numbers == {float(checkpoint.manifest.number or 0)}
+        return int(numbers.pop())
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Fork, run, and return how the child ended (negative: the signal)."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(3)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_everywhere(
+    ready: Callable[[Path], None],
+    scenario: Callable[[Path, Disk], None],
+    judge: Callable[[Path], str | None],
+) -> tuple[int, list[str]]:
+    """Die at every call of the scenario in every way; how often the child was killed, and what was wrong after it."""
+    kills, problems = 0, []
+    with tempfile.TemporaryDirectory(dir=FAST) as folder:
+        before, root = Path(folder) / "before", Path(folder) / "now"
+        ready(before)
+        shutil.copytree(before, root)
+        counting = DeadlyDisk()
+        scenario(root, counting)
+        for at, way in itertools.product(range(counting.calls), WAYS):
+            shutil.rmtree(root)
+            shutil.copytree(before, root)
+            ended = in_child(functools.partial(scenario, root, DeadlyDisk(at, way)))
+            kills += ended == -signal.SIGKILL
+            try:
+                problem = judge(root) if ended == -signal.SIGKILL else f"the child ended with {ended}"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if problem is not None:
+                problems.append(f"{scenario.__name__}, call {at} ({way}): {problem}")
+    return kills, problems
+
+
+def before_numbered(root: Path) -> None:
+    for i in range(3):
+        save(root, numbered(i), i, Disk(), None)
+
+
+def save_numbered(root: Path, disk: Disk) -> None:
+    """checkpoint_0..2 exist, checkpoint_3 is being saved with total_limit=2 when the process dies."""
+    save(root, numbered(3), 3, disk, 2)
+
+
+def judge_numbered(root: Path) -> str | None:
+    store = LocalStore(root)
+    top = newest(store)
+    if check(root, top) not in (2, 3):
+        return f"the newest is {top}"
+    if check(root, numbered(2)) != 2:
+        return "checkpoint_2 was lost"
+    if top != numbered(3) and {numbered(0), numbered(1)} - set(store.names()):
+        return "old ones were deleted before the new one was there"
+    save(root, numbered(4), 4, Disk(), 2)
+    left = {entry.name for entry in root.iterdir()}
+    if check(root, newest(store)) != 4 or any(name.startswith(".hasten") for name in left):
+        return f"the next save left {left}"
+    return None
+
+
+def before_overwriting(root: Path) -> None:
+    save(root, "best", 1, Disk(), None)
+    (root / "best" / "notes.txt").write_text("mine")
+
+
+def save_overwriting(root: Path, disk: Disk) -> None:
+    """A folder given by name is saved over, with a file of the user's in it, when the process dies."""
+    save(root, "best", 2, disk, None)
+
+
+def judge_overwriting(root: Path) -> str | None:
+    if check(root, "best") not in (1, 2):
+        return "neither the old nor the new one is there"
+    save(root, "best", 3, Disk(), None)
+    left = [entry.name for entry in root.iterdir()]
+    if check(root, "best") != 3 or left != ["best"]:
+        return f"the next save left {left}"
+    return None if (root / "best" / "notes.txt").read_text() == "mine" else "the user's file was lost"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    first, problems = kill_everywhere(before_numbered, save_numbered, judge_numbered)
+    second, more = kill_everywhere(before_overwriting, save_overwriting, judge_overwriting)
+    json.dump({"kills": first + second, "problems": problems + more}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

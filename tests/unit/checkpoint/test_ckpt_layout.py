@@ -1,0 +1,65 @@
+"""The file plan: familiar names when small, balanced shards when large, one file per rank when cut into slices."""
+
+from __future__ import annotations
+
+import torch
+
+from hasten.checkpoint.base import Component, Slice
+from hasten.checkpoint.layout import Sizes, hub_index, plan_component
+
+
+def tensors(n: int, size: int = 10) -> dict[str, torch.Tensor | Slice]:
+    return {f"p{i}": torch.zeros(size, dtype=torch.uint8) for i in range(n)}
+
+
+def test_familiar_names() -> None:
+    cases = [
+        (Component(tensors(1), None, "model"), "model", "model.safetensors"),
+        (Component(tensors(1), None, "model", "torch"), "model", "pytorch_model.bin"),
+        (Component(tensors(1), None, "model", "torch"), "model_1", "pytorch_model_1.bin"),
+        (Component(tensors(1), {}, "optimizer", "torch"), "optimizer", "optimizer.bin"),
+        (Component({}, {}, "scheduler", "torch"), "scheduler_1", "scheduler_1.bin"),
+        (Component({}, {}, "scaler", "torch"), "scaler", "scaler.pt"),
+        (Component({}, {}, "random", per_rank=True), "random_states", "random_states_3.safetensors"),
+    ]
+    for component, name, expected in cases:
+        assert [plan.name for plan in plan_component(name, component, 3, range(4))] == [expected]
+
+
+def test_large_components_are_cut_alike_on_every_rank() -> None:
+    for world in range(1, 17):
+        for n in (1, 2, 5, 33):
+            component = Component(tensors(n), None, "model", main_only=frozenset({"p0"}))
+            plans = [plan_component("model", component, rank, range(world), Sizes(0, 30)) for rank in range(world)]
+            assert all(plan == plans[0] for plan in plans)
+            keys = [key for plan in plans[0] for key in plan.keys]
+            assert sorted(keys) == sorted(component.tensors), "each tensor once"
+            assert plans[0][0].writer == 0
+            assert "p0" in plans[0][0].keys, "what only main knows, main writes"
+            assert all(len(plan.keys) <= 3 for plan in plans[0])
+            index = hub_index(plans[0], component)["weight_map"]
+            assert isinstance(index, dict)
+            assert len(index) == n
+
+
+def test_slices_are_written_once_by_their_owner() -> None:
+    for world in range(1, 17):
+        written: list[str] = []
+        for rank in range(world):
+            whole = torch.zeros(1)
+            piece = Slice(torch.zeros(2), (2 * world,), (2 * rank,))
+            copy = Slice(torch.zeros(2), (4,), (0,), owned=rank == 0)
+            component = Component({"a": piece, "b": whole, "c": copy}, {"x": 1}, "optimizer", "torch")
+            for plan in plan_component("optimizer", component, rank, range(world)):
+                assert plan.name == f"optimizer_shard_{rank:05d}.safetensors"
+                assert plan.with_data == (rank == 0)
+                written += [f"{key}{rank if key == 'a' else ''}" for key in plan.keys]
+        assert sorted(written) == sorted([f"a{rank}" for rank in range(world)] + ["b", "c"])
+
+
+def test_nested_torch_state_becomes_safetensors_when_cut() -> None:
+    component = Component(tensors(9), {"nested": 1}, "optimizer", "torch")
+    plans = plan_component("optimizer", component, 0, (0, 1), Sizes(1, 40))
+    assert [plan.name for plan in plans] == [f"optimizer-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [plan.with_data for plan in plans] == [True, False, False]
+    assert [plan.writer for plan in plans] == [0, 1, 0]
