@@ -28,6 +28,7 @@ class Meta:
     help: str
     code_only: bool = False  # holds Python objects: not settable in a file, flag or variable
     minimum: float | None = None
+    maximum: float | None = None
     also: tuple[int, ...] = ()  # values below the minimum that have a meaning of their own, such as -1
     flag: str = ""  # the flag's name where it is not the section's prefix and the field's name
     flags: tuple[str, ...] = ()  # further names of the flag, the established ones
@@ -80,6 +81,7 @@ def given(section: Section) -> frozenset[str]:
     """Return the names of the fields that were passed when `section` was made.
 
     After pickling or copying this is no longer known; the fields that differ from their default stand in for it.
+    `dataclasses.replace` passes every field.
     """
     try:
         return section._given
@@ -116,8 +118,11 @@ def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = F
     except Mismatch as error:
         got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
         raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
-    is_number = isinstance(made, int | float) and not isinstance(made, bool)
-    if is_number and meta.minimum is not None and made < meta.minimum and made not in meta.also:
+    if not isinstance(made, int | float) or isinstance(made, bool):
+        return made
+    if meta.maximum is not None and made > meta.maximum:
+        raise SettingValueError(f"{place}: out of range ({meta.help}); give at most {meta.maximum:g}.")
+    if meta.minimum is not None and made < meta.minimum and made not in meta.also:
         also = "".join(f", or {special}" for special in meta.also)
         raise SettingValueError(f"{place}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
     return made

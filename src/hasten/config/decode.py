@@ -10,7 +10,8 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 _WORDS: Final = MappingProxyType(
-    {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    dict.fromkeys(("true", "yes", "on", "1", "y", "t"), True)
+    | dict.fromkeys(("false", "no", "off", "0", "n", "f"), False)
 )
 _NOTHING: Final = frozenset({"", "none", "null"})
 _DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?", re.IGNORECASE)
@@ -24,9 +25,10 @@ _NAMES: Final = MappingProxyType[Any, str](
         timedelta: "a positive duration in seconds, or such as 30m",
     }
 )
+_LONGEST_S: Final = 10 * 365 * 24 * 3600
 _PLAIN: Final = (str, int, float, list, tuple, dict, NoneType)
 _ORDER: Final = MappingProxyType[Any, int]({int: 2, bool: 3, float: 4, str: 6, Any: 8})
-_INTEGER: Final = re.compile(r"[+-]?\d[\d_]*")
+_INTEGER: Final = re.compile(r"[+-]?[0-9][0-9_]{0,30}")
 
 T = TypeVar("T")
 
@@ -93,16 +95,16 @@ def _integer(value: Any, text: bool) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return int(value)
     if text and isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
-        return int(value)
+        return int(value.replace("_", ""))
     raise Mismatch
 
 
 def _number(value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return _check(float(value), not math.isnan(value))
+        return _check(float(value), math.isfinite(value))
     if isinstance(value, str):  # 1e-5 is text in YAML 1.1
         try:
-            return _check(float(value), not math.isnan(float(value)))
+            return _check(float(value), math.isfinite(float(value)))
         except ValueError as error:
             raise Mismatch from error
     raise Mismatch
@@ -116,12 +118,12 @@ def _nothing(value: Any, text: bool) -> None:
 def _duration(value: Any) -> timedelta:
     if isinstance(value, timedelta):
         return _check(value, value > timedelta(0))
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LONGEST_S:
         return timedelta(seconds=value)
     if isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())) and any(match.groups()):
         hours, minutes, seconds = (float(part or 0) for part in match.groups())
-        made = timedelta(hours=hours, minutes=minutes, seconds=seconds)
-        return _check(made, made > timedelta(0))
+        total = hours * 3600 + minutes * 60 + seconds
+        return timedelta(seconds=_check(total, 0 < total < _LONGEST_S))
     raise Mismatch
 
 

@@ -32,7 +32,7 @@ def unpack(text: str) -> tuple[Entry, ...]:
         data: Any = json.loads(text)
         assert data["version"] == _VERSION, data["version"]
         return tuple(_entry(*row) for row in data["settings"])
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError) as error:
         raise ConfigError(
             f"{VARIABLE} holds no settings of this version ({type(error).__name__}: {error}), so the worker does not "
             "know what was asked for; start it with `hasten launch` of the same version, or unset the variable."

@@ -31,7 +31,7 @@ class LaunchConfig(Section):
     nnodes: str | None = setting(None, "elastic number of machines, min:max (instead of num_machines)")
     machine_rank: int | None = setting(None, "number of this machine, from 0 (default: from the cluster)", minimum=0)
     main_process_ip: str | None = setting(None, "address of machine 0")
-    main_process_port: int | None = setting(None, "port on machine 0 (0 = a free one)", minimum=0)
+    main_process_port: int | None = setting(None, "port on machine 0 (0 = a free one)", minimum=0, maximum=65535)
     multi_gpu: bool = setting(False, "use all devices of this machine")
     tpu: bool = setting(False, "train on TPUs")
     gpu_ids: tuple[int, ...] | Literal["all"] = setting("all", "devices used on this machine, such as 0,1")

@@ -147,8 +147,8 @@ def from_environment(env: Mapping[str, str]) -> list[Entry]:
     entries = []
     known = {info.variable: info for info in SETTABLE}
     for name, value in env.items():
-        if not name.startswith("HASTEN_"):
-            continue
+        if not name.startswith("HASTEN_") or not value.strip():
+            continue  # an empty variable was not given
         if info := known.get(name):
             entries.append(Entry(info.path, value, Source("environment", name), text=True))
         elif near := get_close_matches(name, known, n=1, cutoff=0.93):

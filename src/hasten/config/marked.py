@@ -15,8 +15,9 @@ _WORDS: Final = MappingProxyType[str, Any](
     | dict.fromkeys(("true", "True", "TRUE"), True)
     | dict.fromkeys(("false", "False", "FALSE"), False)
 )
-_INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]*")
-_HEX: Final = re.compile(r"0x[0-9a-fA-F]+")
+_INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
+_HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
+_MOST_NODES: Final = 20_000  # a file that grows beyond this by its aliases is an attack or an accident
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)")
 
 
@@ -50,9 +51,11 @@ def parse(text: str, name: str) -> Marked:
         place = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigFileError(f"{place}: not valid YAML or JSON: {problem}; correct the file at this line.") from error
+    except RecursionError as error:
+        raise ConfigFileError(f"{name}: nested too deeply to be settings; write it flat.") from error
     if node is None:
         return Marked({}, 1)
-    tree = _convert(node, name, ())
+    tree = Reader(name).convert(node, ())
     if not isinstance(tree.value, Mapping):
         raise ConfigFileError(
             f"{name}:{tree.line}: the file holds {'a list' if isinstance(tree.value, list) else 'one value'}, not settings; "
@@ -61,37 +64,50 @@ def parse(text: str, name: str) -> Marked:
     return tree
 
 
-def _convert(node: yaml.Node, name: str, above: tuple[int, ...]) -> Marked:
-    line = node.start_mark.line + 1
-    if id(node) in above:
-        raise ConfigFileError(f"{name}:{line}: an alias refers to itself; write the value out.")
-    above = (*above, id(node))
-    if isinstance(node, yaml.MappingNode):
-        return Marked(_mapping(node, name, above), line)
-    if isinstance(node, yaml.SequenceNode):
-        return Marked([_convert(item, name, above) for item in node.value], line)
-    assert isinstance(node, yaml.ScalarNode), f"unexpected YAML node {node!r}"
-    return Marked(_scalar(node), line)
+@dataclass(slots=True)
+class Reader:
+    """Turns nodes of one file into marked values, and stops where aliases make it endless or huge."""
 
+    name: str
+    num_nodes: int = 0
 
-def _mapping(node: yaml.MappingNode, name: str, above: tuple[int, ...]) -> dict[str, Marked]:
-    found: dict[str, Marked] = {}
-    merged: dict[str, Marked] = {}
-    for key_node, value_node in node.value:
-        key, line = key_node.value, key_node.start_mark.line + 1
-        if not isinstance(key, str):
-            raise ConfigFileError(f"{name}:{line}: a key must be a word, not a list or mapping.")
-        value = _convert(value_node, name, above)
-        if key == "<<" and isinstance(value.value, dict):
-            merged |= value.value
-        elif key in found:
+    def convert(self, node: yaml.Node, above: tuple[int, ...]) -> Marked:
+        """Return a node and everything below it; `above` are the nodes that hold it."""
+        line = node.start_mark.line + 1
+        self.num_nodes += 1
+        if id(node) in above:
+            raise ConfigFileError(f"{self.name}:{line}: an alias refers to itself; write the value out.")
+        if self.num_nodes > _MOST_NODES:
             raise ConfigFileError(
-                f"{name}:{line}: {key!r} is given twice, first on line {found[key].line}; "
-                "only one of them could count, so remove the other."
+                f"{self.name}:{line}: more than {_MOST_NODES} values; settings are smaller than that."
             )
-        else:
-            found[key] = Marked(value.value, line)
-    return merged | found
+        above = (*above, id(node))
+        if isinstance(node, yaml.MappingNode):
+            return Marked(self.mapping(node, above), line)
+        if isinstance(node, yaml.SequenceNode):
+            return Marked([self.convert(item, above) for item in node.value], line)
+        assert isinstance(node, yaml.ScalarNode), f"unexpected YAML node {node!r}"
+        return Marked(_scalar(node), line)
+
+    def mapping(self, node: yaml.MappingNode, above: tuple[int, ...]) -> dict[str, Marked]:
+        """Return the items of a mapping, each with the line of its key."""
+        found: dict[str, Marked] = {}
+        merged: dict[str, Marked] = {}
+        for key_node, value_node in node.value:
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise ConfigFileError(f"{self.name}:{line}: a key must be a word, not a list or mapping.")
+            value = self.convert(value_node, above)
+            if key == "<<" and isinstance(value.value, dict):
+                merged |= value.value
+            elif key in found:
+                raise ConfigFileError(
+                    f"{self.name}:{line}: {key!r} is given twice, first on line {found[key].line}; "
+                    "only one of them could count, so remove the other."
+                )
+            else:
+                found[key] = Marked(value.value, line)
+        return merged | found
 
 
 def _scalar(node: yaml.ScalarNode) -> Any:
