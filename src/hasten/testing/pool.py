@@ -37,9 +37,9 @@ from hasten.testing.processes import Worker, Zygote
 R = TypeVar("R")
 
 TIMEOUT_S: Final = 60.0
-GRACE_S: Final = 0.5  # after one rank has failed, the others may still come to an end of their own
+GRACE_S: Final = 1.5  # after one rank has failed, the others may still come to an end of their own
 INTERRUPT_S: Final = 0.5  # an interrupted rank may run its `finally` blocks
-STACK_S: Final = 0.3
+STACK_S: Final = 3.0  # dumping stacks takes a moment on a busy machine
 CLEAN_S: Final = 10.0
 OUTPUT_LIMIT: Final = 20_000
 _WORKER_FRAMES: Final = ("hasten/testing/worker.py", "hasten/testing/zygote.py", "<frozen runpy>")
