@@ -1,0 +1,102 @@
+"""Which rank is blamed, what is said about it, and the hints for known causes."""
+
+from __future__ import annotations
+
+import json
+import signal
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+from hasten.launch.failure import Failure, end_words, first_failure, hint_for, read_failure, render_failure
+
+GLOO_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12962."
+
+
+def failed(
+    rank: int, summary: str = "ValueError: boom", *, code: int = 1, time: float = 0.0, stopped: bool = False
+) -> Failure:
+    """A failure with a one-line traceback."""
+    return Failure(
+        rank, "host-a", code, time, pid=7, summary=summary, traceback=f"Traceback\n{summary}\n", stopped=stopped
+    )
+
+
+def test_the_cause_is_found_whatever_the_order() -> None:
+    cause = failed(2, time=5.0)
+    others = [failed(0, GLOO_LOST, time=1.0), failed(1, "", code=-15, stopped=True, time=0.5), failed(3, time=6.0)]
+    for order in permutations([cause, *others]):
+        assert first_failure(order) == cause
+
+
+def test_a_traceback_is_printed_once_and_last() -> None:
+    text = render_failure([failed(1, code=3), failed(0, "", code=-15, stopped=True), failed(2, GLOO_LOST)])
+    assert text.splitlines()[0] == "rank 1 on host-a (pid 7) failed first: exit code 3"
+    assert "rank 0: stopped by the launcher" in text
+    assert text.count("Traceback") == 1
+    assert text.splitlines()[-1] == "ValueError: boom"
+
+
+def test_debug_prints_the_others_before_it() -> None:
+    text = render_failure([failed(1), failed(2, GLOO_LOST)], full=True)
+    assert text.count("Traceback") == 2
+    assert text.splitlines()[-1] == "ValueError: boom"
+
+
+def test_equal_ends_share_a_line() -> None:
+    ranks = [failed(9), *(failed(r, "", code=-15, stopped=True) for r in (0, 1, 2, 4))]
+    assert "  ranks 0-2, 4: stopped by the launcher" in render_failure(ranks)
+
+
+def test_a_lost_machine_is_named_first() -> None:
+    text = render_failure([failed(0, GLOO_LOST)], lost=["machine 1 (host-b)"])
+    assert text.startswith("machine 1 (host-b) does not answer any more")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("The server socket has failed to listen on any local network address. port: 29500, EADDRINUSE", "--main_process_port"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "lower the batch size"),
+        ("RuntimeError: CUDA driver version is insufficient for CUDA runtime version", "install the torch build"),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "do not match"),
+        ("ModuleNotFoundError: No module named 'flash_attn'", "a module is missing on this machine: install it there (host-a)"),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", "Run with --debug"),
+        ("RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation", "Run with --debug"),
+        ("torch.distributed.DistBackendError: NCCL error in: x.cpp, ncclSystemError", "NCCL_DEBUG=WARN"),
+        (GLOO_LOST, "ended first"),
+        ("socket.gaierror: [Errno -2] Name or service not known", "--main_process_ip as a number"),
+        ("RuntimeError: unable to open shared memory object </torch_1> in read-write mode", "--shm-size"),
+        ("OSError: [Errno 24] Too many open files", "ulimit -n"),
+    ],
+)  # fmt: skip
+def test_known_causes_get_a_hint(words: str, hint: str) -> None:
+    assert hint in (hint_for(failed(0, words)) or "")
+
+
+def test_signals_are_named() -> None:
+    assert end_words(-signal.SIGKILL) == "killed by SIGKILL"
+    assert end_words(-signal.SIGSEGV) == "signal SIGSEGV"
+    assert end_words(2) == "exit code 2"
+    assert end_words(-200) == "signal 200"
+    killed = Failure(0, "host-a", -signal.SIGKILL, 0.0)
+    assert "out-of-memory killer" in (hint_for(killed) or "")
+    assert killed.exit_code == 137
+    assert hint_for(failed(0)) is None
+
+
+def test_what_a_rank_wrote_is_read_in_both_forms(tmp_path: Path) -> None:
+    ours, torchs, broken = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    ours.write_text(json.dumps({"message": {}, "hasten": {"time": 3.0, "traceback": "T", "summary": "S"}}))
+    extra = {"py_callstack": "T2", "timestamp": "4"}
+    torchs.write_text(json.dumps({"message": {"message": "S2", "extraInfo": extra}}))
+    broken.write_text('{"mess')
+    read = [read_failure(0, "h", 1, 9, error_file=str(p), time=1.0) for p in (ours, torchs, broken, tmp_path / "none")]
+    assert [(f.summary, f.traceback, f.time) for f in read] == [
+        ("S", "T", 3.0),
+        ("S2", "T2", 4.0),
+        ("", "", 1.0),
+        ("", "", 1.0),
+    ]
+    assert Failure.decode(read[0].encode()) == read[0]
