@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hasten.cli.machine import Machine, offers_fp8, recommended_precision
+from hasten.config.root import Config
 
 Answers = Mapping[str, Any]
 Kind = Literal["choice", "number", "yesno", "text"]
@@ -192,6 +193,33 @@ def _megatron(machine: Machine, answers: Answers) -> Iterator[Question]:
     yield Question("megatron.recompute_activations", "Recompute attention in backward?", "yesno", True)
     prompt = "Shard the optimizer state over data-parallel processes?"
     yield Question("megatron.use_distributed_optimizer", prompt, "yesno", True)
+
+
+def remembered(question: Question, before: Config) -> Question:
+    """Return a question whose default is what the settings said before, where that is one of its answers."""
+    value = _said_before(question.key, before)
+    if isinstance(value, tuple):
+        value = ", ".join(value)
+    if value is None or (question.choices and value not in [choice for choice, _ in question.choices]):
+        return question
+    return replace(question, default=value)
+
+
+def _said_before(key: str, before: Config) -> Any:
+    match key:
+        case "?place":
+            return "tpu" if before.launch.tpu else "cpu" if before.cpu else "accelerator"
+        case "?meeting":
+            return "by hand" if before.launch.main_process_ip else "cluster"
+        case "?own file":
+            return before.deepspeed.hf_ds_config is not None
+        case "?compile":
+            regional = "regional" if before.dynamo.use_regional_compilation else "whole"
+            return "no" if before.dynamo.backend == "no" else regional
+    value: Any = before
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def to_arguments(machine: Machine, answers: Answers) -> dict[str, Any]:

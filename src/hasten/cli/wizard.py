@@ -10,8 +10,8 @@ from typing import Any
 import questionary
 
 from hasten.cli.machine import Machine
-from hasten.cli.questions import Question, questions, to_arguments
-from hasten.config.files import dump, write
+from hasten.cli.questions import Question, questions, remembered, to_arguments
+from hasten.config.files import dump, read, write
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
@@ -23,14 +23,14 @@ class Abandoned(ConfigError):
     """The user left the wizard; nothing was written."""
 
 
-def interview(machine: Machine, ask: Ask) -> Config:
-    """Return the settings that follow from the answers; `ask` puts one question.
+def interview(machine: Machine, ask: Ask, before: Config | None = None) -> Config:
+    """Return the settings that follow from the answers; `ask` puts one question, `before` gives its default.
 
     Raises: ConfigError when the answers contradict each other.
     """
     answers: dict[str, Any] = {}
     for question in questions(machine, answers):
-        answers[question.key] = ask(question)
+        answers[question.key] = ask(remembered(question, before) if before else question)
     return resolve(code=to_arguments(machine, answers)).config
 
 
@@ -77,9 +77,11 @@ def run(machine: Machine, path: Path) -> int:
             "run `hasten config default`, or write the file by hand (docs/config.md)."
         )
     say = sys.stdout.write
-    say(f"This machine: {machine.words}\n\n")
+    say(f"This machine: {machine.words}\n")
+    before = resolve(file=read(path).entries).config if path.exists() else None
+    say("Answers offered first are those of the file as it is.\n\n" if before else "\n")
     try:
-        config = interview(machine, ask_in_terminal)
+        config = interview(machine, ask_in_terminal, before)
         say(f"\n{dump(config)}\n")
         verb = "Replace" if path.exists() else "Write"
         if not questionary.confirm(f"{verb} {path}?", default=True).unsafe_ask():

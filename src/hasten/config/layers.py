@@ -1,5 +1,6 @@
 """Settings as each source gives them: a file's tree, the environment, arguments in code; all become entries."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -78,8 +79,15 @@ class Problems:
         if len(self.found) == 1:
             raise self.found[0]
         if self.found:
+            self.found.sort(key=_line)
             lines = "\n".join(f"  {number}. {error}" for number, error in enumerate(self.found, start=1))
             raise ConfigError(f"{len(self.found)} settings are wrong:\n{lines}", problems=tuple(self.found))
+
+
+def _line(error: ConfigError) -> int:
+    """Return the line of a file that a message begins with; 0 for others."""
+    found = re.match(r"[^\n]*?:(\d+): ", str(error))
+    return int(found[1]) if found else 0
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -114,6 +115,19 @@ def test_the_found_number_of_devices_is_not_written_down() -> None:
     assert config.launch.num_processes is None
     assert config.strategy == "ddp"
     assert config.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize("machine", MACHINES[:3], ids=lambda machine: f"{machine.num_devices}{machine.device}")
+@pytest.mark.parametrize("deep", DEEP)
+def test_asked_again_the_answers_are_those_of_the_file(machine: Machine, deep: str) -> None:
+    """Pressing Enter at every question of a second run changes nothing."""
+    for answers in islice(every_path(machine, DEEP[deep]), 0, None, 7):
+        try:
+            config = resolve(code=to_arguments(machine, answers)).config
+        except ContradictionError:
+            continue
+        again = interview(machine, lambda question: question.default, config)
+        assert again == config
 
 
 # --- a real terminal -------------------------------------------------------------------------------------------------
