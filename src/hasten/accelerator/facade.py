@@ -23,6 +23,7 @@ from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
 from hasten.accelerator.setup import Parts, build
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport
+from hasten.checkpoint.weights import load_weights
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
@@ -477,6 +478,11 @@ class Accelerator:
         with agree(self.ctx.world, "save_model"):
             if self._writes:
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
+
+    def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
+        """Fill a prepared model from exported weights; each rank reads only the slices it holds. Ranks: every rank."""
+        with agree(self.ctx.world, "load_model"):
+            return load_weights(self.strategy.unwrap(model), directory, strict)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
         """Write an object to a file, at once and on the main process only. Ranks: any."""

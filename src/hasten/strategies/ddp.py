@@ -211,7 +211,7 @@ def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: d
 def _batched_power_sgd_works() -> bool:
     """Whether this torch's orthogonalisation takes the 2-D matrix its batched hook gives it (2.11 to 2.13 do not)."""
     try:
-        powerSGD_hook._orthogonalize(torch.ones(2, 1))
+        powerSGD_hook._orthogonalize(torch.ones(2, 1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
     except AssertionError:
         return False
     return True
