@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Literal, assert_never, cast
 
 from hasten.errors import ConfigError
 from hasten.launch import deepspeed, mpi, single, slurm, torchrun, xla
-from hasten.launch.base import LauncherName, LaunchPlan, Request
+from hasten.launch.base import LaunchPlan, Request
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, decide
+
+OwnLauncher = Literal["single", "torchrun", "task", "xla"]
 
 
 def make_plan(
@@ -28,6 +30,10 @@ def make_plan(
         return slurm.plan_submit(request, host, flags, folder)
     if config.launch.tpu and config.xla.tpu_use_cluster:
         return xla.plan_pod(request, flags)
+    if uses_mpi(request):
+        return mpi.plan(request, host, installed_mpi or mpi.Mpi())
+    if _uses_deepspeed(request):
+        return deepspeed.plan(request, host)
     shape = decide(request, host)
     name = _launcher(request, host, shape)
     match name:
@@ -35,12 +41,8 @@ def make_plan(
             return single.plan(request, host, shape)
         case "torchrun":
             return torchrun.plan(request, host, shape)
-        case "task" | "slurm":
+        case "task":
             return slurm.plan_task(request, host, shape)
-        case "mpi":
-            return mpi.plan(request, host, shape, installed_mpi or mpi.Mpi())
-        case "deepspeed":
-            return deepspeed.plan(request, host, shape)
         case "xla":
             return xla.plan(request, host, shape)
         case other:
@@ -53,7 +55,13 @@ def uses_mpi(request: Request) -> bool:
     return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
 
 
-def _launcher(request: Request, host: Host, shape: Shape) -> LauncherName:
+def _uses_deepspeed(request: Request) -> bool:
+    launch, config = request.config.launch, request.config
+    named = config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard"
+    return launch.launcher == "deepspeed" or (launch.launcher == "auto" and named)
+
+
+def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
     config, launch = request.config, request.config.launch
     if launch.launcher == "slurm" and shape.allocation.rank is None:
         if not shape.allocation.source:
@@ -67,16 +75,12 @@ def _launcher(request: Request, host: Host, shape: Shape) -> LauncherName:
             f"launcher=single starts one process, but {shape.num_processes} on {shape.max_machines} machine(s) were asked. "
             f"Leave launcher out, or set num_processes to 1."
         )
-    if launch.launcher != "auto":
-        return launch.launcher
     if shape.allocation.rank is not None:
         return "task"
-    if uses_mpi(request):
-        return "mpi"
+    if launch.launcher in ("single", "torchrun", "xla"):
+        return cast(OwnLauncher, launch.launcher)
     if launch.tpu or (host.device == "tpu" and not config.cpu):
         return "xla"
-    if config.strategy == "deepspeed" and config.deepspeed.multinode_launcher != "standard":
-        return "deepspeed"
     alone = shape.num_processes == 1 and shape.max_machines == 1
     needs_agent = launch.max_restarts > 0 or launch.log_dir is not None
     return "torchrun" if needs_agent or not alone else "single"

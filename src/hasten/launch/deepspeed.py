@@ -5,14 +5,14 @@ from __future__ import annotations
 from hasten.errors import ConfigError
 from hasten.launch.base import LaunchPlan, PlannedFile, Proc, Request
 from hasten.launch.host import Host
-from hasten.launch.shape import Shape
+from hasten.launch.shape import elsewhere
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
 
 _ENV_FILE = ".hasten_deepspeed_env"
 
 
-def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
+def plan(request: Request, host: Host) -> LaunchPlan:
     """One `deepspeed` command on the first machine; it starts the rest from the hostfile.
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
@@ -29,13 +29,17 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
         )
     if request.target.no_python and request.target.module:
         raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
+    per_machine = launch.processes_per_machine
+    if per_machine is None and launch.num_processes is not None:
+        per_machine = launch.num_processes // launch.num_machines
+    shape = elsewhere(request, host, per_machine or max(1, host.num_devices))
     options = ["--hostfile", engine.hostfile, "--launcher", engine.multinode_launcher]
     options += ["--include", engine.inclusion_filter] if engine.inclusion_filter else []
     options += ["--exclude", engine.exclusion_filter] if engine.exclusion_filter else []
     if launch.num_machines > 1:
         options += ["--num_nodes", str(launch.num_machines)]
-    if launch.num_processes is not None and not engine.inclusion_filter and not engine.exclusion_filter:
-        options += ["--num_gpus", str(launch.num_processes // launch.num_machines)]
+    if per_machine is not None and not engine.inclusion_filter and not engine.exclusion_filter:
+        options += ["--num_gpus", str(per_machine)]
     if launch.main_process_ip:
         options += ["--master_addr", launch.main_process_ip]
     options += ["--master_port", str(launch.main_process_port or DEFAULT_PORT), "--no_local_rank"]
@@ -45,7 +49,10 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     return LaunchPlan(
         launcher="deepspeed",
         procs=(Proc(("deepspeed", *options, request.target.name, *request.target.args), {"DS_ENV_FILE": _ENV_FILE}),),
-        notes=(f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} carries the settings to them",),
+        notes=(
+            f"DeepSpeed's launcher starts the other machines; {_ENV_FILE} carries the settings to them",
+            *shape.notes,
+        ),
         files=(PlannedFile(_ENV_FILE, remote),),
         supervision=supervision(request, shape),
         target=request.target,

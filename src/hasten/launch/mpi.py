@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hasten.errors import ConfigError
 from hasten.launch.base import LaunchPlan, Proc, Request
 from hasten.launch.host import Host
-from hasten.launch.shape import Shape, worker_argv
+from hasten.launch.shape import elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT
 
@@ -21,7 +21,7 @@ class Mpi:
     hosts: tuple[str, ...] = ()
 
 
-def plan(request: Request, host: Host, shape: Shape, mpi: Mpi) -> LaunchPlan:
+def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
     """One mpirun command that starts every rank; each reads its place from MPI's variables and checks in.
 
     Raises: ConfigError without a number of processes or an address where they meet.
@@ -39,6 +39,8 @@ def plan(request: Request, host: Host, shape: Shape, mpi: Mpi) -> LaunchPlan:
             f"{machines} machines need an address where they meet. Give --main_process_ip, or --mpirun_hostfile, "
             f"whose first host is taken."
         )
+    per_machine = total // machines
+    shape = elsewhere(request, host, per_machine)
     env = {
         **dict(shape.env),
         "MASTER_ADDR": address or "127.0.0.1",
@@ -46,7 +48,6 @@ def plan(request: Request, host: Host, shape: Shape, mpi: Mpi) -> LaunchPlan:
     }
     if launch.mpirun_ccl is not None:
         env["CCL_WORKER_COUNT"] = str(launch.mpirun_ccl)
-    per_machine = total // machines
     argv = (
         *_command(mpi, launch.mpirun_hostfile, total, per_machine, env),
         *worker_argv(request.target, host, "hasten.launch.task"),
@@ -54,7 +55,7 @@ def plan(request: Request, host: Host, shape: Shape, mpi: Mpi) -> LaunchPlan:
     return LaunchPlan(
         launcher="mpi",
         procs=(Proc(argv),),
-        notes=(f"{total} processes, {per_machine} on each of {machines} machines, by {mpi.kind}",),
+        notes=(f"{total} processes, {per_machine} on each of {machines} machines, by {mpi.kind}", *shape.notes),
         supervision=supervision(request, shape),
         target=request.target,
     )

@@ -67,6 +67,15 @@ def decide(request: Request, host: Host) -> Shape:
     )
 
 
+def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
+    """The shape of a job that another launcher starts on its own list of machines: nothing here is counted."""
+    threads, note = _threads(request.config.launch, host, per_machine or 1)
+    env = {_CONFIG_VARIABLE: request.handoff} if request.handoff else {}
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    return Shape(num_processes=per_machine or 1, env=tuple(sorted(env.items())), notes=(note,) if note else ())
+
+
 def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.worker") -> tuple[str, ...]:
     """The command of one process: the program itself, or Python with our bootstrap before it."""
     if target.no_python and target.module:

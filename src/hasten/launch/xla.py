@@ -20,8 +20,6 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     env["PJRT_DEVICE"] = host.env.get("PJRT_DEVICE", "TPU")
     if request.config.xla.downcast_bf16:
         env["XLA_DOWNCAST_BF16"] = "1"
-    elif request.config.mixed_precision == "bf16":
-        env["XLA_USE_BF16"] = "0"  # bf16 comes from autocast, not from rounding every float in silence
     if request.target.no_python:
         raise ConfigError("--no_python cannot be combined with a TPU: torch_xla starts Python processes itself.")
     return LaunchPlan(

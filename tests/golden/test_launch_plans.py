@@ -1,0 +1,167 @@
+"""Golden launch plans: what each command line leads to on each kind of machine and cluster, word for word.
+
+Run this file as a program to accept the present plans into launch_plans/.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from hasten.cli.launch_cmd import make_parser
+from hasten.config import handoff
+from hasten.config.resolve import resolve
+from hasten.errors import HastenError
+from hasten.launch.base import Request, Target
+from hasten.launch.choose import make_plan
+from hasten.launch.host import Host
+from hasten.launch.mpi import Mpi
+
+FOLDER: Final = Path(__file__).with_name("launch_plans")
+
+CPU: Final = Host(name="laptop", cores=8, python="/venv/bin/python")
+GPUS: Final = Host(
+    name="gpu01", cores=96, device="cuda", num_devices=8, device_name="NVIDIA H200", python="/venv/bin/python"
+)
+TPU: Final = Host(name="tpu", cores=96, device="tpu", num_devices=4, device_name="TPU", python="/venv/bin/python")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One command line on one machine."""
+
+    words: str
+    host: Host = CPU
+    env: Mapping[str, str] = field(default_factory=dict)
+    mpi: Mpi | None = None
+
+
+def slurm_step(node: int, nodes: int, per_node: int, local: int = 0) -> dict[str, str]:
+    """The variables of one task of an srun."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(node * per_node + local),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_NTASKS": str(nodes * per_node),
+        "SLURM_STEP_NUM_TASKS": str(nodes * per_node),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})",
+        "SLURM_STEP_NODELIST": f"gpu[01-{nodes:02}]",
+    }
+
+
+OPENMPI_RANK: Final = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29511",
+}
+
+CASES: Final[dict[str, Case]] = {
+    "cpu_one": Case("train.py --lr 3"),
+    "cpu_two": Case("--cpu --num-processes 2 train.py"),
+    "module": Case("--cpu --num_processes 2 -m pkg.train --lr 3"),
+    "program": Case("--cpu --num_processes 2 --no_python ./trainer --lr 3"),
+    "gpus_found": Case("--mixed_precision bf16 train.py", GPUS),
+    "gpus_chosen": Case("--gpu_ids 2,5 --main_process_port 0 train.py", GPUS),
+    "restarts_and_logs": Case("--cpu --num_processes 2 --max_restarts 3 --log_dir logs --tee 3 train.py"),
+    "machines_static": Case(
+        "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1 --main_process_port 29511 train.py", GPUS
+    ),
+    "machines_same_command": Case("--num_machines 4 --main_process_ip 10.0.0.1 --num_processes 32 train.py", GPUS),
+    "machines_elastic": Case(
+        "--nnodes 2:4 --main_process_ip 10.0.0.1 --max_restarts 3 --rdzv_conf last_call_timeout=3 train.py", GPUS
+    ),
+    "slurm_one_task_per_machine": Case("train.py", GPUS, slurm_step(1, 2, 1)),
+    "slurm_one_task_per_device": Case("train.py", GPUS, slurm_step(1, 2, 8, local=3)),
+    "slurm_submit": Case(
+        "--submit slurm --submit_options partition=gpu,time=08:00:00,gpus_per_node=8 --num_machines 4 "
+        "--mixed_precision bf16 train.py --data '/my data'",
+        GPUS,
+    ),
+    "mpi_rank": Case("--cpu train.py", CPU, OPENMPI_RANK),
+    "mpirun_openmpi": Case(
+        "--cpu --mpirun_hostfile hosts --num_processes 8 train.py --lr 3", CPU, mpi=Mpi("openmpi", ("node1", "node2"))
+    ),
+    "mpirun_intel": Case(
+        "--cpu --mpirun_hostfile hosts --num_processes 8 --mpirun_ccl 2 train.py",
+        CPU,
+        mpi=Mpi("mpich", ("node1", "node2")),
+    ),
+    "lsf": Case("train.py", GPUS, {"LSB_JOBID": "77", "LSB_MCPU_HOSTS": "gpu01 8 gpu02 8", "HOSTNAME": "gpu02"}),
+    "kubernetes": Case(
+        "train.py",
+        GPUS,
+        {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "job-0"},
+    ),
+    "deepspeed_standard": Case("--use_deepspeed --zero_stage 3 train.py", GPUS),
+    "deepspeed_pdsh": Case(
+        "--use_deepspeed --deepspeed_multinode_launcher pdsh --deepspeed_hostfile hosts --num_machines 2 "
+        "--num_processes 16 --main_process_ip 10.0.0.1 train.py",
+        GPUS,
+    ),
+    "tpu": Case("--mixed_precision bf16 train.py", TPU),
+    "tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod --tpu_zone us-central2-b train.py --lr 3", TPU),
+    "wrong_port_zero": Case("--num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", GPUS),
+    "wrong_no_address": Case("--num_machines 2 train.py", GPUS),
+    "wrong_too_many": Case("--num_processes 9 train.py", GPUS),
+    "wrong_tee": Case("--cpu --num_processes 2 --tee 3 train.py"),
+    "wrong_rdzv_conf": Case("--num_machines 2 --main_process_ip 10.0.0.1 --rdzv_conf keep_alive_interval=2 train.py"),
+    "wrong_endpoint": Case("--num_machines 2 --rdzv_endpoint nowhere train.py"),
+    "wrong_slurm_outside": Case("--launcher slurm train.py"),
+    "wrong_single": Case("--launcher single --cpu --num_processes 2 train.py"),
+    "wrong_deepspeed_restarts": Case(
+        "--use_deepspeed --deepspeed_multinode_launcher pdsh --deepspeed_hostfile hosts --max_restarts 2 train.py", GPUS
+    ),
+    "wrong_mpi_count": Case("--cpu --launcher mpi train.py"),
+}  # fmt: skip
+
+
+def plan_text(case: Case) -> str:
+    """The plan of a case, or the words of its error."""
+    argv = split_words(case.words)
+    given = make_parser().parse_args(argv)
+    host = Host(**{name: getattr(case.host, name) for name in Host.__slots__ if name != "env"}, env=case.env)
+    try:
+        resolved = resolve(flags=given.settings)
+        launch = resolved.config.launch
+        words = given.script
+        target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
+        request = Request(resolved.config, target, handoff.pack(resolved))
+        plan = make_plan(
+            request, host, flags=tuple(argv[: len(argv) - len(words)]), folder="/home/me/run", installed_mpi=case.mpi
+        )
+    except HastenError as error:
+        return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"
+    return f"$ hasten launch {case.words}\n{plan.render()}\n"
+
+
+def split_words(text: str) -> list[str]:
+    """The words of a command line as a shell would pass them."""
+    return shlex.split(text)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plan_is_the_accepted_one(name: str) -> None:
+    assert plan_text(CASES[name]) == (FOLDER / f"{name}.txt").read_text()
+
+
+def test_no_accepted_plan_is_left_over() -> None:
+    assert {file.stem for file in FOLDER.glob("*.txt")} == set(CASES)
+
+
+if __name__ == "__main__":
+    for file in FOLDER.glob("*.txt"):
+        file.unlink()
+    for name, case in CASES.items():
+        (FOLDER / f"{name}.txt").write_text(plan_text(case))
+    sys.stdout.write(f"{len(CASES)} plans accepted\n")
