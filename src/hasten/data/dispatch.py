@@ -101,17 +101,19 @@ class DispatchSource:
 
     def _give(self, wire: Wire, at: Position) -> Iterator[Item]:
         rounds = self._reader.rounds(self._inner, at)
+        seats = self._seats
         more = True
         while more:
             try:
-                step = next(rounds, None) or Round([None] * self._seats.num_shards, False)
+                step = next(rounds, None) or Round([None] * seats.num_shards, False)
+                parcels = wire.pack([_Parcel(item, step.more) for item in step.items])
             except Exception as error:  # the ranks that wait must hear of whatever the user's dataset raised
-                parcel = _Parcel(None, False, f"{type(error).__name__}: {error}")
-                wire.send([parcel] * self._seats.num_shards, self._seats.shard_of)
+                failed = wire.pack([_Parcel(None, False, f"{type(error).__name__}: {error}")])
+                wire.send(failed * seats.num_shards, seats.shard_of)
                 raise
+            wire.send(parcels, seats.shard_of)
             more = step.more
-            wire.send([_Parcel(item, more) for item in step.items], self._seats.shard_of)
-            mine = step.items[self._seats.shard]
+            mine = step.items[seats.shard]
             if mine is not None:
                 yield mine
 

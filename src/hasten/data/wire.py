@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
+import cloudpickle
 import torch
 from torch import Tensor
 
@@ -19,13 +19,13 @@ _HEADER: Final = 64  # bytes: (room needed, length of the skeleton), padded to t
 _FIRST_ROOM: Final = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
 class _Hole:
     """Stands for a tensor in the pickled skeleton."""
 
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    __slots__ = ("dtype", "offset", "shape")
+
+    def __init__(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.offset, self.shape, self.dtype = offset, shape, dtype
 
 
 class Wire:
@@ -36,9 +36,12 @@ class Wire:
         self._room = _FIRST_ROOM
         self._buffers: list[Tensor] = []
 
-    def send(self, parts: Sequence[Any], place: Sequence[int]) -> None:
-        """Send `parts[place[r]]` to member r. Ranks: the first member only, while the others `receive`."""
-        packed = [_Packed.of(part) for part in parts]
+    def pack(self, parts: Sequence[Any]) -> list[Packed]:
+        """The parts, ready to be sent. Whatever cannot be packed raises here, before anybody waits for it."""
+        return [Packed.of(part) for part in parts]
+
+    def send(self, packed: Sequence[Packed], place: Sequence[int]) -> None:
+        """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`."""
         need = max(one.num_bytes for one in packed)
         if need > self._room:
             notice = self._buffer(0)
@@ -74,7 +77,7 @@ class Wire:
         return self._buffers[index]
 
 
-class _Packed:
+class Packed:
     """A tree ready to be written: the pickled skeleton and the tensors with their places."""
 
     def __init__(self, skeleton: bytes, tensors: list[tuple[_Hole, Tensor]], num_bytes: int) -> None:
@@ -83,7 +86,7 @@ class _Packed:
         self.num_bytes = num_bytes
 
     @classmethod
-    def of(cls, tree: Any) -> _Packed:
+    def of(cls, tree: Any) -> Packed:
         held: list[tuple[_Hole, Tensor]] = []
         offset = 0
 
@@ -96,7 +99,11 @@ class _Packed:
             offset += _aligned(x.numel() * x.element_size())
             return hole
 
-        skeleton = pickle.dumps(trees.map_tensors(dig, tree), protocol=5)
+        dug = trees.map_tensors(dig, tree)
+        try:
+            skeleton = pickle.dumps(dug, protocol=5)
+        except (pickle.PicklingError, AttributeError, TypeError):  # classes of a notebook or a function go by value
+            skeleton = cloudpickle.dumps(dug)
         return cls(skeleton, held, _HEADER + _aligned(len(skeleton)) + offset)
 
     def write(self, buffer: Tensor, need: int) -> None:
