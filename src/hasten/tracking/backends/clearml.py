@@ -17,6 +17,7 @@ class ClearmlTracker(Tracker):
         """`options` go to clearml.Task.init."""
         self.every_rank = every_rank
         self._options = {"offline": offline, **options}
+        self._offline = offline
         self._task: Any = None  # Any: clearml is an optional package
 
     @property
@@ -36,7 +37,8 @@ class ClearmlTracker(Tracker):
             **self._options,
             **run.options,
         }
-        if options.pop("offline"):
+        self._offline = bool(options.pop("offline")) or task.is_offline()
+        if self._offline:
             task.set_offline(offline_mode=True)
             options["continue_last_task"] = False  # an offline session cannot be opened again; a resume begins another
         self._task = task.init(**options)
@@ -78,7 +80,7 @@ class ClearmlTracker(Tracker):
 
     def finish(self, failed: bool) -> None:
         """Close the task, after marking a failed one."""
-        if failed:
+        if failed and not self._offline:  # offline there is nobody to tell, and ClearML would keep trying
             self._task.mark_failed(ignore_errors=True, status_reason="training raised an exception")
         self._task.close()
 

@@ -1,0 +1,86 @@
+"""The tracker without dependencies: files a person can read, and a reader that tolerates a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hasten import read_metrics
+from hasten.tracking.backends.jsonl import JsonlTracker
+from hasten.tracking.images import as_pixels, png
+from hasten.tracking.manager import TrackerManager
+
+CRASH = """
+import sys, torch
+from pathlib import Path
+from hasten.tracking.backends.jsonl import JsonlTracker
+from hasten.tracking.manager import TrackerManager
+manager = TrackerManager([JsonlTracker()], directory=Path(sys.argv[1]), flush_every_s=1000.0)
+manager.init("project")
+for step in range(20):
+    manager.log({"loss": torch.tensor(float(step))}, step=step)
+raise RuntimeError("out of memory, perhaps")
+"""
+
+
+def run_folder(folder: Path) -> Path:
+    return next((folder / "project").iterdir())
+
+
+def test_infinite_values_survive_as_valid_json(tmp_path: Path) -> None:
+    manager = TrackerManager([JsonlTracker()], directory=tmp_path)
+    manager.init("project", {"lr": 0.1})
+    for value in (math.nan, math.inf, -math.inf, 1.0):
+        manager.log({"loss": value})
+    manager.finish()
+    text = (run_folder(tmp_path) / "metrics.jsonl").read_text()
+    for line in text.splitlines():
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    losses = [row["loss"] for row in read_metrics(run_folder(tmp_path))]
+    assert math.isnan(losses[0])
+    assert losses[1:] == [math.inf, -math.inf, 1.0]
+    assert json.loads((run_folder(tmp_path) / "config.json").read_text()) == {"lr": 0.1}
+
+
+def test_an_exception_in_training_loses_no_value(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "out of memory, perhaps" in done.stderr
+    assert [row["loss"] for row in read_metrics(run_folder(tmp_path))] == [float(step) for step in range(20)]
+    assert '{"finished": "failed"}' in (run_folder(tmp_path) / "metrics.jsonl").read_text()
+
+
+def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(tmp_path: Path) -> None:
+    manager = TrackerManager([JsonlTracker()], directory=tmp_path)
+    manager.init("project")
+    manager.log({"loss": 0.0}, step=0)
+    state = manager.state_dict()
+    manager.finish()
+    path = run_folder(tmp_path) / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 1, "ti')
+    manager = TrackerManager([JsonlTracker()], directory=tmp_path)
+    manager.init("project")
+    manager.load_state_dict(state)
+    manager.log({"loss": 1.0})
+    manager.finish()
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 0.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_png_files_are_read_by_others(channels: int, tmp_path: Path) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (7, 5, channels), dtype=np.uint8)
+    (tmp_path / "a.png").write_bytes(png(image))
+    with Image.open(tmp_path / "a.png") as found:
+        assert np.array_equal(np.asarray(found).reshape(image.shape), image)
+
+
+def test_floats_become_bytes() -> None:
+    [image] = as_pixels("a", np.array([[0.0, 0.5], [1.0, 2.0]]))
+    assert image[..., 0].tolist() == [[0, 128], [255, 255]]
