@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +24,10 @@ from hasten.checkpoint.optimizer_state import (
 from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Checkpoint, run_copies
 from hasten.checkpoint.reshard import local_tensor, whole
+from hasten.checkpoint.transfer import as_bytes
+from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.modules.names import plain_name
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 
@@ -83,8 +87,7 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
     models = parts.plain_models()
     names = parameter_names(models)
     found: dict[str, Component] = {}
-    kept = [(model, weight) for model, weight in zip(models, weights, strict=True)]
-    for index, (model, weight) in enumerate(kept):
+    for index, (model, weight) in enumerate(zip(models, weights, strict=True)):
         if weight is None or len(weight):
             found[numbered_name("model", index)] = model_component(model, fmt, weight)
     for index, optimizer in enumerate(parts.objects.optimizers):
@@ -104,6 +107,30 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
     return StateTree(found)
 
 
+def own_buffers(models: Sequence[nn.Module], comm: Comm) -> StateTree:
+    """Buffers that differ from the main rank's (batch statistics between two synchronisations), where any does.
+
+    Ranks: every rank.
+    """
+    if comm.size == 1:
+        return StateTree()
+    held = dict(named_buffers(models))
+    sums = {key: zlib.crc32(bytes(as_bytes(t.cpu().contiguous()).numpy().data)) for key, t in held.items()}
+    everyone: list[dict[str, int]] = comm.all_gather_object(sums)
+    if all(other == everyone[0] for other in everyone):
+        return StateTree()
+    own = {key: tensor for key, tensor in held.items() if sums[key] != everyone[0].get(key)}
+    return StateTree({"own_buffers": Component(own, None, "buffers", per_rank=True)})
+
+
+def named_buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Every whole buffer of every model under one name."""
+    for index, model in enumerate(models):
+        for name, buffer in model.named_buffers():
+            if not isinstance(buffer, DTensor) and buffer.device.type != "meta":
+                yield f"{numbered_name('model', index)}/{plain_name(name)}", buffer.detach()
+
+
 def _packed(value: Any, kind: str, fmt: Format = "safetensors", per_rank: bool = False, where: str = "") -> Component:
     data, tensors = pack(value, where)
     return Component(tensors, data, kind, fmt, per_rank)
@@ -118,6 +145,8 @@ def _progress(parts: RunParts) -> dict[str, Any]:
             for optimizer in parts.objects.optimizers
         ],
         "schedulers": [int(getattr(scheduler, "_seen", 0)) for scheduler in parts.objects.schedulers],
+        # DDP brings buffers into line at the next forward, or not, depending on how the last one went.
+        "buffer_sync": [getattr(model, "require_forward_param_sync", None) for model in parts.objects.models],
     }
 
 
@@ -141,6 +170,7 @@ class Restore:
     stateful: list[tuple[Stateful, Any]] = field(default_factory=list)  # Any: their state
     progress: Mapping[str, Any] = field(default_factory=dict)
     gradients: dict[str, Tensor] | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     seed_generators: Callable[[], None] = lambda: None
 
     @property
@@ -161,6 +191,12 @@ class Restore:
 
     def _counters(self) -> None:
         parts, saved = self.parts, self.progress
+        for name, buffer in named_buffers(parts.plain_models()):
+            if name in self.buffers:
+                buffer.copy_(self.buffers[name])
+        for model, flag in zip(parts.objects.models, saved["buffer_sync"], strict=False):
+            if flag is not None and hasattr(model, "require_forward_param_sync"):
+                model.require_forward_param_sync = flag
         if self.gradients is not None:
             put_gradients(parts, self.gradients)
         parts.clock.load_state_dict(saved["clock"], gradients=self.gradients is not None)
@@ -221,6 +257,8 @@ def plan_restore(
         if saved_world != world_size:
             plan.progress = {**plan.progress, "clock": _mean_clock(checkpoint, world_size, plan.progress["clock"])}
     if saved_world == world_size:
+        if "own_buffers" in checkpoint.manifest.components:
+            plan.buffers = load_packed(checkpoint, "own_buffers", rank)
         plan.seed_generators = parts.randomness.restoring(load_packed(checkpoint, "random_states", rank), strict)
     else:
         step = checkpoint.manifest.step or 0
@@ -262,7 +300,14 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file ho
         StepClock().load_state_dict(saved["clock"], gradients=True)
         counters = [{str(key): int(value) for key, value in counts.items()} for counts in saved["optimizers"]]
         seen = [int(value) for value in saved["schedulers"]]
-        return {"clock": saved["clock"], "trackers": saved["trackers"], "optimizers": counters, "schedulers": seen}
+        flags = [None if flag is None else bool(flag) for flag in saved["buffer_sync"]]
+        return {
+            **saved,
+            "optimizers": counters,
+            "schedulers": seen,
+            "buffer_sync": flags,
+            "trackers": saved["trackers"],
+        }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
             f"the counters of the run cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from hasten.accelerator.preemption import FinishFirst, Preemption
-from hasten.accelerator.run_state import Restore, RunParts, collect, num_updates, plan_restore
+from hasten.accelerator.run_state import Restore, RunParts, collect, num_updates, own_buffers, plan_restore
 from hasten.checkpoint.async_writer import AsyncWriter
-from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.base import CheckpointStore, Format
 from hasten.checkpoint.layout import Sizes
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.model_state import LoadReport
@@ -140,11 +140,13 @@ class Saving:
         )
         try:
             weights = self._run_save_hooks(group)
-            tree = collect(self._parts, "safetensors" if safe_serialization else "torch", weights)
+            fmt: Format = "safetensors" if safe_serialization else "torch"
+            tree = collect(self._parts, fmt, weights)
             error: BaseException | None = None
         except Exception as problem:  # any failure of user code must reach the other ranks; raised by the vote
             error = problem
         self._settle_or_abort(group, error, f"collecting the state for {name!r}")
+        tree = tree | own_buffers(self._parts.plain_models(), self._ctx.world)
         prepared = prepare(tree, group, self._ctx.world, self._sizes)
         header = self._header(name, metrics)
         retain = self._retention(store, output_dir)
