@@ -65,7 +65,8 @@ def every_path(machine: Machine, deep: frozenset[str]) -> Iterator[dict[str, Any
 
 DEEP: Final = {
     "machines": frozenset({"?place", "launch.", "?meeting", "mixed_precision", "fp8"}),
-    "fsdp": frozenset({"strategy", "launch.num_p", "fsdp", "?compile", "gradient"}),
+    "fsdp": frozenset({"strategy", "launch.num_p", "fsdp"}),
+    "compile": frozenset({"?place", "?compile", "gradient"}),
     "deepspeed": frozenset({"strategy", "launch.num_p", "deepspeed", "?own"}),
     "megatron": frozenset({"?place", "strategy", "launch.num_p", "megatron"}),
 }
