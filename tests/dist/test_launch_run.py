@@ -1,0 +1,240 @@
+"""Real launches: processes start, fail, are killed, restart and end, and what is said about it.
+
+The launcher runs inside the test's process where that is possible (torch is loaded already); where signals are sent to it,
+it is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import pytest
+from torch.distributed import TCPStore
+
+from hasten.cli.main import main
+
+COMMAND: Final = [sys.executable, "-m", "hasten.cli.main", "launch"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native_leftovers() -> None:
+    """The first store of a process makes a pipe that its native library keeps for ever: let it be made before we look."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and no settings file but the test's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HASTEN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> str:
+    """A script with some text; its name."""
+    (folder / "script.py").write_text("import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n" + text)
+    return "script.py"
+
+
+def launch(*words: str) -> int:
+    """Run `hasten launch` in this process and return its exit code."""
+    return main(["launch", "--cpu", *words])
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of the processes that still run."""
+    return [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and _state(pid) != "Z"]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # ended while we looked
+        return "Z"
+
+
+def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
+    """Those that still run after some seconds."""
+    deadline = time.monotonic() + seconds
+    while (left := alive(pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "names = 'WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE OMP_NUM_THREADS'.split()\n"
+    text += "print(rank, *(os.environ[n] for n in names), sys.argv[1:], 'cpu' in os.environ['HASTEN_CONFIG'])"
+    assert launch("--num-processes", "2", write(folder, text), "--lr", "3") == 0
+    out, err = capfd.readouterr()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    assert sorted(out.splitlines()) == [f"{r} 2 {r} 2 {threads} ['--lr', '3'] True" for r in (0, 1)]
+    assert "2 processes on 1 machine" in err
+    assert re.search(rf"^0 +0-1 +{re.escape(socket.gethostname())} +127\.0\.0\.1 +cpu", err, re.MULTILINE)
+    assert "HASTEN_CONFIG" not in os.environ
+
+
+def test_modules_programs_and_silence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(folder, "print('module', __name__, rank)")
+    assert launch("-q", "--num_processes=2", "-m", "script") == 0
+    out, err = capfd.readouterr()
+    assert (sorted(out.splitlines()), err) == (["module __main__ 0", "module __main__ 1"], "")
+    assert launch("-q", "--num_processes=2", "--no_python", "sh", "-c", "echo program $RANK of $WORLD_SIZE") == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["program 0 of 2", "program 1 of 2"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--debug",)])
+def test_the_first_traceback_comes_once_and_last(
+    folder: Path, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    text = "if rank == 1:\n    try:\n        raise ValueError('boom')\n    except ValueError as e: sys.excepthook(type(e), e, e.__traceback__)\n    os._exit(7)\ntime.sleep(60)"
+    assert launch("--num_processes", "2", *flags, write(folder, text)) == 7
+    err = capfd.readouterr().err
+    assert f"rank 1 on {socket.gethostname()}" in err
+    assert "failed first: exit code 7" in err
+    assert "rank 0: stopped by the launcher" in err
+    assert err.count("Traceback (most recent call last)") == 1
+    assert err.rstrip().splitlines()[-1] == "ValueError: boom"
+
+
+def test_a_killed_process_is_named_with_its_signal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    assert launch("--num_processes", "2", write(folder, text)) == 128 + signal.SIGKILL
+    err = capfd.readouterr().err
+    assert "failed first: killed by SIGKILL" in err
+    assert "out-of-memory killer" in err
+
+
+def test_a_taken_port_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert launch("--num_processes", "2", f"--main_process_port={port}", write(folder, "")) == 1
+    assert f"port {port} on 127.0.0.1 is already in use" in capfd.readouterr().err
+
+
+def test_the_asked_port_is_the_one_workers_see(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = write(folder, "print(os.environ['MASTER_PORT'])")
+    assert launch("-q", "--num_processes", "2", f"--main_process_port={port}", script) == 0
+    assert capfd.readouterr().out.split() == [str(port)] * 2
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
+)  # torch's open log files
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_logs_go_to_files_and_to_the_terminal(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(folder, "print('hello from', rank)")
+    assert launch("-q", "--num_processes", "2", "--log_dir", "logs", "--tee", "3", script) == 0
+    assert sorted(re.findall("hello from .", capfd.readouterr().out)) == ["hello from 0", "hello from 1"]
+    found = sorted(file.read_text() for file in (folder / "logs").rglob("stdout.log"))
+    assert found == ["hello from 0\n", "hello from 1\n"]
+
+
+def test_one_process_needs_no_agent(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(write(folder, "print('torch' in sys.modules); raise RuntimeError('CUDA out of memory. Tried')")) == 1
+    out, err = capfd.readouterr()
+    assert out == "False\n"
+    assert "hint: the device is out of memory: lower the batch size" in err
+    assert err.rstrip().splitlines()[-1] == "RuntimeError: CUDA out of memory. Tried"
+    assert launch(write(folder, "sys.exit(5)")) == 5
+    assert launch(write(folder, "os.kill(os.getpid(), signal.SIGKILL)")) == 137
+    assert "killed by SIGKILL" in capfd.readouterr().err
+
+
+KILLS: Final = """
+n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+if n < 20 and rank == n % 2:
+    if n % 4 < 2: raise ValueError(f'boom {n}')
+    os.kill(os.getpid(), (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGSEGV)[n // 4 % 4])
+if n < 20: time.sleep(60)
+print('done', rank, 'after', n)
+"""
+
+
+def test_twenty_deaths_are_survived(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("-q", "--num_processes", "2", "--max_restarts", "20", write(folder, KILLS)) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["done 0 after 20", "done 1 after 20"]
+    assert [int(n) for n in re.findall(r"restart (\d+) of 20", err)] == list(range(1, 21))
+    blamed = [int(rank) for rank in re.findall(r"rank (\d) on .* failed first", err)]
+    assert blamed == [n % 2 for n in range(20)]
+
+
+def test_restarts_are_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(folder, "if rank == 0: raise ValueError('again')\ntime.sleep(60)")
+    assert launch("-q", "--num_processes", "2", "--max_restarts", "2", script) == 1
+    err = capfd.readouterr().err
+    assert err.count("ValueError: again") == 3
+    assert "restart 2 of 2" in err
+    assert "restart 3" not in err
+
+
+GLOO: Final = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+n = int(os.environ['TORCHELASTIC_RESTART_COUNT'])
+dist.init_process_group('gloo', timeout=timedelta(seconds=30))
+total = torch.ones(1)
+dist.all_reduce(total)
+if n < 2:
+    if rank == n % 2:
+        if n % 2: raise ValueError('boom')
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(total)
+    time.sleep(60)
+print('sum', int(total))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_groups_form_anew_after_each_death(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("-q", "--num_processes", "2", "--max_restarts", "2", write(folder, GLOO)) == 0
+    assert capfd.readouterr().out.split() == ["sum", "2"] * 2
+
+
+SLEEPERS: Final = """
+import subprocess
+child = subprocess.Popen(['sleep', '100'])
+with open(f'pids-{rank}.draft', 'w') as f: f.write(f'{os.getpid()} {child.pid}')
+os.rename(f'pids-{rank}.draft', f'pids-{rank}')
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_launcher_leaves_no_orphans(folder: Path, number: signal.Signals) -> None:
+    words = ["--cpu", "--num_processes=2", write(folder, SLEEPERS)]
+    said = folder / "said"
+    with said.open("w") as file:
+        launcher = subprocess.Popen([*COMMAND, *words], stderr=file)
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("pids-?"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        workers = [[int(pid) for pid in file.read_text().split()] for file in folder.glob("pids-?")]
+        assert len(workers) == 2
+        launcher.send_signal(number)
+        launcher.wait(timeout=40)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    programs = [program for program, _ in workers]
+    assert not wait_until_gone(programs)
+    if number == signal.SIGKILL:  # the kernel ends the programs; their own children are out of everybody's reach
+        for _, child in workers:
+            os.kill(child, signal.SIGKILL)
+        return
+    assert launcher.returncode == 128 + number
+    assert f"{number.name}: all processes of this machine were ended" in said.read_text()
+    assert not wait_until_gone([child for _, child in workers])
