@@ -93,6 +93,8 @@ class Progress(Generic[T]):
         meter.samples += samples * replicas
         meter.tokens += tokens * replicas
         self._tick()
+        if self._here.pulse is not None:
+            self._here.pulse.asked()
 
     def close(self) -> None:
         """Show the last state; a second call does nothing."""

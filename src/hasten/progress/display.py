@@ -28,7 +28,7 @@ class Display(Protocol):
 class TerminalDisplay:
     """A bar that redraws itself in place; prints of the program appear above it."""
 
-    def __init__(self, console: Console, every_s: float = 0.25) -> None:
+    def __init__(self, console: Console, every_s: float = 0.5) -> None:
         self.every_s = every_s
         self._console = console
         self._live: Live | None = None

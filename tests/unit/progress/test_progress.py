@@ -1,0 +1,267 @@
+"""Progress: what is counted, what is shown where, and what it never does (wait, swallow, print elsewhere)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+from rich.console import Console
+
+import hasten
+from hasten.errors import ConfigError
+from hasten.progress import text
+from hasten.progress.bar import Progress, Surroundings
+from hasten.progress.display import LineDisplay, NoDisplay, NotebookDisplay, TerminalDisplay, choose_display
+from hasten.progress.meter import Meter, Reading
+from hasten.progress.scalars import LateScalars, fetch_scalars
+from hasten.progress.straggler import Pulse, StragglerWatch, find_straggler
+from hasten.runtime.topology import Topology
+
+
+class Sheet:
+    """A display that keeps every reading."""
+
+    every_s = 0.0
+
+    def __init__(self) -> None:
+        self.readings: list[Reading] = []
+        self.closed = 0
+
+    def draw(self, reading: Reading) -> None:
+        self.readings.append(reading)
+
+    def close(self, reading: Reading) -> None:
+        self.readings.append(reading)
+        self.closed += 1
+
+
+def batches(num: int, rows: int = 4) -> Iterator[dict[str, torch.Tensor]]:
+    for _ in range(num):
+        yield {"input_ids": torch.zeros(rows, 16, dtype=torch.long), "labels": torch.zeros(rows)}
+
+
+def test_every_item_passes_through_and_is_counted() -> None:
+    sheet = Sheet()
+    bar = Progress(list(batches(5)), here=Surroundings(display=sheet, replicas=2), desc="train")
+    assert len(bar) == 5
+    for batch in bar:
+        assert batch["labels"].shape == (4,)
+        bar.show(loss=torch.tensor(0.5, requires_grad=True), phase="warm")
+    last = sheet.readings[-1]
+    assert (last.step, last.total, last.desc) == (5, 5, "train")
+    assert last.values == {"loss": 0.5, "phase": "warm"}
+    assert last.samples_per_s / last.steps_per_s == pytest.approx(8), "4 rows on each of 2 replicas"
+    assert last.tokens_per_s / last.steps_per_s == pytest.approx(128)
+    assert sheet.closed == 1
+
+
+def test_a_stream_has_no_total_and_no_eta() -> None:
+    sheet = Sheet()
+    bar = Progress(batches(3), here=Surroundings(display=sheet))
+    assert sum(1 for _ in bar) == 3
+    assert sheet.readings[-1].total is None
+    assert sheet.readings[-1].eta_s is None
+    with pytest.raises(TypeError, match="total="):
+        len(bar)
+
+
+def test_break_and_exceptions_close_the_bar_and_the_source() -> None:
+    closed: list[bool] = []
+
+    def source() -> Iterator[int]:
+        try:
+            yield from range(10)
+        finally:
+            closed.append(True)
+
+    sheet = Sheet()
+    for item in Progress(source(), here=Surroundings(display=sheet)):
+        if item == 2:
+            break
+    assert (closed, sheet.closed) == ([True], 1)
+    with pytest.raises(RuntimeError, match="mine"):  # noqa: PT012  the loop is what is tested
+        for _ in Progress(source(), here=Surroundings(display=sheet)):
+            raise RuntimeError("mine")
+    assert (closed, sheet.closed) == ([True, True], 2)
+
+
+def test_counting_by_hand() -> None:
+    sheet = Sheet()
+    with Progress[int](here=Surroundings(display=sheet), total=10) as bar:
+        bar.update(4, samples=8)
+    assert (sheet.readings[-1].step, sheet.closed) == (4, 1)
+    with pytest.raises(ConfigError, match="nothing to iterate"):
+        next(iter(bar))
+
+
+def test_other_processes_show_nothing() -> None:
+    sheet = Sheet()
+    bar = Progress(range(3), here=Surroundings(display=sheet, is_main=False))
+    for _ in bar:
+        bar.show(loss=1.0)
+    assert sheet.readings == []
+    assert isinstance(choose_display(Console(), is_main=False), NoDisplay)
+
+
+def test_a_file_gets_plain_lines() -> None:
+    file = io.StringIO()
+    display = choose_display(Console(file=file), every_s=0.0)
+    assert isinstance(display, LineDisplay)
+    bar = Progress(list(batches(2)), here=Surroundings(display=display), desc="epoch 1")
+    for _ in bar:
+        bar.show(loss=0.25)
+    lines = file.getvalue().splitlines()
+    assert lines[0].startswith("epoch 1 1/2 50% | loss 0.25 | ")
+    assert lines[-1].startswith("epoch 1 2/2 100% | loss 0.25 | ")
+    assert "\x1b" not in file.getvalue()
+
+
+def test_a_terminal_gets_one_bar_and_prints_stay_above() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
+    display = choose_display(console, every_s=0.0)
+    assert isinstance(display, TerminalDisplay)
+    bar = Progress(list(batches(3)), here=Surroundings(display=display), desc="train")
+    for index, _ in enumerate(bar):
+        console.print(f"note {index}", highlight=False)
+        bar.show(loss=0.25)
+    shown = file.getvalue()
+    assert "note 2" in shown
+    assert "3/3 100%" in shown
+    assert "loss 0.25" in shown
+    assert "\x1b[?25h" in shown, "the cursor is shown again"
+
+
+def test_bars_nest_in_a_terminal() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
+    outer = Progress(range(2), here=Surroundings(display=TerminalDisplay(console, 0.0)), desc="epochs")
+    for _ in outer:
+        inner = Progress(range(2), here=Surroundings(display=TerminalDisplay(console, 0.0)), desc="steps")
+        for _ in inner:
+            pass
+    assert "epochs" in file.getvalue()
+    assert "steps" in file.getvalue()
+
+
+def test_a_notebook_cell_is_updated_in_place() -> None:
+    published: list[tuple[dict[str, str], bool]] = []
+
+    class Handle:
+        def update(self, content: dict[str, str], raw: bool) -> None:
+            published.append((content, True))
+
+    display = NotebookDisplay(every_s=0.0)
+    display._handle = Handle()
+    bar = Progress(range(2), here=Surroundings(display=display), desc="<train>")
+    for _ in bar:
+        bar.show(loss=0.5)
+    content = published[-1][0]
+    assert content["text/plain"].startswith("<train> 2/2 100% | loss 0.5")
+    assert '<progress value="2" max="2">' in content["text/html"]
+    assert "&lt;train&gt;" in content["text/html"]
+
+
+def test_rates_and_remaining_time_follow_the_window() -> None:
+    meter = Meter(100, now_s=0.0)
+    for second in range(1, 41):
+        meter.step, meter.samples = second, 10 * second
+        reading = meter.read(float(second))
+    assert reading.steps_per_s == pytest.approx(1.0)
+    assert reading.samples_per_s == pytest.approx(10.0)
+    assert reading.eta_s == pytest.approx(60.0)
+    meter.step = 80  # forty steps in one second: the window forgets the slow start soon, not at once
+    assert meter.read(41.0).steps_per_s > 2
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(0.5, "0.5"), (999, "999"), (1234, "1.23k"), (1234567, "1.23M"), (2.5e9, "2.5G")]
+)
+def test_short_numbers(number: float, shown: str) -> None:
+    assert text.short(number) == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(None, "?"), (5, "0:05"), (65, "1:05"), (3661, "1:01:01")])
+def test_clock_times(seconds: float | None, shown: str) -> None:
+    assert text.clock(seconds) == shown
+
+
+def test_many_scalars_are_fetched_in_one_go_each_with_its_own_precision() -> None:
+    tensors = [
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor(3),
+        torch.tensor([0.5]),
+        torch.tensor(1.0).bfloat16(),
+    ]
+    assert fetch_scalars(tensors) == [0.1, 3, 0.5, 1.0]
+    assert fetch_scalars([]) == []
+
+
+def test_late_scalars_show_the_newest_value() -> None:
+    late = LateScalars()
+    assert late.read() == {}
+    late.give({"loss": torch.tensor(1.0), "note": "a"})
+    late.give({"loss": torch.tensor(2.0)})
+    assert late.read() == {"loss": 2.0, "note": "a"}
+
+
+def test_the_straggler_is_the_one_clearly_slower_rank() -> None:
+    assert find_straggler({0: 0.010}) is None
+    assert find_straggler({0: 0.010, 1: 0.011, 2: 0.012}) is None
+    assert find_straggler({0: 1e-5, 1: 9e-5}) is None, "ten times slower, but by less than a millisecond"
+    found = find_straggler({0: 0.010, 1: 0.030, 2: 0.011})
+    assert found is not None
+    assert found.rank == 1
+    assert "rank 1 holds up the rest: 30 ms" in str(found)
+
+
+def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
+    now = [0.0]
+    pulse = Pulse(torch.device("cpu"), clock=lambda: now[0])
+    for wait in (1.0, 3.0):
+        pulse.asked()
+        now[0] += wait
+        pulse.reached()
+        now[0] += 100.0  # the backward pass, where the others are waited for
+        pulse.reached()
+    assert pulse.take() == 2.0
+    assert pulse.take() is None
+
+
+def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
+    class Board:
+        def __init__(self) -> None:
+            self.notes: dict[str, str] = {}
+
+        def post(self, name: str, text: str) -> None:
+            self.notes[name] = text
+
+        def read(self, name: str) -> str | None:
+            return self.notes.get(name)
+
+    board, far = Board(), 1e12
+    for rank, pace in ((2, 0.05), (1, 0.01), (0, 0.01)):
+        now = [0.0]
+        pulse = Pulse(torch.device("cpu"), clock=lambda now=now: now[0])  # type: ignore[misc]
+        pulse.asked()
+        now[0] = pace
+        pulse.reached()
+        watch = StragglerWatch(board, rank, 3)
+        changed = watch.tick(far, pulse)
+    assert changed
+    assert watch.found is not None
+    assert watch.found.rank == 2
+    assert not watch.tick(far, pulse), "not again before its time"
+
+
+def test_tqdm_is_silent_away_from_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("tqdm.auto").tqdm, "monitor_interval", 0)  # else its thread outlives us
+    file = io.StringIO()
+    assert list(
+        hasten.tqdm(range(3), file=file, topology=Topology(rank=1, world_size=2, local_rank=1, local_world_size=2))
+    ) == [0, 1, 2]
+    assert file.getvalue() == ""
+    list(hasten.tqdm(range(3), file=file, topology=Topology()))
+    assert "3/3" in file.getvalue()
