@@ -158,6 +158,11 @@ def test_workers(ctx: ProcessContext, tmp_path: Path, data: str) -> None:
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(data=data, workers=2, steps=12), [3, 8])
 
 
-@ranks(2, 4)
+@ranks(2, 4, mesh={"dp_shard": -1})
 def test_sharded(ctx: ProcessContext, tmp_path: Path) -> None:
-    interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=2, sharded=True), [4, 7])
+    interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=3, sharded=True), [3, 7])
+
+
+@ranks(4, mesh={"dp_shard": 2, "dp_replicate": 2})
+def test_sharded_and_replicated(ctx: ProcessContext, tmp_path: Path) -> None:
+    interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=3, sharded=True), [4, 6])

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.accelerator.randomness import Randomness
+from hasten.accelerator.window_state import bucket_order, gradients, movable, put_gradients, replay_order
 from hasten.checkpoint.base import Component, Format, StateTree
 from hasten.checkpoint.model_state import LoadReport, ModelPlan, model_component, plan_model
 from hasten.checkpoint.optimizer_state import (
@@ -23,7 +23,7 @@ from hasten.checkpoint.optimizer_state import (
 )
 from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Checkpoint, run_copies
-from hasten.checkpoint.reshard import local_tensor, whole
+from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.transfer import as_bytes
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, CorruptCheckpointError
@@ -103,7 +103,7 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
     found["random_states"] = _packed(parts.randomness.capture(), "random", per_rank=True)
     found["progress"] = _packed(_progress(parts), "progress", per_rank=True)
     if parts.clock.in_flight:
-        found["gradients"] = Component(_gradients(parts, names), None, "gradients", per_rank=True)
+        found["gradients"] = Component(gradients(models, names), None, "gradients", per_rank=True)
     return StateTree(found)
 
 
@@ -145,18 +145,10 @@ def _progress(parts: RunParts) -> dict[str, Any]:
             for optimizer in parts.objects.optimizers
         ],
         "schedulers": [int(getattr(scheduler, "_seen", 0)) for scheduler in parts.objects.schedulers],
-        # DDP brings buffers into line at the next forward, or not, depending on how the last one went.
+        # How DDP packs gradients decides the last bits of their sum over more than two ranks; and it brings buffers
+        # into line at the next forward, or not, depending on how the last one went.
+        "bucket_order": [bucket_order(model) for model in parts.objects.models],
         "buffer_sync": [getattr(model, "require_forward_param_sync", None) for model in parts.objects.models],
-    }
-
-
-def _gradients(parts: RunParts, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """What a window in progress has gathered on this rank."""
-    return {
-        names[id(parameter)]: local_tensor(parameter.grad).detach()
-        for model in parts.plain_models()
-        for parameter in model.parameters()
-        if parameter.grad is not None
     }
 
 
@@ -171,6 +163,7 @@ class Restore:
     progress: Mapping[str, Any] = field(default_factory=dict)
     gradients: dict[str, Tensor] | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    same_world: bool = True
     seed_generators: Callable[[], None] = lambda: None
 
     @property
@@ -179,7 +172,13 @@ class Restore:
         return [plan.report for plan in self.models]
 
     def apply(self) -> None:
-        """Change the run: what can fail in user code first, then tensors, then counters and random state."""
+        """Change the run: what can fail in user code first, then tensors, then counters and random state.
+
+        Ranks: every rank.
+        """
+        for model, order in zip(self.parts.objects.models, self.progress["bucket_order"], strict=False):
+            if order is not None and self.same_world:
+                replay_order(model, order)
         for thing, state in self.stateful:
             thing.load_state_dict(state)
         plans: list[ModelPlan | OptimizerPlan] = [*self.models, *self.optimizers]
@@ -197,8 +196,8 @@ class Restore:
         for model, flag in zip(parts.objects.models, saved["buffer_sync"], strict=False):
             if flag is not None and hasattr(model, "require_forward_param_sync"):
                 model.require_forward_param_sync = flag
-        if self.gradients is not None:
-            put_gradients(parts, self.gradients)
+        models = parts.plain_models()
+        put_gradients(models, parameter_names(models), self.gradients or {})
         parts.clock.load_state_dict(saved["clock"], gradients=self.gradients is not None)
         for optimizer, counts in zip(parts.objects.optimizers, saved["optimizers"], strict=False):
             for key, value in counts.items():
@@ -209,23 +208,6 @@ class Restore:
                 scheduler._seen = seen
         if parts.trackers is not None and saved["trackers"] is not None:
             parts.trackers.load_state_dict(saved["trackers"])
-
-
-def put_gradients(parts: RunParts, gradients: Mapping[str, Tensor]) -> None:
-    """Give parameters the gradients of the window in progress, and no others."""
-    models = parts.plain_models()
-    names = parameter_names(models)
-    for model in models:
-        for parameter in model.parameters():
-            saved = gradients.get(names[id(parameter)])
-            if saved is None:
-                parameter.grad = None
-            elif isinstance(parameter, DTensor):
-                gradient = torch.empty_like(parameter, requires_grad=False)
-                local_tensor(gradient).copy_(saved)
-                parameter.grad = gradient
-            else:
-                parameter.grad = saved.to(parameter.device, copy=True)
 
 
 def plan_restore(
@@ -242,7 +224,7 @@ def plan_restore(
     """
     saved_world = checkpoint.manifest.world_size
     source = rank % saved_world  # a rank that was not there before continues from one that was
-    plan = Restore(parts)
+    plan = Restore(parts, same_world=saved_world == world_size)
     names = parameter_names(parts.plain_models())
     for index, model in enumerate(models):
         if model is not None:
@@ -300,13 +282,15 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file ho
         StepClock().load_state_dict(saved["clock"], gradients=True)
         counters = [{str(key): int(value) for key, value in counts.items()} for counts in saved["optimizers"]]
         seen = [int(value) for value in saved["schedulers"]]
+        orders = [None if order is None else [int(n) for n in order] for order in saved["bucket_order"]]
         flags = [None if flag is None else bool(flag) for flag in saved["buffer_sync"]]
         return {
-            **saved,
+            "clock": saved["clock"],
+            "trackers": saved["trackers"],
             "optimizers": counters,
             "schedulers": seen,
             "buffer_sync": flags,
-            "trackers": saved["trackers"],
+            "bucket_order": orders,
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
@@ -332,6 +316,12 @@ def _find_gradients(checkpoint: Checkpoint, rank: int, world_size: int) -> dict[
         return {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()}
     # Another number of processes: everybody takes the mean, whose mean over any number of ranks is the same.
     mean: dict[str, Tensor] = {}
+    if not movable(checkpoint.component("gradients", 0).pieces):
+        raise CheckpointError(
+            f"the checkpoint was saved inside an accumulation window of {saved_world} processes that shard and "
+            f"replicate, and its gradients cannot be shared out over {world_size}. Nothing was loaded. Resume on "
+            f"{saved_world} processes, or save where a window ends (accelerator.sync_gradients)."
+        )
     for other in range(saved_world):
         for key, pieces in checkpoint.component("gradients", other).pieces.items():
             part = whole(pieces, key) / saved_world
