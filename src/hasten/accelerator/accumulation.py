@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 
 from torch import nn
@@ -15,7 +15,7 @@ from hasten.strategies.base import Strategy
 class Accumulation:
     """One micro-step. Written as a class because a generator would cost more than the rest of the step's overhead."""
 
-    __slots__ = ("_clock", "_each", "_key", "_models", "_stack", "_strategy")
+    __slots__ = ("_clock", "_each", "_key", "_models", "_quiet", "_strategy")
 
     def __init__(
         self, clock: StepClock, strategy: Strategy, models: Sequence[nn.Module], key: Key, sync_each_batch: bool
@@ -25,17 +25,22 @@ class Accumulation:
         self._models = models
         self._key = key
         self._each = sync_each_batch
-        self._stack: ExitStack | None = None
+        self._quiet: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
         if self._clock.tick(self._key) or self._each:
             return
-        self._stack = ExitStack()
-        for model in self._models:
-            self._stack.enter_context(self._strategy.no_sync(model))
+        if len(self._models) == 1:  # the common case, without the price of a stack
+            quiet: AbstractContextManager[object] = self._strategy.no_sync(self._models[0])
+            quiet.__enter__()
+        else:
+            quiet = stack = ExitStack()
+            for model in self._models:
+                stack.enter_context(self._strategy.no_sync(model))
+        self._quiet = quiet
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._stack is not None:
-            self._stack.close()
+        if self._quiet is not None:
+            self._quiet.__exit__(kind, error, trace)

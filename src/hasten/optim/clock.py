@@ -163,9 +163,12 @@ class StepClock:
         Raises: StepError when weighted and unweighted losses meet in one window.
         """
         window = self._current
-        if window.micro == 0 and window.closed:  # no accumulate(): an optimizer has used up the last window
-            window = self._current = self._open(None)
-            self.pending = False
+        if window.closed and window.micro == 0:  # no accumulate(): an optimizer has used up the last window
+            if weight is None and window.weighted is False:  # the hot path: one plain window is like the next
+                window.closed, window.every = False, self.every
+            else:
+                window = self._current = self._open(None)
+                self.pending = False
         if window.weighted is None:
             window.weighted = weight is not None
         elif window.weighted is (weight is None):
@@ -255,7 +258,6 @@ class StepClock:
                 self._current, self.boundary = window, state["boundary"]
 
     def _open(self, key: Key | None) -> Window:
-        check_every(self.every)
         self._serial += 1
         window = self._windows[key] = Window(self.every, self._serial)
         return window
