@@ -1,0 +1,68 @@
+"""A warm launcher for tests: torch is loaded once, then each command becomes `hasten launch` in a fork, on a host of its own.
+
+Reads one JSON object per line: {namespace, host, folder, argv, output}; answers with the fork's pid. The fork's output goes to
+the file `output`, its exit code to `output`.code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import hasten.launch.agent  # noqa: F401 - what makes it warm
+from hasten.cli.main import main
+
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+
+
+def become_host(namespace: str, name: str) -> None:
+    """Move this process into a network namespace and give it a host name of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(descriptor, CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "cannot enter the namespace")
+    os.close(descriptor)
+    socket.sethostname(name)
+
+
+def run(order: dict[str, str], argv: list[str]) -> int:
+    """Run the command as a launcher of its own would."""
+    os.setsid()
+    output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.chdir(order["folder"])
+    become_host(order["namespace"], order["host"])
+    return main(argv)
+
+
+def serve() -> None:
+    """Fork for each order until the input ends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report through files, nobody waits for them
+    for line in sys.stdin:
+        order = json.loads(line)
+        if pid := os.fork():
+            sys.stdout.write(f"{pid}\n")
+            sys.stdout.flush()
+            continue
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        code = 99
+        try:
+            code = run(order, order["argv"])
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            draft = Path(order["output"] + ".draft")
+            draft.write_text(str(code))
+            draft.rename(order["output"] + ".code")
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()

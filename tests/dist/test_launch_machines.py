@@ -1,0 +1,252 @@
+"""Several machines for real: network namespaces as hosts, each with its own launcher, and every bad end readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ZYGOTE: Final = Path(__file__).with_name("launch_zygote.py")
+
+
+@dataclass(slots=True)
+class Machine:
+    """One namespace that stands for a host, and the launcher on it."""
+
+    zygote: subprocess.Popen[str]
+    namespace: str
+    name: str
+    address: str
+    output: Path = Path()
+
+    def start(self, folder: Path, words: list[str]) -> None:
+        """Start `hasten launch` on this host."""
+        self.output = folder / f"{self.name}-{time.monotonic_ns()}"
+        argv = ["launch", "--cpu", *words]
+        names = {"namespace": self.namespace, "host": self.name, "folder": str(folder), "output": str(self.output)}
+        assert self.zygote.stdin is not None
+        assert self.zygote.stdout is not None
+        self.zygote.stdin.write(json.dumps({**names, "argv": argv}) + "\n")
+        self.zygote.stdin.flush()
+        assert self.zygote.stdout.readline()
+
+    @property
+    def said(self) -> str:
+        """What was printed on this host until now."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def wait_for(self, words: str, seconds: float = 60.0) -> None:
+        """Return when these words were printed."""
+        deadline = time.monotonic() + seconds
+        while words not in self.said:
+            assert time.monotonic() < deadline, f"{self.name} never said {words!r}:\n{self.said}"
+            time.sleep(0.02)
+
+    def end(self, seconds: float = 60.0) -> tuple[int, str]:
+        """Exit code and everything that was printed."""
+        code, deadline = Path(f"{self.output}.code"), time.monotonic() + seconds
+        while not code.exists():
+            assert time.monotonic() < deadline, f"{self.name} did not end:\n{self.said}"
+            time.sleep(0.02)
+        return int(code.read_text()), self.said
+
+    def kill(self) -> None:
+        """Kill everything that runs on this host, as if its power went."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        for pid in listed.stdout.split():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:  # ended meanwhile
+                continue
+
+
+def ip(*words: str) -> None:
+    """Change the network."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@contextmanager
+def machines(zygote: subprocess.Popen[str], count: int) -> Iterator[list[Machine]]:
+    """`count` hosts that reach each other; everything on them is killed at the end."""
+    tag = f"hst{os.getpid()}"
+    made = [Machine(zygote, f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}") for i in range(count)]
+    switch = f"{tag}-switch"
+    try:
+        for space in (switch, *(m.namespace for m in made)):
+            ip("netns", "add", space)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for i, m in enumerate(made):
+            ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", m.namespace)
+            ip("-n", switch, "link", "set", f"port{i}", "master", "br0", "up")
+            ip("-n", m.namespace, "addr", "add", f"{m.address}/24", "dev", "eth0")
+            ip("-n", m.namespace, "link", "set", "eth0", "up")
+            ip("-n", m.namespace, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for m in made:
+            m.kill()
+        for space in (switch, *(m.namespace for m in made)):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """A warm launcher; skips with the reason where hosts cannot be made."""
+    probe = f"hasten-probe-{os.getpid()}"
+    try:
+        ip("netns", "add", probe)
+        ip("-n", probe, "link", "add", "br0", "type", "bridge")
+    except FileNotFoundError as error:
+        pytest.skip(f"the command {error.filename} is not installed")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+    finally:
+        subprocess.run(["sh", "-c", f"command -v ip >/dev/null && ip netns del {probe}"], capture_output=True)
+    home = tmp_path_factory.mktemp("home")
+    env = {**os.environ, "HASTEN_HOME": str(home), "HF_HOME": str(home), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, str(ZYGOTE)], stdin=pipe, stdout=pipe, text=True, env=env) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+Zygote = subprocess.Popen[str]
+
+
+def meet(count: int) -> list[str]:
+    """The flags that every machine of a job gets."""
+    return [f"--num_machines={count}", "--main_process_ip=10.77.0.1", "--main_process_port=29517"]
+
+
+def write(folder: Path, text: str) -> str:
+    """A script with some text; its name."""
+    (folder / "script.py").write_text(
+        "import os, sys, time\nrank, world = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n" + text
+    )
+    return "script.py"
+
+
+SUM: Final = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group('gloo', timeout=timedelta(seconds=60))
+total = torch.tensor([float(rank)])
+dist.all_reduce(total)
+print('rank', rank, 'of', world, 'sum', int(total), flush=True)
+"""
+
+
+def test_two_machines_with_the_same_command_and_different_counts(zygote: Zygote, tmp_path: Path) -> None:
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, SUM)
+        a.start(tmp_path, [*meet(2), "--processes_per_machine=1", script])
+        b.start(tmp_path, [*meet(2), "--processes_per_machine=2", script])
+        (code_a, text_a), (code_b, text_b) = a.end(), b.end()
+    assert (code_a, code_b) == (0, 0), text_a + text_b
+    assert "3 processes on 2 machines" in text_a
+    assert re.search(r"^0 +0 +host-a +10\.77\.0\.1 ", text_a, re.MULTILINE)
+    assert re.search(r"^1 +1-2 +host-b +10\.77\.0\.2 ", text_a, re.MULTILINE)
+    assert "rank 0 of 3 sum 3" in text_a
+    assert "rank 1 of 3 sum 3" in text_b
+    assert "rank 2 of 3 sum 3" in text_b
+
+
+def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(zygote: Zygote, tmp_path: Path) -> None:
+    with machines(zygote, 3) as hosts:
+        script = write(tmp_path, "print('rank', rank, 'of', world)")
+        for m, rank in zip(hosts, (0, 2, 1), strict=True):  # not the order of their names
+            m.start(tmp_path, [*meet(3), f"--machine_rank={rank}", script])
+        ends = [m.end() for m in hosts]
+        for m, rank in zip(hosts, (0, 1, 1), strict=True):
+            m.start(tmp_path, [*meet(3), f"--machine_rank={rank}", script])
+        wrong = [m.end() for m in hosts]
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert [f"rank {r} of 3" in text for r, (_, text) in zip((0, 2, 1), ends, strict=True)] == [True] * 3
+    for code, text in wrong:
+        assert code == 1
+        assert re.search(
+            r"host-[bc] \(10.77.0.[23]\) and host-[bc] \(10.77.0.[23]\) both say they are machine 1 of 3", text
+        )
+        assert "Correct --machine_rank" in text
+        assert "rank 0 of 3" not in text  # no user code has run
+
+
+def test_different_settings_end_in_seconds(zygote: Zygote, tmp_path: Path) -> None:
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, "print('user code')")
+        a.start(tmp_path, [*meet(2), "--mixed_precision=bf16", script])
+        b.start(tmp_path, [*meet(2), script])
+        ends = [a.end(), b.end()]
+    for code, text in ends:
+        assert code == 1
+        assert "the setting mixed_precision: 'bf16' on host-a; its default on host-b" in text
+        assert "user code" not in text
+
+
+NEIGHBOURS: Final = """
+import socket
+print('rank', rank, 'of', world, flush=True)
+if world == 1: sys.exit()
+if rank == 0:
+    server = socket.create_server(('', 5577))
+    link = server.accept()[0]
+    print('linked', flush=True)
+    link.recv(1)
+else:
+    while True:
+        try: link = socket.create_connection((os.environ['MASTER_ADDR'], 5577)); break
+        except OSError: time.sleep(0.05)
+    print('linked', flush=True)
+    link.recv(1)
+raise ConnectionResetError('the neighbour has gone')
+"""
+
+
+def test_a_machine_that_dies_is_named_by_the_others(zygote: Zygote, tmp_path: Path) -> None:
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, NEIGHBOURS)
+        for m in (a, b):
+            m.start(tmp_path, [*meet(2), script])
+        for m in (a, b):
+            m.wait_for("linked")
+        b.kill()
+        start = time.monotonic()
+        code, text = a.end()
+        took = time.monotonic() - start
+    assert code == 1
+    assert took < 30
+    assert "machine 1 (host-b) does not answer any more: probably lost first, look there" in text
+    assert "rank 0 on host-a" in text
+    assert text.count("Traceback") == 1
+
+
+def test_an_elastic_job_goes_on_without_a_lost_machine(zygote: Zygote, tmp_path: Path) -> None:
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, NEIGHBOURS)
+        flags = ["--nnodes=1:2", *meet(1)[1:], "--max_restarts=2"]
+        conf = "--rdzv_conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+        for m in (a, b):
+            m.start(tmp_path, [*flags, conf, script])
+        for m in (a, b):
+            m.wait_for("linked")
+        b.kill()
+        code, text = a.end()
+    assert code == 0, text
+    assert "restart 1 of 2" in text
+    assert "1 process on 1 machine" in text
+    assert "rank 0 of 1" in text
