@@ -44,6 +44,16 @@ if TYPE_CHECKING:
     from hasten.data.skip import skip_first_batches as skip_first_batches
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
+    from hasten.modules.hooks import LayerwiseCastingHook as LayerwiseCastingHook
+    from hasten.modules.hooks import ModelHook as ModelHook
+    from hasten.modules.hooks import SequentialHook as SequentialHook
+    from hasten.modules.hooks import add_hook_to_module as add_hook_to_module
+    from hasten.modules.hooks import remove_hook_from_module as remove_hook_from_module
+    from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
+    from hasten.optim.local_sgd import LocalSGD as LocalSGD
+    from hasten.optim.optimizer import PreparedOptimizer as PreparedOptimizer
+    from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
+    from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.runtime.logs import get_logger as get_logger
@@ -91,6 +101,16 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "skip_first_batches": "hasten.data.skip",
         "debug_launcher": "hasten.launch.notebook",
         "notebook_launcher": "hasten.launch.notebook",
+        "LayerwiseCastingHook": "hasten.modules.hooks",
+        "ModelHook": "hasten.modules.hooks",
+        "SequentialHook": "hasten.modules.hooks",
+        "add_hook_to_module": "hasten.modules.hooks",
+        "remove_hook_from_module": "hasten.modules.hooks",
+        "find_executable_batch_size": "hasten.optim.batch_size",
+        "LocalSGD": "hasten.optim.local_sgd",
+        "PreparedOptimizer": "hasten.optim.optimizer",
+        "PreparedScheduler": "hasten.optim.scheduler",
+        "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
         "get_logger": "hasten.runtime.logs",
