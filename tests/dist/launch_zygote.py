@@ -1,4 +1,4 @@
-"""A warm launcher for tests: torch is loaded once, then each command becomes `hasten launch` in a fork, on a host of its own.
+"""A warm launcher for tests: torch is loaded once, then each command becomes `hasten launch` in a fork, if asked on its own host.
 
 Reads one JSON object per line: {namespace, host, folder, argv, output}; answers with the fork's pid. The fork's output goes to
 the file `output`, its exit code to `output`.code.
@@ -38,7 +38,8 @@ def run(order: dict[str, str], argv: list[str]) -> int:
         os.dup2(output, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(order["folder"])
-    become_host(order["namespace"], order["host"])
+    if order["namespace"]:
+        become_host(order["namespace"], order["host"])
     return main(argv)
 
 

@@ -1,11 +1,12 @@
 """Real launches: processes start, fail, are killed, restart and end, and what is said about it.
 
 The launcher runs inside the test's process where that is possible (torch is loaded already); where signals are sent to it,
-it is a process of its own.
+it is a fork of a warm one.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,8 +22,6 @@ import pytest
 from torch.distributed import TCPStore
 
 from hasten.cli.main import main
-
-COMMAND: Final = [sys.executable, "-m", "hasten.cli.main", "launch"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,6 +60,14 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:  # ended while we looked
         return "Z"
+
+
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Return when something has happened."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
 
 
 def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
@@ -212,29 +220,37 @@ time.sleep(100)
 """
 
 
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[subprocess.Popen[str]]:
+    """A process with torch loaded that forks launchers."""
+    command = [sys.executable, str(Path(__file__).with_name("launch_zygote.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_launcher_leaves_no_orphans(folder: Path, number: signal.Signals) -> None:
-    words = ["--cpu", "--num_processes=2", write(folder, SLEEPERS)]
+def test_a_stopped_launcher_leaves_no_orphans(
+    zygote: subprocess.Popen[str], folder: Path, number: signal.Signals
+) -> None:
+    argv = ["launch", "--cpu", "--num_processes=2", write(folder, SLEEPERS)]
     said = folder / "said"
-    with said.open("w") as file:
-        launcher = subprocess.Popen([*COMMAND, *words], stderr=file)
-    try:
-        deadline = time.monotonic() + 60
-        while len(list(folder.glob("pids-?"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        workers = [[int(pid) for pid in file.read_text().split()] for file in folder.glob("pids-?")]
-        assert len(workers) == 2
-        launcher.send_signal(number)
-        launcher.wait(timeout=40)
-    finally:
-        launcher.kill()
-        launcher.wait()
-    programs = [program for program, _ in workers]
-    assert not wait_until_gone(programs)
+    order = {"namespace": "", "host": "", "folder": str(folder), "output": str(said), "argv": argv}
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    zygote.stdin.write(json.dumps(order) + "\n")
+    zygote.stdin.flush()
+    launcher = int(zygote.stdout.readline())
+    wait_until(lambda: len(list(folder.glob("pids-?"))) == 2)
+    workers = [[int(pid) for pid in file.read_text().split()] for file in folder.glob("pids-?")]
+    os.kill(launcher, number)
+    assert not wait_until_gone([launcher, *(program for program, _ in workers)])
+    children = [child for _, child in workers]
     if number == signal.SIGKILL:  # the kernel ends the programs; their own children are out of everybody's reach
-        for _, child in workers:
+        for child in children:
             os.kill(child, signal.SIGKILL)
         return
-    assert launcher.returncode == 128 + number
+    assert int((folder / "said.code").read_text()) == 128 + number
     assert f"{number.name}: all processes of this machine were ended" in said.read_text()
-    assert not wait_until_gone([child for _, child in workers])
+    assert not wait_until_gone(children)
