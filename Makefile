@@ -20,6 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing hasten and its tools into $(VENV) (the first time takes minutes, torch is large)"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@rm -rf .mypy_cache  # it remembers packages as missing that are there now
 	@touch $@
 
 train: $(READY) ## train the digits example on two CPU processes
@@ -44,7 +45,7 @@ layers: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 unit: $(READY)
-	$(BIN)/python -m pytest -q tests/arch tests/unit
+	$(BIN)/python -m pytest -q -m 'not slow' tests/arch tests/unit
 
 names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
