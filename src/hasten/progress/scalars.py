@@ -10,12 +10,16 @@ from torch import Tensor
 
 def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
     """The numbers in one-element `tensors`: one transfer per device and dtype, however many tensors there are."""
+    if not tensors:
+        return []
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     numbers: list[float] = [0.0] * len(tensors)
     for indices in groups.values():
-        stacked = torch.stack([tensors[index].detach().reshape(()) for index in indices])
+        flat = [tensor if tensor.ndim == 0 else tensor.reshape(()) for tensor in (tensors[i] for i in indices)]
+        with torch.no_grad():
+            stacked = torch.stack(flat)
         for index, number in zip(indices, stacked.tolist(), strict=True):
             numbers[index] = number
     return numbers

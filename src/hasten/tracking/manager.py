@@ -37,6 +37,11 @@ class _Draft:
     time_s: float
     options: Mapping[str, Mapping[str, Any]]
 
+    def entry(self, tracker: str) -> Entry:
+        """What the tracker of this name is handed, once the tensors are read."""
+        options = self.options.get(tracker, {})
+        return Entry(values=self.values, step=self.step, time_s=self.time_s, options=options)
+
 
 class TrackerManager:
     """Hands values to the trackers of one process: late, in order, off the training thread, never raising their errors.
@@ -138,6 +143,9 @@ class TrackerManager:
             return
         kept: dict[str, Any] = {}
         for name, value in flatten(values):
+            if type(value) in (float, int):  # the common value, on the hot path
+                kept[name] = value
+                continue
             try:
                 kept[name] = snapshot(name, value)
             except TrackerError as error:
@@ -215,7 +223,7 @@ class TrackerManager:
 
     def _post(self, entry: ImageEntry | TableEntry, log_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         self._send()
-        self._put({lane: [replace(entry, options=log_kwargs.get(lane.tracker.name, {}))] for lane in self._lanes})
+        self._put(lambda lane: [replace(entry, options=log_kwargs.get(lane.tracker.name, {}))], 1)
 
     def _send(self) -> None:
         """Read the waiting tensors, all at once, and queue the records for the writer."""
@@ -229,27 +237,20 @@ class TrackerManager:
         except Exception as error:  # a broken device: it will raise in the training loop, where it can be understood
             self._warn_once("fetch", f"values to log could not be read from their device: {error}. They were dropped.")
             return
-        plain = [
-            {name: next(numbers) if isinstance(value, Deferred) else value for name, value in draft.values.items()}
-            for draft in drafts
-        ]
-        batch: dict[Lane, list[Record]] = {}
-        for lane in self._lanes:
-            name = lane.tracker.name
-            batch[lane] = [
-                Entry(values=values, step=draft.step, time_s=draft.time_s, options=draft.options.get(name, {}))
-                for draft, values in zip(drafts, plain, strict=True)
-            ]
-        self._put(batch)
+        for draft in drafts:
+            for name, value in draft.values.items():
+                if isinstance(value, Deferred):
+                    draft.values[name] = next(numbers)
+        self._put(lambda lane: [draft.entry(lane.tracker.name) for draft in drafts], len(drafts))
 
-    def _put(self, batch: dict[Lane, list[Record]]) -> None:
+    def _put(self, records: Callable[[Lane], list[Record]], num: int) -> None:
         def writing() -> None:
-            for lane, records in batch.items():
-                lane.write(records)
+            for lane in self._lanes:
+                lane.write(records(lane))
 
         if not self._writer.put(writing):
-            for lane, records in batch.items():
-                lane.lost += len(records)
+            for lane in self._lanes:
+                lane.lost += num
             self._warn_once(
                 "full", "the trackers are far behind the training; records are dropped until they catch up."
             )

@@ -33,8 +33,8 @@ def fetch_one_by_one(tensors: Sequence[Any]) -> list[float]:
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value with its path, the parts joined by a slash."""
     for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        name = f"{prefix}{key}" if prefix else key
+        if type(value) not in (float, int) and isinstance(value, Mapping):
             yield from flatten(value, f"{name}/")
         else:
             yield name, value

@@ -53,7 +53,7 @@ def test_an_exception_in_training_loses_no_value(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], capture_output=True, text=True, check=False)
     assert "out of memory, perhaps" in done.stderr
     assert [row["loss"] for row in read_metrics(run_folder(tmp_path))] == [float(step) for step in range(20)]
-    assert '{"finished": "failed"}' in (run_folder(tmp_path) / "metrics.jsonl").read_text()
+    assert '{"finished":"failed"}' in (run_folder(tmp_path) / "metrics.jsonl").read_text()
 
 
 def test_a_torn_line_is_skipped_and_the_next_run_begins_on_its_own(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any, Final
 
+import msgspec
+
 from hasten.tracking.base import Entry, ImageEntry, Run, Scalar, TableEntry, Tracker
 from hasten.tracking.images import png
 
@@ -22,7 +24,7 @@ class JsonlTracker(Tracker):
 
     def __init__(self, *, every_rank: bool = False) -> None:
         self.every_rank = every_rank
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         self._folder = Path()
 
     @property
@@ -37,9 +39,9 @@ class JsonlTracker(Tracker):
         name = "metrics.jsonl" if run.rank == 0 else f"metrics.rank{run.rank}.jsonl"
         path = self._folder / name
         torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab")
         if torn:  # the last run died in the middle of a line
-            self._file.write("\n")
+            self._file.write(b"\n")
         if run.rank == 0:
             (self._folder / "config.json").write_text(json.dumps(run.config, indent=2) + "\n", encoding="utf-8")
         if run.resume:
@@ -90,7 +92,7 @@ class JsonlTracker(Tracker):
 
     def _write(self, **record: Any) -> None:
         assert self._file is not None, "start() opens the file"
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.write(msgspec.json.encode(record) + b"\n")
 
 
 def _safe(value: Scalar | None) -> Scalar | None:
