@@ -7,13 +7,13 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hasten import __version__
 from hasten.accelerator.preemption import FinishFirst, Preemption
 from hasten.accelerator.run_state import Restore, RunParts, collect, num_updates, own_buffers, plan_restore
 from hasten.checkpoint.async_writer import AsyncWriter
@@ -91,6 +91,11 @@ class Saving:
     def iteration(self) -> int:
         """The number the next automatic checkpoint gets, unless higher ones exist."""
         return self._iteration
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory that background saves hold."""
+        return self._writer.staging.num_bytes
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
         """Save and load these objects too, in this order. Ranks: every rank, the same objects."""
@@ -220,7 +225,7 @@ class Saving:
             created_s=time.time(),
             mesh={str(axis): mesh.size(axis) for axis in Axis},
             versions={
-                "hasten": metadata.version("hasten"),
+                "hasten": __version__,
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },

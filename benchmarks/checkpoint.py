@@ -1,0 +1,211 @@
+"""Saving and loading a model with AdamW state: hasten beside torch.save and, where it is installed, Accelerate.
+
+    python benchmarks/checkpoint.py                      # CPU: 67 M parameters, 0.8 GB of state
+    python benchmarks/checkpoint.py --preset large       # 774 M parameters, 9.3 GB of state, on the accelerator
+
+Each way saves and loads several times in one process, in turn; the median is printed, one JSON line per way. Accelerate
+takes part where it is installed. Reads come
+from the page cache, as when a run resumes on the machine that saved. hasten syncs to the disk before it returns; the
+others do not, so their times leave the disk's own work out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import itertools
+import json
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+PRESETS = {
+    "small": (512, 16, 32_000),
+    "medium": (1024, 16, 32_000),
+    "large": (1280, 36, 50_257),
+}  # width, depth, vocabulary
+
+
+class Block(nn.Module):
+    """The weights of one transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+def build(preset: str, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT-2 shaped model and AdamW with its state filled."""
+    width, depth, vocab = PRESETS[preset]
+    with torch.device(device):
+        model = nn.Module()
+        model.tokens, model.places = nn.Embedding(vocab, width), nn.Embedding(1024, width)
+        model.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def sync(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def timed(action: Callable[[], object], device: torch.device) -> float:
+    gc.collect()
+    sync(device)
+    started = time.perf_counter()
+    action()
+    sync(device)
+    return time.perf_counter() - started
+
+
+class Torch:
+    """torch.save and torch.load of the two state dicts."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "state.pt", map_location=self.device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Accelerate:
+    """save_state and load_state of Hugging Face Accelerate."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        from accelerate import Accelerator  # the peer, only where the environment has it
+
+        self.accelerator = Accelerator(cpu=device.type == "cpu")
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def save(self, folder: Path) -> None:
+        self.accelerator.save_state(str(folder))
+
+    def load(self, folder: Path) -> None:
+        self.accelerator.load_state(str(folder))
+
+
+class Hasten:
+    """save_state and load_state of hasten: synced, checksummed, verified before loading."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        from hasten import Accelerator
+
+        self.accelerator = Accelerator(cpu=device.type == "cpu")
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def save(self, folder: Path) -> None:
+        self.accelerator.save_state(folder)
+
+    def load(self, folder: Path) -> None:
+        self.accelerator.load_state(folder)
+
+
+@contextlib.contextmanager
+def scratch(root: str | None) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="bench-ckpt-", dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(ways: dict[str, Any], device: torch.device, rounds: int, root: str | None) -> Iterator[dict[str, Any]]:
+    """Each round takes every way once, so that a busy machine is busy for all of them."""
+    saves: dict[str, list[float]] = {name: [] for name in ways}
+    loads: dict[str, list[float]] = {name: [] for name in ways}
+    sizes = {}
+    for number, (name, way) in itertools.product(range(rounds), ways.items()):
+        with scratch(root) as folder:
+            saves[name].append(timed(partial(way.save, folder / f"c{number}"), device))
+            loads[name].append(timed(partial(way.load, folder / f"c{number}"), device))
+            sizes[name] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    for name in ways:
+        yield {
+            "way": name,
+            "save_s": round(statistics.median(saves[name]), 3),
+            "load_s": round(statistics.median(loads[name]), 3),
+            "saves": [round(s, 3) for s in saves[name]],
+            "loads": [round(s, 3) for s in loads[name]],
+            "gigabytes": round(sizes[name] / 1e9, 2),
+        }
+
+
+def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | None) -> dict[str, Any]:
+    """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
+    stalls, totals = [], []
+    with scratch(root) as folder:
+        for number in range(rounds):
+            started = time.perf_counter()
+            stalls.append(
+                timed(lambda n=number: way.accelerator.save_state(folder / f"c{n}", blocking=False), device)  # type: ignore[misc]
+            )
+            way.accelerator.wait_for_saves()
+            totals.append(time.perf_counter() - started)
+            shutil.rmtree(folder / f"c{number}")
+    return {
+        "way": "hasten async",
+        "first_stall_s": round(stalls[0], 3),
+        "stall_s": round(statistics.median(stalls[1:]), 3),
+        "stalls": [round(s, 3) for s in stalls],
+        "written_after_s": [round(s, 3) for s in totals],
+        "staging_gb": round(way.accelerator.saving.staged_bytes / 1e9, 2),
+        "peak_host_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=sorted(PRESETS), default=None, help="default: small on the CPU, else large")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=["torch", "accelerate", "hasten"], default=None)
+    parser.add_argument("--folder", default=None, help="where to write (default: the temporary folder)")
+    parser.add_argument("--cpu", action="store_true")
+    given = parser.parse_args()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device("cpu") if given.cpu or accelerator is None else torch.device(accelerator.type, 0)
+    preset = given.preset or ("small" if device.type == "cpu" else "large")
+    model, optimizer = build(preset, device)
+    count = sum(p.numel() for p in model.parameters())
+    print(
+        json.dumps({"parameters_m": round(count / 1e6, 1), "device": str(device), "torch": torch.__version__}),
+        flush=True,
+    )
+    kinds: dict[str, Any] = {"torch": Torch, "accelerate": Accelerate, "hasten": Hasten}
+    ways = {
+        name: kind(model, optimizer, device)
+        for name, kind in kinds.items()
+        if name in (given.only or kinds) and importlib.util.find_spec(name) is not None
+    }
+    for result in measure(ways, device, given.rounds, given.folder):
+        print(json.dumps(result), flush=True)
+    if "hasten" in ways:
+        print(json.dumps(measure_async(ways["hasten"], device, given.rounds, given.folder)), flush=True)
+        ways["hasten"].accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
