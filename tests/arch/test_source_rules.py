@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Final
 
@@ -27,14 +28,14 @@ IMMUTABLE_MAKERS: Final = frozenset(
 MARK: Final = "TO" + "DO"  # written so that this file does not complain about itself
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """One file of the repository, parsed."""
 
     path: str
     text: str
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         """The file's syntax tree."""
         return ast.parse(self.text, self.path)
@@ -237,10 +238,11 @@ LIBRARY_RULES: Final[tuple[Rule, ...]] = (
 EVERYWHERE_RULES: Final[tuple[Rule, ...]] = (number_what_is_left_to_do, begin_with_a_docstring)
 
 
-def sources(*folders: str) -> list[Source]:
+@cache  # the files do not change while their rules are checked
+def sources(*folders: str) -> tuple[Source, ...]:
     """Return the Python files under folders of the repository."""
     files = (file for folder in folders for file in sorted((REPOSITORY / folder).rglob("*.py")))
-    return [Source(file.relative_to(REPOSITORY).as_posix(), file.read_text("utf-8")) for file in files]
+    return tuple(Source(file.relative_to(REPOSITORY).as_posix(), file.read_text("utf-8")) for file in files)
 
 
 @pytest.mark.parametrize("rule", LIBRARY_RULES, ids=lambda rule: rule.__name__)
