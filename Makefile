@@ -51,7 +51,7 @@ names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
 
 bench: $(READY) ## run every script in benchmarks/
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove the environment, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
