@@ -58,7 +58,10 @@ TINY = (
     Case("bf16, accumulation 4", precision="bf16", every=4),
 )
 DDP = (Case("fp32, DDP on 2 processes", processes=2), Case("fp32, DDP, accumulation 4", processes=2, every=4))
-GPT = (Case("GPT-2-small-sized, bf16", model="gpt", precision="bf16"),)
+GPT = (
+    Case("GPT-2-small-sized, bf16", model="gpt", precision="bf16"),
+    Case("the same, logits handed out", model="gpt-logits", precision="bf16"),
+)
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
@@ -82,19 +85,31 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """A GPT of the size of GPT-2 small (124 M parameters, tied head)."""
+    """A GPT of the size of GPT-2 small (124 M parameters, tied head); gives its own loss, or logits when asked.
 
-    def __init__(self, vocabulary: int = 50304, length: int = 1024, width: int = 768, layers: int = 12) -> None:
+    Logits that leave the model cost a copy: the libraries hand half-precision outputs out as float32.
+    """
+
+    def __init__(
+        self, logits: bool, vocabulary: int = 50304, length: int = 1024, width: int = 768, layers: int = 12
+    ) -> None:
         super().__init__()
+        self.logits = logits
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*[Block(width, 12) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, y = tokens[:, :-1], tokens[:, 1:]
         h = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        return self.head(self.norm(self.blocks(h)))
+        out = self.head(self.norm(self.blocks(h)))
+        return out if self.logits else next_token_loss(out, y)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @dataclass
@@ -109,14 +124,15 @@ class Task:
 
 def task(case: Case, device: torch.device) -> Task:
     torch.manual_seed(0)
-    if case.model == "gpt":
-        model: nn.Module = GPT2().to(device)
+    if case.model.startswith("gpt"):
+        logits = case.model == "gpt-logits"
+        model: nn.Module = GPT2(logits).to(device)
         tokens = torch.randint(50304, (4, 16, 1025), device=device)
         return Task(
             model,
             torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True),
-            [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in tokens],
-            lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
+            [(t, t[:, 1:]) for t in tokens],
+            next_token_loss if logits else lambda loss, _: loss,
         )
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)).to(device)
     data = [(torch.randn(32, 32, device=device), torch.randint(10, (32,), device=device)) for _ in range(8)]
@@ -293,7 +309,7 @@ def measure(case: Case, device: torch.device, steps: dict[str, Step], rounds: in
 
 def sizes(case: Case, device: torch.device, quick: bool) -> tuple[int, int]:
     """How many rounds, and steps in a turn: turns of a few tens of milliseconds."""
-    if case.model == "gpt":
+    if case.model.startswith("gpt"):
         return (4, 3) if quick else (12, 5)
     if case.processes > 1:
         return (20, 20) if quick else (120, 20)
@@ -312,7 +328,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
         torch.distributed.init_process_group("gloo")
     steps = build(case, device, args.only)
     table = measure(case, device, steps, *sizes(case, device, args.quick))
-    if case.model == "gpt":
+    if case.model.startswith("gpt"):
         for row in table.values():
             row["tokens_per_second"] = 16 * 1024 / (row["microseconds"] / 1e6)
     return {"case": case.name, "contenders": table}

@@ -63,6 +63,8 @@ class _Call:
 
     def job(self, rank: int, variables: Mapping[str, str]) -> Job:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.num_ranks > 1 else {}
+        if self.device == "cpu":  # an Accelerator made in the call must not take the accelerator that may be there
+            place["HASTEN_CPU"] = "1"
         return Job(
             payload=self.payload,
             rank=rank,
