@@ -211,6 +211,41 @@ def test_groups_form_anew_after_each_death(folder: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr().out.split() == ["sum", "2"] * 2
 
 
+RESUMES: Final = """
+import torch
+from hasten import Accelerator
+class Steps:
+    done = 0
+    def state_dict(self): return {'done': self.done}
+    def load_state_dict(self, state): self.done = state['done']
+accelerator, steps, model = Accelerator(), Steps(), torch.nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.register_for_checkpointing(steps)
+if os.path.exists('saved'):
+    accelerator.load_state('saved')
+    print('resumed at', steps.done)
+while steps.done < 6:
+    if steps.done == 5 and rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+        os.kill(os.getpid(), signal.SIGKILL)
+    accelerator.backward(model(torch.ones(2)).sum())
+    optimizer.step()
+    steps.done += 1
+    if steps.done % 2 == 0: accelerator.save_state('saved')
+print('finished', steps.done)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_no_more_than_since_the_last_save(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("-q", "--num_processes", "2", "--max_restarts", "1", write(folder, RESUMES)) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["finished 6", "finished 6", "resumed at 4", "resumed at 4"]
+    assert "rank 1 on" in err
+    assert "killed by SIGKILL" in err
+
+
 SLEEPERS: Final = """
 import subprocess
 child = subprocess.Popen(['sleep', '100'])

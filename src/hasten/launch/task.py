@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from datetime import timedelta
 from typing import Final
 
@@ -16,12 +17,14 @@ from hasten.errors import LaunchError
 from hasten.launch import worker
 from hasten.launch.base import Target
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
+from hasten.launch.network import port_is_free
 from hasten.launch.report import code_digest, package_versions
 from hasten.launch.run import say
 from hasten.runtime import env as environment
 from hasten.runtime.topology import Topology
 
 _TIMEOUT_S: Final = 120.0
+_LAST_WORDS_S: Final = 1.0
 
 
 def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
@@ -29,24 +32,10 @@ def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
 
     Raises: LaunchError on every rank if ranks are missing, double, or differ in settings, code or versions.
     """
-    address, _, port = topology.meeting_point().removeprefix("tcp://").rpartition(":")
-    try:
-        store = TCPStore(
-            address.strip("[]"),
-            int(port),
-            is_master=topology.is_main,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_TIMEOUT_S),
-        )
-    except DistError as error:
-        raise LaunchError(
-            f"rank {topology.rank} of {topology.world_size} cannot reach rank 0 at {address}:{port} "
-            f"({str(error).splitlines()[0][:200]}). Check that rank 0 runs there and the port is free; "
-            f"set MASTER_ADDR and MASTER_PORT otherwise."
-        ) from error
+    store = _open_store(topology)
     report = Report(
         host=socket.gethostname(),
-        address=address,
+        address=store.host,
         num_processes=1,
         device=f"local rank {topology.local_rank}",
         config=config,
@@ -69,6 +58,22 @@ def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
     return store
 
 
+def _open_store(topology: Topology) -> TCPStore:
+    """The store at the meeting point, served by rank 0; a second rank 0 joins it, so that both are told."""
+    address, _, port_text = topology.meeting_point().removeprefix("tcp://").rpartition(":")
+    host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
+    try:
+        if topology.is_main and port_is_free(port):
+            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    except DistError as error:
+        raise LaunchError(
+            f"rank {topology.rank} of {topology.world_size} cannot reach rank 0 at {address}:{port} "
+            f"({str(error).splitlines()[0][:200]}). Check that rank 0 runs there and the port is free; "
+            f"set MASTER_ADDR and MASTER_PORT otherwise."
+        ) from error
+
+
 def main() -> None:
     """Check in, then run the program named on the command line as rank of the job."""
     env = environment.snapshot()
@@ -79,6 +84,8 @@ def main() -> None:
         store = check_in(topology, Target(words[0], tuple(words[1:]), module=module), env.get(environment.CONFIG, ""))
     except LaunchError as error:
         say(f"rank {topology.rank}: {error}")
+        if topology.is_main:
+            time.sleep(_LAST_WORDS_S)  # it serves the store from which the others read why
         sys.exit(1)
     environment.replace(
         {
