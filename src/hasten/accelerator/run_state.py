@@ -176,7 +176,7 @@ class Restore:
 
         Ranks: every rank.
         """
-        for model, order in zip(self.parts.objects.models, self.progress["bucket_order"], strict=False):
+        for model, order in zip(self.parts.objects.models, self.progress.get("bucket_order", []), strict=False):
             if order is not None and self.same_world:
                 replay_order(model, order)
         for thing, state in self.stateful:
@@ -185,7 +185,8 @@ class Restore:
         run_copies([copy for plan in plans for copy in plan.copies])
         for plan in plans:
             plan.finish()
-        self._counters()
+        if self.progress:
+            self._counters()
         self.seed_generators()
 
     def _counters(self) -> None:
@@ -233,6 +234,9 @@ def plan_restore(
         found = checkpoint.component(numbered_name("optimizer", index))
         plan.optimizers.append(plan_optimizer(optimizer, names, found, strict))
     _plan_stateful(plan, checkpoint, source)
+    if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
+        log.warning("%s was converted: counters, data positions and random states begin anew", checkpoint.folder)
+        return plan
     plan.progress = checked_progress(load_packed(checkpoint, "progress", source))
     if "gradients" in checkpoint.manifest.components:
         plan.gradients = _find_gradients(checkpoint, rank, world_size)
@@ -261,9 +265,11 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, source: int) -> None:
     wanted += [(numbered_name("scheduler", i), s, None) for i, s in enumerate(parts.objects.schedulers)]
     wanted += [(numbered_name("loader", i), x, source) for i, x in enumerate(parts.objects.loaders)]
     wanted += [(f"custom_checkpoint_{i}", x, None) for i, x in enumerate(parts.registered)]
+    partial = checkpoint.manifest.notes.get("partial") is True
+    wanted = [item for item in wanted if not partial or item[0] in checkpoint.manifest.components]
     for name, thing, rank in wanted:
         plan.stateful.append((thing, load_packed(checkpoint, name, rank)))
-    if parts.precision.state_dict():
+    if parts.precision.state_dict() and not (partial and "scaler" not in checkpoint.manifest.components):
         plan.stateful.append((parts.precision, load_packed(checkpoint, "scaler", None)))
     for (name, _, _), (_, state) in zip(wanted, plan.stateful, strict=False):
         if not isinstance(state, Mapping) and not name.startswith("custom_checkpoint"):

@@ -104,10 +104,12 @@ def plan_optimizer(
     flat = [name for group in groups for name in group]
     index = {name: i for i, name in enumerate(flat)}
     plan = OptimizerPlan(optimizer, {}, dict(enumerate(live)))
-    rooms = _Rooms(optimizer, dict(zip(flat, live, strict=True)), found, plan.copies)
+    by_place = {str(i): p for i, p in enumerate(live)}  # state that other tools saved by position
+    rooms = _Rooms(optimizer, {**by_place, **dict(zip(flat, live, strict=True))}, found, plan.copies)
     saved = unpack(found.data, rooms.of(found))
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict) or "param_groups" not in saved:
         raise CorruptCheckpointError(f"{found.name}: holds no optimizer state. Nothing was loaded.")
+    saved = by_name(saved, flat)
     _check_groups(found.name, saved["param_groups"], groups)
     options = [
         {**saved_group, "params": [index[name] for name in group]}
@@ -124,6 +126,22 @@ def plan_optimizer(
         "param_groups": options,
     }
     return plan
+
+
+def by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
+    """A state dict that counts parameters, as torch's own does, with their names instead."""
+    groups = saved["param_groups"]
+    if not isinstance(groups, list) or not any(isinstance(g, dict) and _counts(g.get("params")) for g in groups):
+        return saved
+    return {
+        **saved,
+        "state": {_name(flat, key): value for key, value in saved["state"].items()},
+        "param_groups": [{**group, "params": [_name(flat, key) for key in group["params"]]} for group in groups],
+    }
+
+
+def _counts(params: Any) -> bool:
+    return isinstance(params, list) and bool(params) and all(type(key) is int for key in params)
 
 
 def _check_groups(where: str, saved: Any, groups: list[list[str]]) -> None:

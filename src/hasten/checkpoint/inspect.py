@@ -1,0 +1,179 @@
+"""Looking at checkpoints: what is there, whether it is sound, and how two differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.export import is_checkpoint, read_model
+from hasten.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hasten.checkpoint.places import locate, newest, number_of, open_store
+from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, verify_files
+from hasten.checkpoint.remote_store import is_url
+from hasten.checkpoint.reshard import whole
+from hasten.comm.local import LocalComm
+from hasten.errors import CheckpointError, IncompleteCheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One checkpoint in a list."""
+
+    name: str
+    complete: bool
+    step: int | None = None
+    world_size: int | None = None
+    num_bytes: int = 0
+    created_s: float = 0.0
+    metrics: Mapping[str, float | None] | None = None
+    problem: str = ""
+
+
+def list_checkpoints(place: str) -> list[Row]:
+    """Everything in a folder or URL that looks like a checkpoint, oldest first; `checkpoints` inside it counts too."""
+    store = open_store(place)
+    if not store.names() and not is_url(place) and (Path(place) / "checkpoints").is_dir():
+        store = open_store(Path(place) / "checkpoints")
+    names = sorted(store.names(), key=lambda name: (number_of(name) or -1, name))
+    return [_row(store, name) for name in names]
+
+
+def _row(store: CheckpointStore, name: str) -> Row:
+    try:
+        m = store.manifest(name)
+    except CheckpointError as error:
+        return Row(name, complete=False, problem=str(error))
+    complete = store.complete(name)
+    problem = "" if complete else "files are missing or have another size"
+    return Row(name, complete, m.step, m.world_size, m.num_bytes, m.created_s, m.metrics, problem)
+
+
+def find(place: str) -> tuple[CheckpointStore, str]:
+    """The checkpoint at a place: itself, or the newest complete one of a folder of checkpoints."""
+    store, name = locate(place)
+    if name in store.names():
+        return store, name
+    for inner in (place, f"{place.rstrip('/')}/checkpoints"):
+        inside = open_store(inner)
+        if any(number_of(other) is not None for other in inside.names()):
+            return inside, newest(inside)
+    raise IncompleteCheckpointError(
+        f"{place} is no complete checkpoint of hasten and holds none (no {MANIFEST_NAME}). Give another folder, or "
+        "convert it with `hasten ckpt convert`."
+    )
+
+
+def verify(store: CheckpointStore, name: str, progress: Progress | None = None) -> list[str]:
+    """What is wrong with a checkpoint, one line each; sizes, checksums and the structure of every file are read."""
+    manifest = store.manifest(name)
+    with store.fetch(name, manifest.files) as folder:
+        problems = verify_files(folder, manifest.files, manifest.chunk_bytes, progress)
+        if problems:
+            return problems
+        checkpoint = Checkpoint(name, manifest, folder)
+        for component, record in manifest.components.items():
+            for rank in manifest.ranks if record.per_rank else (None,):
+                try:
+                    for key, pieces in checkpoint.component(component, rank).pieces.items():
+                        whole(pieces, key) if not record.per_rank else None
+                except CheckpointError as error:
+                    problems.append(str(error))
+    return problems
+
+
+def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
+    """All there is to know about a checkpoint without reading its tensors."""
+    manifest = store.manifest(name)
+    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+        components = {key: _describe(checkpoint, manifest, key) for key in manifest.components}
+    return {
+        "name": name,
+        "where": store.address,
+        "step": manifest.step,
+        "created_s": manifest.created_s,
+        "world_size": manifest.world_size,
+        "mesh": manifest.mesh,
+        "versions": manifest.versions,
+        "metrics": manifest.metrics,
+        "notes": manifest.notes,
+        "num_bytes": manifest.num_bytes,
+        "num_files": len(manifest.files),
+        "components": components,
+    }
+
+
+def _describe(checkpoint: Checkpoint, manifest: Manifest, name: str) -> dict[str, Any]:
+    record = manifest.components[name]
+    found = checkpoint.component(name, manifest.ranks[0] if record.per_rank else None)
+    tensors = {key: pieces[0] for key, pieces in sorted(found.pieces.items())}
+    return {
+        "kind": record.kind,
+        "per_rank": record.per_rank,
+        "files": [file.name for file in manifest.files_of(name)],
+        "num_tensors": len(tensors),
+        "tensors": {key: f"{str(p.data.dtype).removeprefix('torch.')}{list(p.shape)}" for key, p in tensors.items()},
+        "aliases": found.aliases,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not the same in two checkpoints."""
+
+    name: str
+    what: str
+    largest: float | None = None
+
+
+def diff(first: str, second: str, component: str = "model") -> list[Difference]:
+    """How the tensors of a component differ between two checkpoints or exported models; empty when they are equal."""
+    a, b = tensors_of(first, component), tensors_of(second, component)
+    found = [Difference(name, "only in the first") for name in sorted(a.keys() - b.keys())]
+    found += [Difference(name, "only in the second") for name in sorted(b.keys() - a.keys())]
+    for name in sorted(a.keys() & b.keys()):
+        x, y = a[name], b[name]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            found.append(Difference(name, f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"))
+        elif not torch.equal(x, y):
+            found.append(Difference(name, "values differ", _largest(x, y)))
+    return found
+
+
+def _largest(x: Tensor, y: Tensor) -> float:
+    wide = torch.complex128 if x.is_complex() else torch.float64
+    return float((x.to(wide) - y.to(wide)).abs().max())
+
+
+def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
+    """The whole tensors of a component of a checkpoint, or of an exported model, on the CPU."""
+    if not is_url(place) and not is_checkpoint(Path(place)) and component == "model":
+        try:
+            return read_model(place)
+        except IncompleteCheckpointError:  # then it may be a folder of checkpoints
+            pass
+    store, name = find(place)
+    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+        found = checkpoint.component(component, _first_rank(checkpoint, component))
+        keep = is_url(store.address)  # downloaded files are gone after the block
+        tensors = {key: _kept(whole(pieces, key), keep) for key, pieces in found.pieces.items()}
+    return tensors | {alias: tensors[key] for alias, key in found.aliases.items()}
+
+
+def _first_rank(checkpoint: Checkpoint, component: str) -> int | None:
+    record = checkpoint.manifest.components.get(component)
+    return checkpoint.manifest.ranks[0] if record is not None and record.per_rank else None
+
+
+def _kept(tensor: Tensor, copy: bool) -> Tensor:
+    return tensor.clone() if copy else tensor
+
+
+def names_of(rows: Sequence[Row]) -> list[str]:
+    """The names in a list."""
+    return [row.name for row in rows]

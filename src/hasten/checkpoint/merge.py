@@ -1,0 +1,90 @@
+"""Turning checkpoints into other things: one model out of many shards, and other tools' folders into checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.export import read_model, save_model
+from hasten.checkpoint.formats import load_torch
+from hasten.checkpoint.inspect import find, tensors_of
+from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.packing import pack
+from hasten.checkpoint.places import locate
+from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.writer import finish, prepare, start
+from hasten.comm.local import LocalComm
+from hasten.errors import CheckpointError, IncompleteCheckpointError
+
+_FOREIGN = re.compile(r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt")
+
+
+def merge(
+    place: str,
+    output: str | Path,
+    component: str = "model",
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> list[str]:
+    """Write the whole model of a (sharded) checkpoint in the Hub layout; the names of the files."""
+    store, name = find(place)
+    with open_checkpoint(store, name, LocalComm()) as checkpoint:
+        kinds = {key: record.kind for key, record in checkpoint.manifest.components.items()}
+    if kinds.get(component) != "model":
+        models = sorted(key for key, kind in kinds.items() if kind == "model")
+        raise CheckpointError(
+            f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
+        )
+    return save_model(tensors_of(place, component), output, max_shard_size, safe_serialization)
+
+
+def convert(source: str | Path, target: str | Path, allow_pickle: bool = False) -> list[str]:
+    """Make a checkpoint of hasten from a folder of Hugging Face Accelerate (or of plain torch files); notes on it.
+
+    Model, optimizers, schedulers, scaler and registered objects are taken over; random states are set anew, since other
+    tools pickle them. Raises: UnsafeCheckpointError for files that need pickle, unless it is allowed.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise IncompleteCheckpointError(f"{source} is no folder. Give the folder that another tool saved.")
+    components: dict[str, Component] = {}
+    for name, state in _models(folder, allow_pickle).items():
+        components[name] = Component(state, None, "model")
+    notes = []
+    for path in sorted(folder.iterdir()):
+        if _FOREIGN.fullmatch(path.name):
+            components[path.stem] = _component(path, allow_pickle)
+        elif path.suffix in (".pkl", ".bin", ".pt") and not path.name.startswith(("pytorch_model", "random_states")):
+            notes.append(f"{path.name} was left out: it is not known what it holds")
+    if not components:
+        raise IncompleteCheckpointError(f"{source} holds nothing that can be converted: no weights, no optimizer.")
+    notes.append("random states and data positions are not taken over: the run continues with new random numbers")
+    store, name = locate(target)
+    comm = LocalComm()
+    group = start(store, comm, name)
+    header = Manifest(notes={"converted_from": folder.name, "partial": True})
+    finish(prepare(StateTree(components), group, comm), group, comm, header)
+    return notes
+
+
+def _models(folder: Path, allow_pickle: bool) -> dict[str, Mapping[str, Any]]:
+    found: dict[str, Mapping[str, Any]] = {}
+    with suppress(IncompleteCheckpointError):  # a folder with an optimizer alone, or with numbered models
+        found["model"] = read_model(folder, allow_pickle)
+    for path in sorted((*folder.glob("model_[0-9]*.safetensors"), *folder.glob("pytorch_model_[0-9]*.bin"))):
+        found[path.stem.removeprefix("pytorch_")] = read_model(path, allow_pickle)
+    return found
+
+
+def _component(path: Path, allow_pickle: bool) -> Component:
+    kind = "object" if path.name.startswith("custom") else path.stem.rstrip("_0123456789")
+    value = load_torch(path, allow_pickle)
+    data, tensors = pack(value)
+    plain = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    return Component(plain, data, kind, "safetensors" if kind == "object" else "torch")
