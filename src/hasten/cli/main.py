@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NoReturn
 
 from hasten import __version__
 from hasten.errors import ConfigError, HastenError
@@ -47,13 +48,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"hasten {__version__}\n")
         return 0
     try:
-        return run(words[0], words[1:])
+        code = run(words[0], words[1:])
+        if argv is None and words[0] == "launch":
+            leave(code)
+        return code
     except HastenError as error:
         sys.stderr.write(f"hasten {words[0]}: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         sys.stderr.close()
         return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the program at once: a launch has ended all it began, and unloading torch would take half a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def run(command: str, argv: Sequence[str]) -> int:
