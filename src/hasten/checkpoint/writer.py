@@ -141,7 +141,11 @@ def prepare(tree: StateTree, group: DiskGroup, comm: Comm, sizes: Sizes | None =
                 blobs[file], owners[file] = encode(tree.components[plan.component], plan), plan
     except (HastenError, ValueError, RuntimeError, OSError) as problem:
         error = problem
-    settle(comm, error, "preparing the checkpoint")
+    try:
+        settle(comm, error, "preparing the checkpoint")
+    except HastenError:
+        _abort(group, rank)
+        raise
     records = {
         name: ComponentRecord(kind=c.kind, format=c.format, per_rank=c.per_rank) for name, c in tree.components.items()
     }
