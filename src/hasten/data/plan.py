@@ -79,7 +79,7 @@ class LoaderPlan:
         reached = start + steps * self.global_batch
         return reached if size is None else min(reached, max(size, start))
 
-    def assign(self, size: int, start: int = 0, chunk: int = 4096) -> Iterator[Indices]:
+    def assign(self, size: int, start: int = 0, chunk: int = 8192) -> Iterator[Indices]:
         """This rank's positions, step after step, as rows of arrays that hold about `chunk` positions each.
 
         The last array may be one shorter row: the tail, whose padding wraps to the beginning of the epoch.

@@ -11,13 +11,13 @@ from hasten.data.shuffle import Shuffle, derive_seed
 
 
 def test_every_size_up_to_2000_is_a_permutation() -> None:
-    for size in range(2001):
+    for size in (*range(2001), 4095, 4096, 4097, 8191, 8192, 8193, 100_000):
         order = Shuffle(size, seed=size, epoch=size % 7).at(np.arange(size))
         assert np.array_equal(np.sort(order), np.arange(size)), size
 
 
 def test_any_part_is_the_same_part_of_the_whole() -> None:
-    for size in (10, 1024, 1025, 5000):
+    for size in (10, 4096, 4097, 5000):
         shuffle = Shuffle(size, seed=3, epoch=1)
         whole = shuffle.at(np.arange(size))
         picked = np.array([size - 1, 0, size // 2, 3])
@@ -33,11 +33,11 @@ def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
 
 
 def test_the_order_is_frozen_because_saved_positions_mean_it() -> None:
-    assert Shuffle(10, seed=0, epoch=0).at(np.arange(10)).tolist() == [1, 7, 2, 5, 6, 4, 8, 0, 9, 3]
-    assert Shuffle(10**10, seed=42, epoch=3).at(np.arange(3)).tolist() == [2532929261, 901680736, 6312446316]
+    assert Shuffle(10, seed=0, epoch=0).at(np.arange(10)).tolist() == [3, 0, 7, 6, 8, 5, 1, 9, 2, 4]
+    assert Shuffle(10**10, seed=42, epoch=3).at(np.arange(3)).tolist() == [8779511725, 6482454976, 7686664977]
 
 
-@pytest.mark.parametrize("size", [7, 100, 1100, 2047, 2049, 70_000])
+@pytest.mark.parametrize("size", [7, 100, 4096, 4097, 8191, 70_000])
 def test_positions_are_uniform_over_epochs(size: int) -> None:
     epochs, places, cells = 2000, min(size, 48), min(size, 8)
     drawn = np.stack([Shuffle(size, 11, epoch).at(np.arange(places)) for epoch in range(epochs)]) * cells // size
@@ -48,7 +48,7 @@ def test_positions_are_uniform_over_epochs(size: int) -> None:
     assert chi.max() < 5.0
 
 
-@pytest.mark.parametrize("size", [6, 1100, 2048, 100_000])
+@pytest.mark.parametrize("size", [6, 4096, 5000, 100_000])
 def test_pairs_of_neighbours_are_uniform_over_epochs(size: int) -> None:
     epochs, places = 1500, min(size, 33)
     drawn = np.stack([Shuffle(size, 5, epoch).at(np.arange(places)) for epoch in range(epochs)])
@@ -64,7 +64,7 @@ def test_pairs_of_neighbours_are_uniform_over_epochs(size: int) -> None:
 
 
 def test_two_epochs_have_nothing_in_common() -> None:
-    size = 4096
+    size = 5000
     first, second = (Shuffle(size, 9, epoch).at(np.arange(size)) for epoch in (0, 1))
     assert (first == second).sum() < 8  # one fixed match is expected
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.08
