@@ -1,0 +1,84 @@
+"""Save often, stop anywhere, go on at the very next batch: the loss curve is the one of a run that never stopped.
+
+hasten launch --cpu --num_processes 2 examples/resume.py --stop_after 20        as if the machine went away
+hasten launch --cpu --num_processes 2 examples/resume.py                        goes on after step 20
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+
+import torch
+from digits import digits, evaluate, network
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hasten import Accelerator, ProjectConfiguration, set_seed
+
+
+class Position:
+    """Where the training is; saved and loaded with everything else."""
+
+    def __init__(self) -> None:
+        self.epoch, self.step = 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.step = state["epoch"], state["step"]
+
+
+def main() -> None:
+    """Train with a checkpoint every few steps, from the newest one if there is one."""
+    parser = argparse.ArgumentParser(description="Train, stop, go on.")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--save_every", type=int, default=10, help="steps between two checkpoints")
+    parser.add_argument("--stop_after", type=int, help="leave without a word after this many steps")
+    parser.add_argument("--out", type=Path, default=Path("runs/resume"), help="folder for checkpoints and metrics")
+    args = parser.parse_args()
+    set_seed(0)
+    project = ProjectConfiguration(project_dir=str(args.out), automatic_checkpoint_naming=True, total_limit=3)
+    accelerator = Accelerator(project_config=project, log_with="jsonl")
+
+    train_set, test_set = digits()
+    model, position = network(), Position()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
+    model, optimizer, schedule, train, test = accelerator.prepare(model, optimizer, schedule, train, test)
+    accelerator.register_for_checkpointing(position)
+    accelerator.init_trackers("resume", config=vars(args))
+    if any((args.out / "checkpoints").glob("checkpoint_*")):
+        accelerator.load_state()  # the newest complete one; the loader goes on in the middle of its epoch
+        accelerator.print(f"going on after step {position.step} in epoch {position.epoch + 1}")
+
+    while position.epoch < args.epochs:
+        model.train()
+        for images, labels in train:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            position.step += 1
+            accelerator.log({"loss": loss}, step=position.step)
+            told_to_stop = accelerator.preempted  # by SIGTERM, on any process
+            if position.step % args.save_every == 0 or told_to_stop:
+                accelerator.save_state()
+            if position.step == args.stop_after or told_to_stop:
+                accelerator.print(f"stopped after step {position.step}")
+                accelerator.end_training()
+                return
+        position.epoch += 1
+    score = evaluate(accelerator, model, test)
+    weights = torch.cat([p.detach().flatten().cpu() for p in accelerator.unwrap_model(model).parameters()])
+    print_of_weights = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]
+    accelerator.print(f"step {position.step}: {score:.2%} of held-out digits, weights {print_of_weights}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

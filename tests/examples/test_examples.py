@@ -1,0 +1,139 @@
+"""Every example at reduced size, as it is: two processes of the warm pool run its file as a program."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from hasten import read_metrics
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+
+FOLDER: Final = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: object) -> str:
+    """Run an example in this process; what it printed."""
+    printed = io.StringIO()
+    with as_program(name, *map(str, arguments)), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    return printed.getvalue()
+
+
+@contextlib.contextmanager
+def as_program(*argv: str) -> Iterator[None]:
+    """Give the block the command line and the folder a program of the examples has; undone afterwards."""
+    before, known = sys.argv, set(sys.modules)
+    sys.argv = list(argv)
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield
+    finally:
+        sys.argv = before
+        sys.path.remove(str(FOLDER))
+        for module in set(sys.modules) - known:
+            if getattr(sys.modules[module], "__file__", None) and str(FOLDER) in str(sys.modules[module].__file__):
+                del sys.modules[module]
+
+
+def shared_folder(ctx: ProcessContext) -> Path:
+    """A new folder, the same on every rank."""
+    return Path(ctx.world.broadcast_object(tempfile.mkdtemp(prefix="hasten-example-") if ctx.world.rank == 0 else None))
+
+
+@ranks(2)
+def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
+    printed = run("early_stopping.py", "--max_epochs", 12, "--patience", 1, "--lr", 0.02)
+    epochs = ctx.world.all_gather_object(printed.count("held-out"))
+    if ctx.world.rank == 0:
+        assert "stopped after epoch" in printed
+        assert epochs[0] > 1
+    else:
+        assert printed == ""
+
+
+@ranks(2)
+def test_cross_validation_tracks_every_fold(ctx: ProcessContext) -> None:
+    out = shared_folder(ctx)
+    printed = run("cross_validation.py", "--folds", 2, "--epochs", 2, "--out", out)
+    if ctx.world.rank == 0:
+        assert len(list(out.glob("fold*/*/metrics.jsonl"))) == 2
+        assert float(re.findall(r"together ([\d.]+)%", printed)[0]) > 75
+
+
+@ranks(2)
+def test_local_sgd_learns(ctx: ProcessContext) -> None:
+    printed = run("local_sgd.py", "--epochs", 3)
+    if ctx.world.rank == 0:
+        assert float(re.findall(r"epoch 3: ([\d.]+)%", printed)[0]) > 75
+
+
+@ranks(2)
+def test_profiling_leaves_a_trace_for_each_rank(ctx: ProcessContext) -> None:
+    out = shared_folder(ctx)
+    printed = run("profiling.py", "--steps", 3, "--out", out)
+    ctx.world.barrier("traces")
+    assert len(list(out.iterdir())) == 2
+    if ctx.world.rank == 0:
+        assert "Self CPU" in printed
+
+
+@ranks(2)
+def test_auto_batch_size_halves_until_it_fits(ctx: ProcessContext) -> None:
+    printed = run("auto_batch_size.py", "--batch_size", 256, "--pretend_limit", 100, "--epochs", 2)
+    if ctx.world.rank == 0:
+        assert re.findall(r"trying (\d+) samples a step, (\d+)", printed) == [("256", "1"), ("128", "2"), ("64", "4")]
+        assert "accuracy" in printed
+
+
+@ranks(2)
+def test_gan_trains_two_models(ctx: ProcessContext) -> None:
+    printed = run("gan.py", "--epochs", 5, "--samples", 2000, "--batch_size", 64)
+    if ctx.world.rank == 0:
+        assert re.search(r"epoch 5: \d of 8 spots found", printed)
+
+
+@ranks(2)
+def test_char_lm_learns_with_accumulation_and_bf16(ctx: ProcessContext) -> None:
+    out = shared_folder(ctx)
+    arguments = {"steps": 12, "accumulate": 2, "batch_size": 4, "context": 32, "width": 64, "depth": 1, "write": 8}
+    flags = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
+    printed = run("char_lm.py", *flags, "--megabytes", 0.05, "--out", out)
+    if ctx.world.rank == 0:
+        assert "bits per character after 12 updates of 2 batches" in printed
+        (file,) = out.glob("char_lm/*/metrics.jsonl")
+        losses = [row["loss"] for row in read_metrics(file)]
+        assert len(losses) == 12, "one record an update, not a batch"
+        assert losses[-1] < losses[0]
+
+
+@ranks(2)
+def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext) -> None:
+    whole, parts = shared_folder(ctx), shared_folder(ctx)
+    straight = run("resume.py", "--epochs", 2, "--out", whole)
+    first = run("resume.py", "--epochs", 2, "--stop_after", 34, "--out", parts)
+    second = run("resume.py", "--epochs", 2, "--out", parts)
+    if ctx.world.rank == 0:
+        assert "stopped after step 34" in first
+        assert "going on after step 30 in epoch 2" in second
+        assert second.splitlines()[-1] == straight.splitlines()[-1]
+        curves = [
+            [(row["step"], row["loss"]) for row in read_metrics(next(out.glob("resume/*/metrics.jsonl")))]
+            for out in (whole, parts)
+        ]
+        assert len(list(parts.glob("resume/*"))) == 1, "one run"
+        assert curves[0] == curves[1], "one curve, step by step"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+def test_every_example_is_in_the_index(path: Path) -> None:
+    assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")
