@@ -1,0 +1,114 @@
+"""What starting an empty script on two processes costs: hasten beside torchrun and, where it is installed, Accelerate.
+
+    python benchmarks/launch_overhead.py [--rounds 9] [--accelerate PATH_OF_ITS_COMMAND]
+
+The launchers take turns, so that a busy moment of the machine hits all of them; wall time and CPU time (of the launcher and
+everything it started) are told, each as median and as best. Results go to benchmarks/results/launch_overhead.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results")
+
+
+def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
+    """The contenders: two CPU processes of one empty script."""
+    folder = Path(sys.executable).parent
+    found = {
+        "torchrun": [str(folder / "torchrun"), "--nproc_per_node", "2", script],
+        "hasten launch": [str(folder / "hasten"), "launch", "--cpu", "--num_processes", "2", script],
+        "hasten launch, 1 process": [str(folder / "hasten"), "launch", "--cpu", script],
+        "hasten launch --help": [str(folder / "hasten"), "launch", "--help"],
+    }
+    if accelerate:
+        options = [
+            "--cpu",
+            "--num_processes",
+            "2",
+            "--num_machines",
+            "1",
+            "--mixed_precision",
+            "no",
+            "--dynamo_backend",
+            "no",
+        ]
+        found["accelerate launch (starts one process)"] = [accelerate, "launch", *options, script]
+    return found
+
+
+def measure(command: list[str], env: dict[str, str]) -> tuple[float, float]:
+    """Seconds of wall time and of CPU time, children included."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, env=env)
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    """The results as Markdown."""
+    base = rows["torchrun"]
+    lines = [
+        "| launcher | wall median s | wall best s | CPU median s | CPU best s | wall / torchrun | CPU / torchrun |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        cells = [f"{row[key]:.2f}" for key in ("wall_median_s", "wall_best_s", "cpu_median_s", "cpu_best_s")]
+        cells += [
+            f"{row['wall_median_s'] / base['wall_median_s']:.2f}",
+            f"{row['cpu_median_s'] / base['cpu_median_s']:.2f}",
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print and keep the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--accelerate", help="the accelerate command of another environment")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "empty.py"
+        script.write_text("")
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HASTEN_HOME": folder, "HF_HOME": folder}
+        contenders = commands(str(script), given.accelerate)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+        for turn in range(given.rounds + 1):
+            for name, command in contenders.items():
+                found = measure(command, env)
+                if turn:  # the first turn warms the disk's cache
+                    times[name].append(found)
+    rows = {
+        name: {
+            "wall_median_s": statistics.median(wall for wall, _ in found),
+            "wall_best_s": min(wall for wall, _ in found),
+            "cpu_median_s": statistics.median(cpu for _, cpu in found),
+            "cpu_best_s": min(cpu for _, cpu in found),
+        }
+        for name, found in times.items()
+    }
+    version = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
+    ).stdout.strip()
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {version}, {given.rounds} rounds"
+    text = table(rows)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "launch_overhead.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    (RESULTS / "launch_overhead.md").write_text(f"# Starting an empty script on two processes\n\n{machine}\n\n{text}\n")
+    print(f"{machine}\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()
