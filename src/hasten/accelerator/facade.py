@@ -115,6 +115,7 @@ class Accelerator:
                 parts.tracking,
             ),
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
+            whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
 
     # -- this process among the others ----------------------------------------------------------------------------

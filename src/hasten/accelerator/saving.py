@@ -18,6 +18,7 @@ from hasten.accelerator.preemption import FinishFirst, Preemption
 from hasten.accelerator.run_state import Restore, RunParts, collect, num_updates, own_buffers, plan_restore
 from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import CheckpointStore, Format
+from hasten.checkpoint.gathering import gathered
 from hasten.checkpoint.layout import Sizes
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.model_state import LoadReport
@@ -69,6 +70,7 @@ class Saving:
         notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
         sizes: Sizes | None = None,
         arrival_s: float = ARRIVAL_S,
+        whole: bool = False,
     ) -> None:
         self._ctx = ctx
         self._project = project
@@ -76,6 +78,7 @@ class Saving:
         self._notes = dict(notes or {})
         self._sizes = sizes
         self._arrival_s = arrival_s
+        self._whole = whole
         self._iteration = project.iteration
         self._save_hooks: dict[int, SaveHook] = {}
         self._load_hooks: dict[int, LoadHook] = {}
@@ -151,6 +154,8 @@ class Saving:
         except Exception as problem:  # any failure of user code must reach the other ranks; raised by the vote
             error = problem
         self._settle_or_abort(group, error, f"collecting the state for {name!r}")
+        if self._whole:
+            tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
         tree = tree | own_buffers(self._parts.plain_models(), self._ctx.world)
         prepared = prepare(tree, group, self._ctx.world, self._sizes)
         header = self._header(name, metrics)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,47 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from hasten.comm.agreement import agree
 from hasten.config.precision import PrecisionType
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.precision.base import Precision
-from hasten.runtime.axes import SHARD, Axis
+from hasten.runtime.axes import LOSS, SHARD, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import device_mesh
 from hasten.strategies.base import Stage, Wish
-from hasten.strategies.wrapping import blocks_to_shard, ignored_parameters
+from hasten.strategies.filling import (
+    Source,
+    copy_from_rank_0,
+    deal_out,
+    fill_by_function,
+    keep_rest_on_device,
+    make_room,
+    named_tensors,
+    source_of,
+)
+from hasten.strategies.whole import average_gradients, scalars
+from hasten.strategies.wrapping import (
+    CONTAINERS,
+    blocks_to_shard,
+    ignored_parameters,
+    keep_ties_together,
+    owned_parameters,
+)
 
 log = logging.getLogger(__name__)
 
 _DTYPES: Final = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one model will be sharded, decided before anything is touched."""
+
+    blocks: list[nn.Module]
+    whole: set[nn.Parameter]
+    policy: MixedPrecisionPolicy
+    notes: list[str]
 
 
 class Shard:
@@ -47,32 +76,71 @@ class Shard:
         self._mesh: DeviceMesh | None = None
         self._replicated = False
         self._is_main = True
+        self._sharded = WeakValueDictionary[int, nn.Parameter]()  # by identity: what was sharded, while it lives
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        if isinstance(model, FSDPModule) or not wish.train:
+        if isinstance(model, FSDPModule):
             return model
+        if not wish.train:
+            return model.to(ctx.device) if wish.place and not hasattr(model, "hf_device_map") else model
         mesh = self._mesh_for(ctx)
-        policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
+        with agree(ctx.world, f"sharding {type(model).__name__}"):
+            layout = self._decide(model, precision)
+        source = source_of(model, self._config, ctx)
+        self._remember(model)
+        _ready_for_sharding(model, precision.spec, layout.whole)
+        if source is not Source.RANK_0 and self._config.sync_module_states:
+            copy_from_rank_0(model, ctx)
+        wholes = {name: t.data for name, t in named_tensors(model)} if source is Source.RANK_0 and ctx.is_main else {}
+        self._shard(model, layout, mesh, ctx)
+        make_room(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
+        keep_rest_on_device(model, ctx)
+        if source is Source.RANK_0:
+            deal_out(model, wholes, ctx)
+        elif source is Source.NOBODY:
+            fill_by_function(model, self._config)
+        self._remember(model)
+        average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
+        if ctx.is_main:
+            for note in (*layout.notes, _banner(model, mesh, layout, self._config, source)):
+                log.info(note)
+        return model
+
+    def _remember(self, model: nn.Module) -> None:
+        """Know the parameters again when another model has them too: those before sharding, and their shards."""
+        self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
+
+    def _decide(self, model: nn.Module, precision: Precision) -> Layout:
+        """The layout of a model. Raises: ConfigError or PrepareError for what cannot be sharded."""
+        _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
-        blocks = blocks_to_shard(model, self._config)
-        _upcast_trainable(model, precision.spec, ignored)
-        if self._config.sync_module_states:
-            _from_rank_0(model, ctx)
-        inside = replace(policy, output_dtype=None)  # between blocks activations stay in the computing dtype
+        zero_dims = scalars(model)
+        whole = ignored | set(zero_dims.values())
+        chosen = blocks_to_shard(model, self._config)
+        blocks, tied = keep_ties_together(model, chosen, whole)
+        _refuse_mixed_masters(model, blocks, precision.spec, whole)
+        notes = []
+        if len(blocks) < len(chosen):
+            notes.append(
+                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded on their own, because they share "
+                f"{tied[0]!r} with another block: they join the group around them"
+            )
+        if zero_dims:
+            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
+        return Layout(blocks, whole, mixed_precision(self._config, precision.spec, self._keep_outputs), notes)
+
+    def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
+        inside = replace(layout.policy, output_dtype=None)  # between blocks activations stay in the computing dtype
         options: dict[str, Any] = {  # Any: keywords of fully_shard
             "mesh": mesh,
             "offload_policy": self._offload(ctx),
-            "ignored_params": ignored,
+            "ignored_params": layout.whole,
+            "reshard_after_forward": self._config.reshard_after_forward,
         }
-        after = self._config.reshard_after_forward
-        for block in blocks:
-            fully_shard(block, reshard_after_forward=after, mp_policy=inside, **options)
-        fully_shard(model, reshard_after_forward=after, mp_policy=policy, **options)
-        self._prefetch(blocks)
-        _materialise(model, self._config, ctx)
-        _keep_rest_on_device(model, ctx, self._config)
-        log.info(_banner(model, mesh, policy, self._config))
-        return model
+        for block in layout.blocks:
+            fully_shard(block, mp_policy=inside, **options)
+        fully_shard(model, mp_policy=layout.policy, **options)
+        self._prefetch(layout.blocks)
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model
@@ -156,64 +224,73 @@ def mixed_precision(
     )
 
 
-def _upcast_trainable(model: nn.Module, spec: PrecisionType, ignored: set[nn.Parameter]) -> None:
-    """Give trainable half-precision parameters float32 master weights under mixed precision; frozen ones stay."""
-    if spec == "no":
-        return
+def _ready_for_sharding(model: nn.Module, spec: PrecisionType, whole: set[nn.Parameter]) -> None:
+    """Give trainable half-precision parameters float32 masters under mixed precision, and lay all out densely.
+
+    Frozen parameters keep their dtype. Dense: torch shards no other memory format (channels_last, for example).
+    """
     for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16) and parameter not in ignored:
-            parameter.data = parameter.data.float()
+        if parameter in whole:
+            continue
+        dtype = master_dtype(parameter, spec)
+        if dtype != parameter.dtype or not parameter.is_contiguous():
+            parameter.data = parameter.data.to(dtype).contiguous()
 
 
-def _from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
-    """Make parameters and buffers those of rank 0, so that every rank cuts its shard from the same model."""
-    if ctx.world.size == 1:
-        return
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
-            tensor.data.copy_(ctx.world.broadcast(tensor.data))
+def master_dtype(parameter: nn.Parameter, spec: PrecisionType) -> torch.dtype:
+    """The dtype the optimizer works on: float32 for what is trained in half precision, else the parameter's own."""
+    half = parameter.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if spec != "no" and parameter.requires_grad and half else parameter.dtype
 
 
-def _materialise(model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext) -> None:
-    """Give meta parameters storage for this rank's shards, and fill them when the user says how."""
-    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        return
-    where = torch.device("cpu") if config.cpu_offload else ctx.device
-    buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta} - set(model.state_dict())
-    model.to_empty(device=where)
-    if config.param_init_fn is not None:
-        for module in model.modules():
-            config.param_init_fn(module)
-        return
-    if buffers:
+def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
+    name = type(model).__name__
+    if isinstance(model, CONTAINERS):
         raise PrepareError(
-            f"buffer {sorted(buffers)[0]!r} was built on the meta device and is not saved with the model's weights, so "
-            "nothing would fill it. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
-            "build the model with init_empty_weights(include_buffers=False)."
+            f"a {name} is never called itself, so nothing would gather its parameters. Put its modules into a module "
+            "with a forward, or prepare each of them."
+        )
+    known = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
+    inner = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if known or inner:
+        raise PrepareError(
+            f"{(known or inner)[0]!r} of {name} is also part of a model that is sharded already, and a parameter can "
+            "be in one shard group only. Prepare one module that holds both models, and call its parts through "
+            "methods marked with mark_forward_method()."
         )
 
 
-def _keep_rest_on_device(model: nn.Module, ctx: ProcessContext, config: FullyShardedDataParallelPlugin) -> None:
-    """Move what FSDP does not manage, buffers and ignored parameters, to the device."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != ctx.device:
-                module._buffers[name] = buffer.to(ctx.device)
-    for parameter in model.parameters():
-        if not isinstance(parameter, DTensor) and parameter.device != ctx.device:
-            parameter.data = parameter.data.to(ctx.device)
+def _refuse_mixed_masters(
+    model: nn.Module, blocks: Sequence[nn.Module], spec: PrecisionType, whole: set[nn.Parameter]
+) -> None:
+    """Raise when trained parameters of one group have different dtypes: torch reduces their gradients as one."""
+    found: dict[int, dict[torch.dtype, str]] = {}
+    for owner, name, parameter in owned_parameters(model, blocks):
+        if parameter.requires_grad and parameter not in whole:
+            found.setdefault(id(owner), {}).setdefault(master_dtype(parameter, spec), name)
+    for group in found.values():
+        if len(group) > 1:
+            (one, first), (other, second) = list(group.items())[:2]
+            raise PrepareError(
+                f"{first!r} is {one} and {second!r} is {other}; both are trained in one shard group, whose gradients "
+                "are reduced together in one dtype. Bring the trained parameters to one dtype (model.float()), or use "
+                "mixed_precision='bf16', which gives them float32 master weights."
+            )
 
 
 def _banner(
-    model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, config: FullyShardedDataParallelPlugin
+    model: nn.Module, mesh: DeviceMesh, layout: Layout, config: FullyShardedDataParallelPlugin, source: Source
 ) -> str:
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
-    compute = policy.param_dtype or "the same"
+    compute = layout.policy.param_dtype or "the same"
     where = "host memory" if config.cpu_offload else "the device"
-    names = mesh.mesh_dim_names or ()
-    return (
-        f"{type(model).__name__} is sharded over {dict(zip(names, mesh.shape, strict=True))}: master weights "
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    text = (
+        f"{type(model).__name__} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
         f"{' and '.join(sorted(trained)) or 'none (frozen)'} in {where}, computing in "
         f"{str(compute).removeprefix('torch.')}, reducing in "
-        f"{str(policy.reduce_dtype or compute).removeprefix('torch.')}"
+        f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
     )
+    if config.cpu_ram_efficient_loading and source is Source.EVERYONE:
+        text += "; cpu_ram_efficient_loading saved nothing, because every rank built the model with weights"
+    return text

@@ -15,6 +15,7 @@ from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, Spread, Stage, Transform, Wish
+from hasten.strategies.together import update_together
 
 
 class NativeStrategy:
@@ -39,6 +40,7 @@ class NativeStrategy:
         inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
+            update_together(item.value)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._spread.no_sync(model)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from torch import nn
 
@@ -11,7 +13,11 @@ from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.blocks import blocks_by_class, repeated_blocks
 
-_DEFAULT_MIN_PARAMS = 100_000_000
+log = logging.getLogger(__name__)
+
+_DEFAULT_MIN_PARAMS: Final = 100_000_000
+CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that nothing would gather the parameters of a group of theirs."""
 
 
 def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
@@ -37,7 +43,14 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
 
 def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
     """Modules for which `policy(module)` is true."""
-    return [module for module in model.modules() if module is not model and policy(module)]
+    chosen = [(name, module) for name, module in model.named_modules() if module is not model and policy(module)]
+    for name, module in chosen:
+        if isinstance(module, CONTAINERS):
+            raise ConfigError(
+                f"fsdp.auto_wrap_policy chose {name!r}, a {type(module).__name__}, which is never called itself, so "
+                "nothing would gather its parameters. Let the policy choose the modules inside it."
+            )
+    return [module for _, module in chosen]
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
@@ -46,7 +59,7 @@ def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> int:
         rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
-        if module is not model and rest >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if module is not model and rest >= least and not isinstance(module, CONTAINERS):
             chosen.append(module)
             return 0
         return rest
@@ -60,6 +73,41 @@ def _deepest_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Mod
     order = [module for module in model.modules() if id(module) in wanted and module is not model]
     depth = {id(module): name.count(".") for name, module in model.named_modules()}
     return sorted(order, key=lambda module: -depth[id(module)])
+
+
+def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter under every name, led by the block whose shard group it is in (the model for what is left)."""
+    wrapped = {id(block) for block in blocks}
+
+    def visit(module: nn.Module, prefix: str, owner: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        owner = module if id(module) in wrapped else owner
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, prefix + name, parameter
+        for name, child in module.named_children():
+            yield from visit(child, f"{prefix}{name}.", owner)
+
+    return visit(model, "", model)
+
+
+def keep_ties_together(
+    model: nn.Module, blocks: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[list[nn.Module], list[str]]:
+    """The blocks without those that share a parameter with another group, and one name of each such parameter.
+
+    A parameter lives in one shard group. The blocks left out join the group around them, where ties hold.
+    """
+    kept, tied = list(blocks), dict[int, str]()
+    while True:
+        owners: dict[int, dict[int, nn.Module]] = {}
+        for owner, name, parameter in owned_parameters(model, kept):
+            if parameter not in ignored:
+                owners.setdefault(id(parameter), {})[id(owner)] = owner
+                if len(owners[id(parameter)]) > 1:
+                    tied.setdefault(id(parameter), name)
+        torn = {key for several in owners.values() if len(several) > 1 for key in several}
+        if not torn:
+            return kept, list(tied.values())
+        kept = [block for block in kept if id(block) not in torn]
 
 
 def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
