@@ -1,0 +1,124 @@
+"""A loop whose input copy takes about as long as its compute: side by side with bare torch, Accelerate and Fabric.
+
+    python benchmarks/input_bound.py --device cuda    # 154 MB batches, pinned
+    python benchmarks/input_bound.py                  # a small run on the CPU, to see that it works
+
+The goal is a step of 1.15 times the longer of copy and compute; without overlap it is their sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from loading import prepared_by_all, report, summary, take_turns
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+class Pinned(Dataset[dict[str, Tensor]]):
+    """Batches that lie ready in pinned memory: reading costs nothing, so that copy and compute are all there is."""
+
+    def __init__(self, device: torch.device, shape: tuple[int, ...], steps: int) -> None:
+        self.batches = [{"x": torch.randn(shape)} for _ in range(4)]
+        if device.type != "cpu":
+            self.batches = [{"x": batch["x"].pin_memory()} for batch in self.batches]
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.batches[index % len(self.batches)]
+
+
+def as_is(batch: Any) -> Any:
+    return batch
+
+
+def computing(device: torch.device, rounds: int) -> Callable[[Tensor], None]:
+    """Matrix products of about 3.2 ms on an H200, then one look at the batch."""
+    side = 8192 if device.type != "cpu" else 128
+    weight = torch.randn(side, side, device=device, dtype=torch.bfloat16 if device.type != "cpu" else torch.float32)
+
+    def compute(x: Tensor) -> None:
+        for _ in range(rounds):
+            weight @ weight
+        x.view(-1)[:1].add_(0)
+
+    return compute
+
+
+def wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def looping(loader: Iterable[Any], compute: Callable[[Tensor], None] | None, device: torch.device) -> Callable[[], int]:
+    def loop() -> int:
+        count = 0
+        for batch in loader:
+            if compute is not None:
+                compute(batch["x"])
+            count += 1
+        wait(device)
+        return count
+
+    return loop
+
+
+def milliseconds(run: Callable[[], int]) -> float:
+    times = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        count = run()
+        times.append((time.perf_counter() - begun) / count * 1e3)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=0, help="matrix products a step (default: about 3.2 ms of them)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    on_gpu = device.type != "cpu"
+    data = Pinned(device, (256, 3, 224, 224) if on_gpu else (8, 3, 32, 32), 60 if on_gpu else 20)
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(data, batch_size=None, collate_fn=as_is)
+
+    loaders = prepared_by_all(make, device)
+    copy = milliseconds(looping(loaders["bare torch"], None, device))
+    one = milliseconds(_compute_only(computing(device, 8), device)) / 8
+    rounds = args.rounds or max(round(3.2 / one), 1) if on_gpu else 2
+    compute = computing(device, rounds)
+    alone = milliseconds(_compute_only(compute, device))
+    passes = {name: looping(loader, compute, device) for name, loader in loaders.items()}
+    times = take_turns(passes, 3 if args.quick or not on_gpu else 12)
+    row: dict[str, Any] = {"batch (MB)": data.batches[0]["x"].nbytes / 1e6, "copy alone (ms)": copy}
+    row["compute alone (ms)"] = alone
+    for name, numbers in summary(times).items():
+        row[f"{name} (ms)"] = numbers["milliseconds"]
+        row[f"{name} / max(copy, compute)"] = numbers["milliseconds"] / max(copy, alone)
+    report(f"input_bound_{args.device}", "Input-bound loop", [row], args.device)
+
+
+def _compute_only(compute: Callable[[Tensor], None], device: torch.device) -> Callable[[], int]:
+    x = torch.zeros(8, device=device)
+
+    def run() -> int:
+        for _ in range(30):
+            compute(x)
+        wait(device)
+        return 30
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
