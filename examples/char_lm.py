@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from hasten import Accelerator, set_seed
+from hasten import Accelerator, Progress, set_seed
 
 ALPHABET = 128  # ASCII; other characters become the last one
 
@@ -78,7 +78,7 @@ def main() -> None:
     accelerator.init_trackers("char_lm", config=vars(args))
     model.train()
     bits = math.inf
-    bar = accelerator.progress(total=args.steps, desc="updates")
+    bar: Progress[Tensor] = accelerator.progress(total=args.steps, desc="updates")
     for codes in endless(loader):
         with accelerator.accumulate(model):
             scores = model(codes[:, :-1])
@@ -99,7 +99,7 @@ def main() -> None:
     bar.close()
     accelerator.print(f"{bits:.2f} bits per character after {args.steps} updates of {args.accumulate} batches")
     if accelerator.is_main_process:
-        print(write(accelerator.unwrap_model(model), "def ", args.write))
+        print(write(accelerator.unwrap_model(model), args.context, "def ", args.write))
     accelerator.end_training()
 
 
@@ -120,13 +120,13 @@ def read_sources(megabytes: float) -> bytes:
 
 
 @torch.no_grad()
-def write(model: Writer, text: str, num: int) -> str:
+def write(model: nn.Module, context: int, text: str, num: int) -> str:
     """Return `text` and `num` more characters."""
     model.eval()
     device = next(model.parameters()).device
     codes = torch.tensor([list(text.encode())], device=device)
     for _ in range(num):
-        chances = model(codes[:, -model.context :])[0, -1].float().softmax(dim=0)
+        chances = model(codes[:, -context:])[0, -1].float().softmax(dim=0)
         codes = torch.cat([codes, torch.multinomial(chances, 1)[None]], dim=1)
     return bytes(codes[0].tolist()).decode("ascii", "replace")
 

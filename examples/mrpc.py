@@ -14,7 +14,7 @@ from hasten import Accelerator
 
 def main() -> None:
     """Train, and report accuracy and F1 on the test pairs after each epoch."""
-    args = read_arguments("Fine-tune a BERT on MRPC with hasten.")
+    args = read_arguments()
     torch.manual_seed(args.seed)
     accelerator = Accelerator(log_with="jsonl", project_dir=args.out)  # 1 of 3: instead of choosing a device
 

@@ -34,9 +34,9 @@ class Scores(NamedTuple):
     num: int
 
 
-def read_arguments(description: str) -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
     """Return the command line's settings."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description="Fine-tune a BERT to tell paraphrases (MRPC).")
     parser.add_argument(
         "--data", default="nyu-mll/glue", help="folder with msr_paraphrase_{train,test}.txt, or a dataset of the Hub"
     )

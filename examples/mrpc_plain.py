@@ -11,7 +11,7 @@ from mrpc_parts import evaluate, load, read_arguments, report
 
 def main() -> None:
     """Train, and report accuracy and F1 on the test pairs after each epoch."""
-    args = read_arguments("Fine-tune a BERT on MRPC in plain PyTorch.")
+    args = read_arguments()
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

