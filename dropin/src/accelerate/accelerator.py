@@ -1,0 +1,373 @@
+"""The Accelerator with the established constructor and attributes, on top of hasten's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hasten
+from accelerate import ambient, notyet, tracking
+from accelerate.ambient import AMBIENT
+from accelerate.constructing import HANDLERS, UNSET, sort_arguments
+from accelerate.data_loader import skip_first_batches
+from accelerate.logging import get_logger
+from accelerate.mirrors import Mirrors
+from accelerate.preparing import EstablishedPreparer
+from accelerate.quirks import (
+    AUTOMATIC_NAMING_OPT_IN,
+    FLAT_RESULTS,
+    FREE_MEMORY_GIVES_LIST,
+    MISSING_TRACKER_IS_BLANK,
+    kept,
+)
+from accelerate.state import AcceleratorState, GradientState, PartialState, fill_partial
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_NAME, WEIGHTS_NAME
+from accelerate.utils.dataclasses import AutocastKwargs, ProfileKwargs
+from accelerate.utils.operations import _checked, gather_object
+from accelerate.utils.other import extract_model_from_parallel
+from hasten.accelerator.accumulation import Accumulation
+from hasten.optim import clip
+from hasten.optim.clock import Key
+from hasten.runtime.axes import BATCH
+from hasten.accelerator import metrics
+
+__all__ = ["LOGGER_TYPE_TO_CLASS", "MODEL_NAME", "PROFILE_PATTERN_NAME", "SCALER_NAME", "WEIGHTS_NAME", "Accelerator"]
+logger = get_logger(__name__)
+# Any in this file: the user's objects, and settings of every type.
+
+
+class Accelerator(Mirrors, hasten.Accelerator):
+    """Runs a plain training loop on any number of processes and devices."""
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = UNSET,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Any = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Any = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        sorted_ = sort_arguments(given)
+        hasten.Accelerator.__init__(self, **sorted_.settings)
+        self.device_placement = device_placement
+        self.dataloader_config = sorted_.data
+        self.project_configuration = sorted_.project
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types: list[str] = [str(kind) for kind in (rng_types if rng_types is not None else ["generator"])]
+        for name in HANDLERS.values():
+            setattr(self, name, sorted_.handlers.get(name))
+        self.flag_tensor = None
+        self.has_lomo_optimizer = False
+        self.delayed_fp8_autocast = False
+        self._trackers: list[GeneralTracker] = []
+        self._preparer = EstablishedPreparer(self)
+        self._publish(sorted_.fsdp, sorted_.dynamo, parallelism_config, torch_tp_plugin)
+        self.state = AcceleratorState()
+        self.gradient_state = GradientState(sorted_.accumulation)
+        if "num_steps" not in AMBIENT.plugin_kwargs:
+            AMBIENT.plugin_kwargs["num_steps"] = self.clock.every
+        if parallelism_config is not None:
+            parallelism_config._validate_accelerator(self)
+        self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
+
+    def _publish(self, fsdp: Any, dynamo: Any, parallelism: Any, tensor_parallel: Any) -> None:
+        """Make this Accelerator what the process-wide views show."""
+        ambient.adopt(self.ctx)
+        AMBIENT.clock = self.clock
+        AMBIENT.accelerator = self
+        fill_partial(self.config.cpu, strategy=self.strategy.name)
+        AMBIENT.whole.update(
+            AMBIENT.partial,
+            deepspeed_plugins=None,
+            torch_tp_plugin=tensor_parallel,
+            parallelism_config=parallelism,
+            device_mesh=None,
+            dynamo_plugin=dynamo,
+            _mixed_precision=self.config.mixed_precision,
+        )
+        if fsdp is not None:
+            AMBIENT.whole["fsdp_plugin"] = fsdp
+
+    # -- this process among the others ----------------------------------------------------------------------------
+    def on_main_process(self, function: Any = None) -> Any:
+        """The function, run on the main process only."""
+        return PartialState().on_main_process(function)
+
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """The function, run on each node's main process only."""
+        return PartialState().on_local_main_process(function)
+
+    def on_process(self, function: Any = None, process_index: Any = None) -> Any:
+        """The function, run on one process only."""
+        return PartialState().on_process(function, process_index)
+
+    def on_local_process(self, function: Any = None, local_process_index: Any = None) -> Any:
+        """The function, run on one process of each node."""
+        return PartialState().on_local_process(function, local_process_index)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """This process's share."""
+        return PartialState().split_between_processes(inputs, apply_padding)
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
+        prepared = self._preparer.prepare(args, device_placement)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """The loader, reading this process's share."""
+        place = self.device_placement if device_placement is None else device_placement
+        return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The loader without its first batches."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def accumulate(self, *models: Any) -> Accumulation:
+        """One micro-step over these models; models that were not prepared take part without a window of their own."""
+        known = [model for model in models if any(model is one for one in self.prepared.models)]
+        key: Key = tuple([self.prepared.index_of(model) for model in known])
+        each = self.config.gradient_accumulation.sync_each_batch
+        return Accumulation(self.clock, self.strategy, known or self.prepared.models, key, each)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """A block in which backward leaves this model's gradients unsynchronised."""
+        if any(model is one for one in self.prepared.models):
+            return self.strategy.no_sync(model)
+        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """A block whose backward synchronises gradients of forwards made under no_sync."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """Backpropagate the loss, divided by the window's length."""
+        if kwargs.pop("learning_rate", None) is not None:
+            notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+        super().backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward fused with LOMO's update."""
+        notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """A block that computes in this run's precision."""
+        return super().autocast(None if autocast_handler is None else autocast_handler.to_hasten())
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients to their final size."""
+        super().unscale_gradients(None if optimizer is None else optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
+        chosen = clip.as_list(parameters)
+        norm = super().clip_grad_norm_(chosen, max_norm, norm_type)
+        if norm is not None:
+            return norm
+        return clip.clip_norm(chosen, float("inf"), norm_type)
+
+    @contextmanager
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> Iterator[None]:
+        """A block in which sequences are split, where context parallelism is on; it is not in this version yet."""
+        yield
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """A loader that splits sequences."""
+        notyet.refuse("Accelerator.deepspeed_ulysses_dl_adapter", notyet.DEEPSPEED)
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+    def gather(self, tensor: Any) -> Any:  # type: ignore[override]
+        """Every process's tensors joined along the first dimension."""
+        if self.num_processes == 1 and kept(FLAT_RESULTS):
+            return tensor
+        _checked("_gpu_gather_one", tensor)
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]
+        """Tensors summed or averaged over processes, times `scale`."""
+        _checked("_reduce_across_processes", tensor)
+        if reduction == "none" or (self.num_processes == 1 and kept(FLAT_RESULTS)):
+            return tensor
+        return super().reduce(tensor, reduction, scale)  # type: ignore[arg-type]  # checked there
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Tensors padded along `dim` to the largest size any process has."""
+        return tensor if self.num_processes == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The results of every process for the current batch, each real sample once."""
+        if self.num_processes == 1:
+            return input_data
+        cursor = self.clock.active
+        if use_gather_object or not hasten_tensors(input_data):
+            return gather_object(metrics._real_items(input_data, cursor))
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor)
+
+    # -- trackers -------------------------------------------------------------------------------------------------
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Begin a run of every tracker. Ranks: every rank."""
+        self._trackers = tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or its package's own object; a blank one away from the main process."""
+        for tracker in self._trackers:
+            if tracker.name == name:  # type: ignore[attr-defined]  # every finished tracker class has a name
+                return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
+        if self._trackers and self.is_main_process:
+            raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
+        assert kept(MISSING_TRACKER_IS_BLANK)
+        return GeneralTracker(_blank=True)
+
+    @property
+    def trackers(self) -> Any:
+        """The trackers that run on this process."""
+        return self._trackers
+
+    def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
+        """Record values with every tracker."""
+        for tracker in self._trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[attr-defined]
+
+    def end_training(self) -> None:
+        """Finish saves in flight and close the trackers. Ranks: every rank."""
+        for tracker in self._trackers:
+            tracker.finish()
+        self._trackers = []
+        super().end_training()
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:  # type: ignore[override]
+        """Save everything the run needs to go on; where it lies. Ranks: every rank."""
+        automatic = self.project_configuration.automatic_checkpoint_naming
+        if output_dir is None and not automatic and kept(AUTOMATIC_NAMING_OPT_IN):
+            raise TypeError(
+                "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
+                "ProjectConfiguration(automatic_checkpoint_naming=True)"
+            )
+        place = super().save_state(None if automatic else output_dir, safe_serialization)
+        self.project_configuration.iteration = self.saving.iteration
+        return place
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]
+        """Put the run back to where a checkpoint was saved. Ranks: every rank."""
+        if input_dir is None:
+            if not self.project_configuration.automatic_checkpoint_naming:
+                raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+        elif not Path(input_dir).expanduser().is_dir():
+            raise ValueError(f"Tried to find {input_dir} but folder does not exist")
+        elif not (Path(input_dir) / "manifest.json").exists():
+            self._load_original(str(input_dir), load_model_func_kwargs)
+            return
+        super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
+        self.project_configuration.iteration = self.saving.iteration
+
+    def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
+        """Read a checkpoint that the original package wrote."""
+        from accelerate import checkpointing  # noqa: PLC0415  only for checkpoints from elsewhere
+
+        models = [self.unwrap_model(model) for model in self.prepared.models]
+        for hook in list(self.saving._load_hooks.values()):
+            hook(models, folder)
+        done = self.prepared
+        checkpointing.load_accelerator_state(
+            folder, models, done.optimizers, done.schedulers, done.loaders, self.process_index, self.scaler, **kwargs
+        )
+        for index, thing in enumerate(self._custom_objects):
+            checkpointing.load_custom_state(thing, folder, index)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects with the run."""
+        wrong = [
+            (index, thing)
+            for index, thing in enumerate(objects)
+            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict")
+        ]
+        if wrong:
+            lines = "".join(f"\n\t- Item at index {index}, `{type(thing).__name__}`" for index, thing in wrong)
+            raise ValueError(
+                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. "
+                f"The following inputs are invalid:{lines}"
+            )
+        super().register_for_checkpointing(*objects)
+
+    # -- models and memory ----------------------------------------------------------------------------------------
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The user's own module inside a prepared one."""
+        if any(model is one for one in self.prepared.models):
+            return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Every parameter and buffer of a model, whole. Ranks: every rank."""
+        if any(model is one for one in self.prepared.models):
+            return super().get_state_dict(model)
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """A block under torch.profiler."""
+        chosen = profile_handler or self.profile_handler or ProfileKwargs()
+        return super().profile(chosen.to_hasten())
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything prepared and hand cached memory back; a None for every argument."""
+        count = len(objects)
+        del objects
+        super().free_memory()
+        assert kept(FREE_MEMORY_GIVES_LIST)
+        return [None] * count
+
+    clear = free_memory
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model was spread over devices by a device map."""
+        return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
+
+
+def hasten_tensors(data: Any) -> bool:
+    """Whether there is any tensor in the data."""
+    from hasten import trees  # noqa: PLC0415
+
+    return bool(trees.tensors(data))
+
+

@@ -1,0 +1,3 @@
+"""Local SGD."""
+
+from hasten.optim.local_sgd import LocalSGD as LocalSGD

@@ -1,0 +1,40 @@
+"""Loggers that speak on the main process."""
+
+from __future__ import annotations
+
+import logging
+
+from accelerate.quirks import LOGGER_NEEDS_STATE, kept
+from hasten.runtime.logs import RankLogger
+
+
+
+class MultiProcessAdapter(RankLogger):
+    """A logger that speaks on the main process only, unless a call says otherwise."""
+
+    def __init__(self, logger: logging.Logger, extra: object = None) -> None:
+        super().__init__(logger)
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
+        """Log on the main process, or as `main_process_only` and `in_order` say."""
+        if kept(LOGGER_NEEDS_STATE):
+            from accelerate.ambient import AMBIENT  # noqa: PLC0415  loads torch, which making a logger must not
+
+            if not AMBIENT.partial:
+                raise RuntimeError(
+                    "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
+                    "using the logging utility."
+                )
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # type: ignore[operator]
+        super().log(level, msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """The logger `name`; its level is `log_level`, else ACCELERATE_LOG_LEVEL. The root logger is left alone."""
+    from accelerate.utils.environment import environment  # noqa: PLC0415
+
+    level = log_level or environment().get("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if level is not None:
+        logger.setLevel(level.upper())
+    return MultiProcessAdapter(logger)

@@ -1,0 +1,63 @@
+"""AcceleratedOptimizer: hasten's prepared optimizer under its established name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate import ambient
+from accelerate.quirks import ZERO_GRAD_WAITS, kept
+from accelerate.state import AcceleratorState, GradientState
+from hasten import trees
+from hasten.optim.clock import StepClock
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.precision.base import Precision
+from hasten.precision.full import FullPrecision
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:  # Any: an optimizer's state
+    """The state on a device."""
+    return trees.to_device(state, device)
+
+
+class AcceleratedOptimizer(PreparedOptimizer):
+    """The user's optimizer, stepping and clearing only where a window ends."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: Any = None,  # Any: torch's GradScaler; the Accelerator's precision brings its own
+        *,
+        clock: StepClock | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(optimizer, clock or ambient.clock(), precision or FullPrecision())
+        self.scaler = scaler
+        self.device_placement = device_placement
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The view on the current window."""
+        return GradientState()
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The view on the process."""
+        return AcceleratorState()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: what the inner optimizer returns
+        """Update the parameters if the window ends here."""
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless a window that is still open needs them."""
+        if self.acts_now or not kept(ZERO_GRAD_WAITS):
+            super().zero_grad(True if set_to_none is None else set_to_none)
+
+
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method; hasten learns from the step's result whether it was skipped, so nothing is patched."""
+    return method

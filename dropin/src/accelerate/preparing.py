@@ -1,0 +1,137 @@
+"""hasten's preparer, making the established classes and letting strangers through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from accelerate.data_loader import DataLoaderShard, _Prepared, prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.quirks import STRANGERS_PASS, kept
+from accelerate.scheduler import AcceleratedScheduler
+from hasten import bundle
+from hasten.accelerator.preparing import Preparer
+from hasten.bundle import Item
+from hasten.errors import PrepareError
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+# Any in this file: the user's objects.
+
+
+class EstablishedPreparer(Preparer):
+    """Turns what the user gives into AcceleratedOptimizer, AcceleratedScheduler and DataLoaderShard."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(
+            accelerator.config, accelerator.ctx, accelerator.strategy, accelerator.precision, accelerator.clock
+        )
+        self.done = accelerator.prepared
+        self._accelerator = accelerator
+
+    def prepare(self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True) -> Any:
+        """The objects prepared, in call order; what is none of the known kinds comes back as it is."""
+        places = list(placement) if placement is not None else [None] * len(objects)
+        if len(places) != len(objects):
+            raise ValueError(f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed).")
+        known = [index for index, value in enumerate(objects) if not _stranger(value)]
+        own = [self._config.device_placement if places[index] is None else bool(places[index]) for index in known]
+        prepared = super().prepare(tuple(objects[index] for index in known), own, train)
+        result = list(objects)
+        for index, value in zip(known, prepared, strict=True):
+            result[index] = value
+        return tuple(result)
+
+    def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        prepared = AcceleratedOptimizer(
+            optimizer, scaler=self._precision.scaler, clock=self._clock, precision=self._precision
+        )
+        self.done.optimizers.append(prepared)
+        return prepared
+
+    def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        inner = getattr(scheduler, "optimizer", None)
+        owners = [known for known in self.done.optimizers if inner in (known, known.optimizer)]
+        config = self._accelerator.dataloader_config
+        prepared = AcceleratedScheduler(
+            scheduler,
+            owners or list(self.done.optimizers),
+            step_with_optimizer=self._accelerator.step_scheduler_with_optimizer,
+            split_batches=config.split_batches,
+        )
+        self.done.schedulers.append(prepared)
+        return prepared
+
+    def _loaders(self, items: list[Item]) -> None:
+        for item in items:
+            item.value = self.loader(item.value, item.place, 0)
+
+    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Any:
+        """The loader, reading this process's share."""
+        if isinstance(loader, _Prepared):
+            if not any(loader is known for known in self.done.loaders):
+                self.done.loaders.append(loader)  # type: ignore[arg-type]
+            return loader
+        config = self._accelerator.dataloader_config
+        prepared = prepare_data_loader(
+            loader,
+            self._ctx.device,
+            num_processes=self._ctx.world.size,
+            process_index=self._ctx.rank,
+            split_batches=config.split_batches,
+            put_on_device=place,
+            rng_types=list(self._accelerator.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        prepared.clock = self._clock  # type: ignore[attr-defined]
+        self.done.loaders.append(prepared)  # type: ignore[arg-type]
+        return prepared
+
+    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Any:
+        """A block in which ranks may run out of batches at different times."""
+        return _Join(super().join(joinables, None), self.done.loaders, even_batches)
+
+
+class _Join:
+    """Ranks may run out of batches; map-style loaders may give uneven ones meanwhile."""
+
+    def __init__(self, inner: Any, loaders: Any, even_batches: bool | None) -> None:
+        self._inner = inner
+        self._loaders = [one for one in loaders if isinstance(one, DataLoaderShard)]
+        self._even = even_batches
+        self._before: list[tuple[Any, bool]] = []
+
+    def __enter__(self) -> None:
+        if self._even is not None:
+            for loader in self._loaders:
+                for target in (loader, loader.batch_sampler):
+                    if hasattr(target, "even_batches"):
+                        self._before.append((target, target.even_batches))
+                        target.even_batches = self._even
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self._inner.__exit__(*error)
+        finally:
+            for target, value in self._before:
+                target.even_batches = value
+
+
+def _stranger(value: Any) -> bool:
+    if not kept(STRANGERS_PASS):
+        return False
+    try:
+        return bundle.kind_of(value) == "nothing" or (isinstance(value, type) and not isinstance(value, torch.nn.Module))
+    except PrepareError:
+        return True

@@ -1,0 +1,439 @@
+"""PartialState, AcceleratorState and GradientState: process-wide views on the one ambient context."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate import ambient
+from accelerate.ambient import AMBIENT
+from accelerate.utils.enums import DistributedType, PrecisionType
+from accelerate.utils.environment import environment, parse_flag_from_env
+from hasten.runtime.bootstrap import GroupSettings
+from hasten.runtime.devices import use_device
+
+logger = logging.getLogger(__name__)
+# Any in this file: plugins, and the functions that decorators take.
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A dictionary for each thread."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[Any, Any] = {}
+
+    def __get__(self, obj: Any, objtype: Any = None) -> dict[Any, Any]:
+        return self._storage
+
+    def __set__(self, obj: Any, value: dict[Any, Any]) -> None:
+        self._storage = value
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator has been made."""
+    return bool(AMBIENT.whole)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing."""
+
+
+def distributed_type_of(strategy: str, device: torch.device, num_processes: int) -> DistributedType:
+    """The established name of how processes work together."""
+    if strategy == "fsdp":
+        return DistributedType.FSDP
+    if num_processes == 1:
+        return DistributedType.NO
+    return DistributedType("MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}")
+
+
+class _Shared:
+    """What both states offer: this process among the others."""
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. Ranks: every rank."""
+        ambient.process().wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        ambient.process().print(*args, **kwargs)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on the main process, then on the others."""
+        return ambient.process().main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on each node's main process, then on the others."""
+        return ambient.process().local_main_process_first()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """This process's share."""
+        return split_between_processes(inputs, apply_padding)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return ambient.process().is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its node."""
+        return ambient.process().is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank."""
+        return ambient.process().is_last_process
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """End the talk between processes."""
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+def split_between_processes(inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    """This process's share of a list, tuple, dict of those, tensor or dataset."""
+    if ambient.process().num_processes == 1:
+        from contextlib import nullcontext  # noqa: PLC0415
+
+        return nullcontext(inputs)
+    return ambient.process().split_between_processes(inputs, apply_padding)
+
+
+class PartialState(_Shared):
+    """This process among the others, without anything about training."""
+
+    _shared_state: dict[str, Any] = AMBIENT.partial
+    _known_attrs = ("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index", "local_process_index", "fork_launched")
+
+    # shown to type checkers; the values live in the shared dictionary
+    _cpu: bool
+    backend: str | None
+    device: torch.device
+    debug: bool
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    fork_launched: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            return
+        fill_partial(cpu, _group_settings(kwargs))
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        ambient.forget_process()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether this process knows its place."""
+        return bool(self._shared_state)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device a process would get by default."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else torch.device(found.type)
+
+    def set_device(self) -> None:
+        """Make this process's device the current one."""
+        use_device(self.device)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function, run on the main process only."""
+        if not self.initialized:
+            raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
+        assert function is not None, "on_main_process needs a function"
+        return ambient.process().on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function, run on each node's main process only."""
+        assert function is not None, "on_local_main_process needs a function"
+        return ambient.process().on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run on the last process only."""
+        return ambient.process().on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """The function, run on one process only."""
+        return ambient.process().on_process(function, process_index or 0)
+
+    def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int | None = None) -> Any:
+        """The function, run on one process of each node."""
+        return ambient.process().on_local_process(function, local_process_index or 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"`PartialState` object has no attribute `{name}`. This happens if `PartialState._reset_state()` was called "
+                "and an `Accelerator` or `PartialState` was not reinitialized."
+            )
+        raise AttributeError(f"'PartialState' object has no attribute '{name}'")
+
+
+def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
+    plain = GroupSettings()
+    backend = kwargs.get("backend")
+    timeout = kwargs.get("timeout")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return GroupSettings(
+        backend=None if backend in (None, "nccl") else backend,
+        init_method=kwargs.get("init_method"),
+        timeout_s=plain.timeout_s if seconds is None else float(seconds),
+    )
+
+
+def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str = "auto") -> None:
+    """Write down what PartialState shows, starting the context on first use."""
+    ctx = ambient.start(cpu, settings)
+    place = ctx.topology
+    AMBIENT.partial.update(
+        _cpu=cpu or parse_flag_from_env("ACCELERATE_USE_CPU"),
+        backend=dist.get_backend() if dist.is_initialized() and place.world_size > 1 else None,
+        device=ctx.device,
+        debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
+        distributed_type=distributed_type_of(strategy, ctx.device, place.world_size),
+        num_processes=place.world_size,
+        process_index=place.rank,
+        local_process_index=place.local_rank,
+        fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
+    )
+
+
+class AcceleratorState(_Shared):
+    """PartialState, and what an Accelerator has settled for the whole process."""
+
+    _shared_state: dict[str, Any] = AMBIENT.whole
+    _known_attrs = (*PartialState._known_attrs, "deepspeed_plugin", "use_ipex", "torch_tp_plugin", "dynamo_plugin", "fsdp_plugin")
+
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    parallelism_config: Any
+    dynamo_plugin: Any
+    fsdp_plugin: Any
+    deepspeed_plugins: Any
+    torch_tp_plugin: Any
+    device_mesh: Any
+    _mixed_precision: str
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            self._check_initialized(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ValueError(
+                "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
+                "before using any functionality from the `accelerate` library."
+            )
+        PartialState(cpu, **kwargs)
+        chosen = mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")
+        AMBIENT.whole.update(
+            AMBIENT.partial,
+            deepspeed_plugins=None,
+            torch_tp_plugin=torch_tp_plugin,
+            parallelism_config=parallelism_config,
+            device_mesh=None,
+            dynamo_plugin=dynamo_plugin,
+            _mixed_precision=PrecisionType(str(chosen).lower()).value,
+        )
+        if fsdp_plugin is not None:
+            AMBIENT.whole["fsdp_plugin"] = fsdp_plugin
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."
+        if cpu and self.device.type != "cpu":
+            raise ValueError(fixed.format(flag="cpu=True"))
+        if mixed_precision is not None and mixed_precision != self._mixed_precision:
+            raise ValueError(fixed.format(flag=f"mixed_precision='{mixed_precision}'"))
+
+    def __repr__(self) -> str:
+        return repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an Accelerator has been made."""
+        return bool(self._shared_state)
+
+    @property
+    def mixed_precision(self) -> str:
+        """Numbers of forward and backward."""
+        return self._mixed_precision
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return PartialState().use_distributed
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded, which FSDP2 always does."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """DeepSpeed's options: none, DeepSpeed follows later."""
+        return None
+
+    def get_deepspeed_plugin(self, name: str) -> None:
+        """DeepSpeed's options by name."""
+        raise ValueError(f"DeepSpeed plugins are not in use, so there is none named {name!r}.")
+
+    select_deepspeed_plugin = get_deepspeed_plugin
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        AMBIENT.whole.clear()
+        AMBIENT.accelerator = None
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"`AcceleratorState` object has no attribute `{name}`. This happens if `AcceleratorState._reset_state()` was "
+                "called and an `Accelerator` or `PartialState` was not reinitialized."
+            )
+        raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
+
+
+class GradientState:
+    """Where the latest Accelerator's accumulation window and loaders stand."""
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        if gradient_accumulation_plugin is not None:
+            AMBIENT.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @property
+    def _shared_state(self) -> dict[str, Any]:
+        return {"sync_gradients": self.sync_gradients, "plugin_kwargs": self.plugin_kwargs}
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The options of accumulation that were given."""
+        return AMBIENT.plugin_kwargs
+
+    @property
+    def initialized(self) -> bool:
+        """Always: the view needs no start."""
+        return True
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends its window."""
+        return ambient.clock().boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        ambient.clock().force(value)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        ambient.clock().force(sync_gradients)
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-steps per update."""
+        return int(self.plugin_kwargs.get("num_steps", 1))
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count updates."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a window ends with its loader."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader being iterated, or None."""
+        return AMBIENT.loaders[-1] if AMBIENT.loaders else None
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders being iterated, after a None."""
+        return [None, *AMBIENT.loaders]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in hand is the loader's last."""
+        return bool(self.in_dataloader and self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last global batch; -1 where that is not known."""
+        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether XLA has reduced gradients: it is not in use."""
+        return False
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        AMBIENT.loaders.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        for index in range(len(AMBIENT.loaders) - 1, -1, -1):
+            if AMBIENT.loaders[index] is dataloader:
+                del AMBIENT.loaders[index]
+                return
+
+    @staticmethod
+    def _reset_state() -> None:
+        AMBIENT.clock = None
+        AMBIENT.plugin_kwargs = {}
+        AMBIENT.loaders.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )

@@ -1,0 +1,274 @@
+"""Trackers with the established interface: hasten's backends underneath, users' own classes beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from accelerate.ambient import AMBIENT, process
+from accelerate.logging import get_logger
+from accelerate.utils.enums import LoggerType
+from hasten.tracking import registry
+from hasten.tracking.base import Entry, Run
+from hasten.tracking.images import as_pixels
+from hasten.tracking.base import ImageEntry, TableEntry
+from hasten.tracking.values import flatten, plain_config
+
+logger = get_logger(__name__)
+# Any in this file: values of every kind, and foreign packages' objects.
+
+
+def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A tracker's method, run on the main process only when the tracker says so."""
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "main_process_only", False):
+            return process().on_main_process(function)(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
+
+    return run
+
+
+class GeneralTracker:
+    """Base of all trackers: needs `name`, `requires_logging_directory` and the property `tracker`."""
+
+    main_process_only = True
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:
+            return
+        missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
+        if "tracker" not in dir(self):
+            missing.append("tracker")
+        if missing:
+            listed = ", ".join(missing)
+            raise NotImplementedError(
+                f"The implementation for this tracker class is missing the following required attributes. Please define "
+                f"them in the class definition: {listed}"
+            )
+
+    def start(self) -> None:
+        """Begin the run."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the run's settings."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values."""
+
+    def finish(self) -> None:
+        """End the run."""
+
+
+class _Backend(GeneralTracker):
+    """A tracker of hasten's under its established name."""
+
+    name = ""
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name or "run"
+        self.logging_dir = logging_dir
+        self.init_kwargs = kwargs
+        self._inner: Any = None
+        self._step = -1
+        self._config: dict[str, Any] = {}
+
+    def start(self) -> None:
+        self._inner = registry.build(self.name)[0]
+        folder = Path(self.logging_dir or "runs")
+        run = Run(project=self.run_name, run_id=self.run_name, directory=folder, config=self._config, options=self.init_kwargs)
+        self._inner.start(run)
+
+    @property
+    def tracker(self) -> Any:
+        """The package's own run or writer."""
+        return self._inner.native
+
+    @property
+    def run(self) -> Any:
+        """The package's own run."""
+        return self.tracker
+
+    writer = run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._config = dict(plain_config(values))
+        if self._inner is not None:  # settings are given with the run: open it again with them
+            self._inner.finish(False)
+            self.start()
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._step = self._step + 1 if step is None else int(step)
+        plain = {key: value.item() if hasattr(value, "item") else value for key, value in flatten(values).items()}
+        self._inner.log(Entry(values=plain, step=self._step, time_s=time.time(), options=kwargs))
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images."""
+        images = {key: [as_pixels(image) for image in value] for key, value in values.items()}
+        self._inner.log_images(ImageEntry(images=images, step=step or 0, time_s=time.time(), options=kwargs))
+
+    @on_main_process
+    def log_table(
+        self, table_name: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None, **kwargs: Any
+    ) -> None:
+        """Record a table."""
+        if dataframe is not None:
+            columns, data = list(dataframe.columns), dataframe.values.tolist()
+        entry = TableEntry(name=table_name, columns=columns, rows=data, step=step or 0, time_s=time.time(), options=kwargs)
+        self._inner.log_table(entry)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self._inner is not None:
+            self._inner.flush()
+            self._inner.finish(False)
+            self._inner = None
+
+
+class TensorBoardTracker(_Backend):
+    """TensorBoard."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+
+class WandBTracker(_Backend):
+    """Weights & Biases."""
+
+    name = "wandb"
+    main_process_only = False
+
+
+class TrackioTracker(_Backend):
+    """Trackio."""
+
+    name = "trackio"
+
+
+class CometMLTracker(_Backend):
+    """Comet."""
+
+    name = "comet_ml"
+
+
+class AimTracker(_Backend):
+    """Aim."""
+
+    name = "aim"
+    requires_logging_directory = True
+
+
+class MLflowTracker(_Backend):
+    """MLflow."""
+
+    name = "mlflow"
+
+    def __init__(self, experiment_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
+        super().__init__(experiment_name, logging_dir, **kwargs)
+
+
+class ClearMLTracker(_Backend):
+    """ClearML."""
+
+    name = "clearml"
+
+
+class DVCLiveTracker(_Backend):
+    """DVCLive."""
+
+    name = "dvclive"
+
+
+class SwanLabTracker(_Backend):
+    """SwanLab."""
+
+    name = "swanlab"
+
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    tracker.name: tracker
+    for tracker in (
+        AimTracker,
+        CometMLTracker,
+        MLflowTracker,
+        TensorBoardTracker,
+        WandBTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+        TrackioTracker,
+    )
+}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Let `log_with` know a class by its name."""
+    LOGGER_TYPE_TO_CLASS[str(getattr(tracker_class, "name", tracker_class.__name__))] = tracker_class
+
+
+def get_available_trackers() -> list[LoggerType]:
+    """The trackers whose packages are installed."""
+    installed = set(registry.installed())
+    return [kind for kind in LoggerType if kind.value in installed]
+
+
+def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
+    """The trackers asked for that can run here: kinds or instances."""
+    if log_with is None:
+        return []
+    asked = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
+    if any(str(one) == "all" for one in asked):
+        return [one for one in asked if isinstance(one, GeneralTracker)] + get_available_trackers()
+    found: list[Any] = []
+    for one in asked:
+        if isinstance(one, GeneralTracker):
+            found.append(one)
+            continue
+        name = str(one)
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(f"Unknown tracker {name!r}; known are {sorted(LOGGER_TYPE_TO_CLASS)} and 'all'.")
+        if name in [str(kind) for kind in found]:
+            continue
+        if name in LoggerType and not _installed(name):
+            logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
+            continue
+        if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
+            raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
+        found.append(LoggerType(name) if name in LoggerType else name)
+    return found
+
+
+def _installed(name: str) -> bool:
+    return name in registry.installed()
+
+
+def begin(kinds: list[Any], project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any], logging_dir: Any) -> list[GeneralTracker]:
+    """The trackers of a run, begun and told its settings. Ranks: every rank."""
+    started: list[GeneralTracker] = []
+    for kind in kinds:
+        if isinstance(kind, GeneralTracker):
+            tracker = kind
+        else:
+            made = LOGGER_TYPE_TO_CLASS[str(kind)]
+            kwargs = dict(init_kwargs.get(str(kind), {}))
+            if getattr(made, "requires_logging_directory", False):
+                kwargs["logging_dir"] = logging_dir
+            if getattr(made, "main_process_only", True) and AMBIENT.context is not None and not AMBIENT.context.is_main:
+                continue
+            tracker = made(project, **kwargs)
+        if getattr(tracker, "main_process_only", True) and not process().is_main_process:
+            continue
+        tracker.start()
+        if config is not None:
+            tracker.store_init_configuration(config)
+        started.append(tracker)
+    return started

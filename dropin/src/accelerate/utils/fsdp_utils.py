@@ -1,0 +1,108 @@
+"""Sharded models: saving and loading them by hand, names, and helpers other libraries call."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import notyet
+from accelerate.logging import get_logger
+from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from hasten.checkpoint import export
+from hasten.checkpoint.weights import load_weights
+
+__all__ = ["FSDP_MODEL_NAME", "OPTIMIZER_NAME", "SAFE_WEIGHTS_NAME", "WEIGHTS_NAME"]
+logger = get_logger(__name__)
+# Any in this file: plugins, models and optimizers of either package's making.
+_BY_HAND = "saving and loading sharded parts by hand (Accelerator.save_state and load_state do it)"
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Ask libraries that build models to fill them on rank 0 only."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Ask libraries that build models to fill them on every rank."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
+def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
+    """Names without what wrappers put into them."""
+    wrappers = ("._checkpoint_wrapped_module", "_orig_mod.", "._orig_mod")
+    clean = {}
+    for name, value in named_params.items():
+        for part in wrappers:
+            name = name.replace(part, "")
+        clean[name] = value
+    return clean
+
+
+def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> set[nn.Parameter]:
+    """The parameters of modules given as such, or by a regular expression over their names."""
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    chosen: Iterable[nn.Module] = modules
+    return {parameter.to(device) for module in chosen for parameter in module.parameters()}
+
+
+def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> Any:
+    """The init function; hasten ties weights again by itself when it materialises a model."""
+    return param_init_fn
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any, accelerator: Any, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False, use_dcp: bool = True
+) -> None:
+    """Write a sharded model's weights, whole, as the Hub has them. Ranks: every rank."""
+    folder = Path(output_dir) / (f"{FSDP_MODEL_NAME}_{model_index}")
+    accelerator.save_model(model, folder)
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False, use_dcp: bool = True
+) -> Any:
+    """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank."""
+    return load_weights(accelerator.unwrap_model(model), Path(input_dir) / f"{FSDP_MODEL_NAME}_{model_index}")
+
+
+save_fsdp_optimizer = notyet.function("utils.save_fsdp_optimizer", _BY_HAND)
+load_fsdp_optimizer = notyet.function("utils.load_fsdp_optimizer", _BY_HAND)
+fsdp2_apply_ac = notyet.function("utils.fsdp2_apply_ac", "FSDP2 by hand (prepare() does it)")
+fsdp2_load_full_state_dict = notyet.function("utils.fsdp2_load_full_state_dict", "FSDP2 by hand (prepare() does it)")
+fsdp2_prepare_auto_wrap_policy = notyet.function("utils.fsdp2_prepare_auto_wrap_policy", "FSDP2 by hand (prepare() does it)")
+fsdp2_switch_optimizer_parameters = notyet.function(
+    "utils.fsdp2_switch_optimizer_parameters", "FSDP2 by hand (prepare() does it)"
+)
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """The model, sharded. Ranks: every rank."""
+    prepared: nn.Module = accelerator.prepare_model(model)
+    return prepared
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A loss scaler that sees overflows in any rank's shard."""
+    return torch.amp.GradScaler(**kwargs)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+) -> None:
+    """Write the weights of a sharded checkpoint as one model. Ranks: any one process, not in a job."""
+    from accelerate.commands.merge import merge_weights  # noqa: PLC0415  the command reads this module
+
+    merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+
+
+_ = export

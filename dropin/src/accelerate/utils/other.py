@@ -1,0 +1,198 @@
+"""Helpers that fit nowhere else in the established layout: unwrapping, saving, sizes, ports."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import reduce as fold
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import parse
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accelerate import ambient, notyet
+from accelerate.logging import get_logger
+from accelerate.utils.constants import FSDP_PYTORCH_VERSION
+from hasten.checkpoint.export import save_object
+from hasten.checkpoint.formats import load_torch
+from hasten.modules import forwarding
+from hasten.precision.autocast import AutocastForward
+from hasten.strategies.blocks import repeated_blocks
+
+__all__ = ["FSDP_PYTORCH_VERSION"]
+logger = get_logger(__name__)
+TORCH_SAFE_GLOBALS: list[Any] = []
+# Any in this file: the caller's objects.
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile made this module."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether torch.compile made a part of this module."""
+    return any(is_compiled_module(part) for part in module.modules() if part is not module)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether this is a list of blocks of one class."""
+    return isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a model is built from blocks of one class."""
+    return bool(repeated_blocks(module))
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """The module with its repeated blocks compiled one by one, or compiled whole where it has none."""
+    blocks = {id(block) for _, block in repeated_blocks(module)}
+    if not blocks:
+        return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
+    for part in module.modules():
+        if id(part) in blocks:
+            part.compile(**compile_kwargs)
+    return module
+
+
+compile_regions_fsdp2 = compile_regions
+compile_regions_deepspeed = notyet.function("utils.compile_regions_deepspeed", notyet.DEEPSPEED)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether any parameter is sharded."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
+    compiled = is_compiled_module(model)
+    outer = model
+    if compiled:
+        model = model._orig_mod
+    while isinstance(model, (DistributedDataParallel, DataParallel)):
+        model = model.module
+    if is_compiled_module(model) and not keep_torch_compile:
+        model = model._orig_mod
+    if not keep_fp32_wrapper:
+        forwarding.restore(model, AutocastForward.tag)
+    if compiled and keep_torch_compile:
+        outer._orig_mod = model
+        return outer
+    return model
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here. Ranks: every rank."""
+    ambient.process().wait_for_everyone()
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, each stored once: names that share memory are reduced to the first of them."""
+    seen: dict[tuple[Any, ...], str] = {}
+    kept: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            key = (value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
+            if value.numel() and key in seen:
+                logger.warning(f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
+                               "that you don't receive any warning while reloading", main_process_only=True)
+                continue
+            seen[key] = name
+        kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
+    return kept
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object to a file, on the main process (of each node) only."""
+    here = ambient.process()
+    if here.is_local_main_process if save_on_each_node else here.is_main_process:
+        if isinstance(f, str | Path):
+            save_object(clean_state_dict_for_safetensors(obj) if safe_serialization else obj, f, safe_serialization)
+        else:
+            torch.save(obj, f)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """What torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
+    if isinstance(f, str | Path) and map_location is None and not kwargs:
+        return load_torch(Path(f))
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+def get_pretty_name(obj: Any) -> str:
+    """A name for an object, a class or a function."""
+    if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
+        obj = getattr(obj, "__class__", obj)
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """`destination` with what `source` has, nested mappings merged."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether somebody listens on a port of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024.0
+    return f"{round(size, 2)} PB"
+
+
+def check_os_kernel() -> None:
+    """Warn of Linux kernels before 5.5, on which processes hang."""
+    if platform.system() != "Linux":
+        return
+    version = platform.release().split("-")[0]
+    if parse(version) < parse("5.5.0"):
+        logger.warning(
+            f"Detected kernel version {version}, which is below the recommended minimum of 5.5.0; this can cause the process "
+            "to hang. It is recommended to upgrade the kernel to the minimum version or higher.",
+            main_process_only=True,
+        )
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """An attribute by a dotted name."""
+    return fold(getattr, [obj, *attr.split(".")])
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Every module of a model, the innermost first and the model last."""
+    depths: OrderedDict[str, nn.Module] = OrderedDict(model.named_modules())
+    order = sorted(depths, key=lambda name: -(name.count(".") + bool(name)))
+    return [(name, depths[name]) if return_fqns else depths[name] for name in order]
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """The tensor parallel size a model was loaded with, if any."""
+    return getattr(model, "tp_size", None)
