@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten import trees
 from hasten.data.position import Position, decode, encode
 from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, Source
@@ -116,7 +117,7 @@ class Loader(DataLoader[Any]):
         track.enter(at)
         items = parts.source.open(at)
         cursor = parts.cursor
-        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real = at.epoch, 0, False, None
+        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
         return self._hand_out(items if parts.move is None else parts.move(items))
 
     def _hand_out(self, items: Iterator[Item]) -> Iterator[Any]:
@@ -126,6 +127,7 @@ class Loader(DataLoader[Any]):
             for batch, real, last, mark in items:
                 cursor.batch += 1
                 cursor.num_real = real
+                cursor.num_rows = None if real is None else trees.batch_size(batch)
                 cursor.at_end = last
                 track.steps += 1
                 track.mark = mark

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from torch.utils.data import BatchSampler
 
@@ -20,13 +20,9 @@ from hasten.errors import DataError
 Form = Literal["rows", "batches", "items"]
 
 
-class Lot(NamedTuple):
-    """One batch of indices for this rank."""
-
-    indices: Any  # Any: a list of whatever the dataset is indexed with, or one such index
-    real: int | None
-    """Rows that are not padding; None means all."""
-    last: bool
+Lot = tuple[Any, int | None, bool]
+"""One batch of indices for this rank: what the dataset is indexed with, rows that are not padding (None for all), and
+whether it is the rank's last of the epoch. A plain tuple, because one is made for every batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +107,10 @@ class Assignment:
             for indices in cast(list[list[int]], found.tolist()):
                 left -= 1
                 if left:
-                    yield Lot(indices if rows else indices[0], None, False)
+                    yield (indices if rows else indices[0], None, False)
                 else:
                     real = None if tail is None or tail.real == tail.rows else tail.real
-                    yield Lot(indices if rows else indices[0], real, True)
+                    yield (indices if rows else indices[0], real, True)
 
     def _drawn(self, units: Iterator[Any], start: int, shards: Sequence[int]) -> Iterator[list[Lot | None]]:
         """Cut batches out of units that can only be drawn one after the other."""
@@ -135,7 +131,7 @@ class Assignment:
         if not mine:
             return None
         last = not self._take(following, head, shard)[0]
-        return Lot(mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
+        return (mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
 
     def _take(self, block: list[Any], head: list[Any], shard: int) -> tuple[list[Any], int]:
         """A rank's share of a block, padded from the head of the epoch, and how much of it is real."""
@@ -161,7 +157,7 @@ class Assignment:
 
     def _share_of(self, lot: Lot, share: int) -> Lot:
         assert self.split is not None, "only split assignments share batches"
-        num_shares, size = self.split[0], len(lot.indices)
+        num_shares, size = self.split[0], len(lot[0])
         mine = cut(size, num_shares, share, self.plan.even)
         if not mine.rows:
             raise DataError(
@@ -169,8 +165,8 @@ class Assignment:
                 f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
                 f"split_batches=False."
             )
-        indices = [lot.indices[place % size] for place in range(mine.first, mine.first + mine.rows)]
-        return Lot(indices, None if mine.real == mine.rows else mine.real, lot.last)
+        indices = [lot[0][place % size] for place in range(mine.first, mine.first + mine.rows)]
+        return (indices, None if mine.real == mine.rows else mine.real, lot[2])
 
 
 class PlannedSampler(BatchSampler):
@@ -187,7 +183,7 @@ class PlannedSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[Any]]:
         at = replace(self._position.upcoming(), consumed=0)
         for lot in self.assignment.lots(at):
-            yield lot.indices
+            yield lot[0]
 
     def __len__(self) -> int:
         steps = self.assignment.steps()
@@ -223,5 +219,5 @@ class Feed:
             return
         for lot in self._lots:
             notes.append(lot)
-            indices = lot.indices
+            indices = lot[0]
             yield Picked(indices if isinstance(indices, list) else [indices], next(seeds))

@@ -127,7 +127,7 @@ class IndexedSource:
     def _explain(self, error: Exception, notes: deque[Lot], at: Position, number: int) -> NoReturn:
         """Say on the error which rank, epoch, batch and indices it happened at, and raise it on."""
         where = f"rank {self._rank}, epoch {at.epoch}, batch {number} after position {at.consumed}"
-        indices = notes[0].indices if notes else "unknown"
+        indices = notes[0][0] if notes else "unknown"
         if isinstance(indices, list) and len(indices) > _SHOWN_INDICES:
             indices = f"{indices[:_SHOWN_INDICES]} and {len(indices) - _SHOWN_INDICES} more"
         error.add_note(f"hasten: reading failed on {where}; dataset indices of that batch: {indices}.")

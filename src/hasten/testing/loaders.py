@@ -77,6 +77,7 @@ def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
     for batch in loader:
         values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
         real = len(values) if loader.cursor.num_real is None else loader.cursor.num_real
+        assert loader.cursor.num_rows in (None, len(values)), "the cursor knows the rows it says are padded"
         out.append(Seen(values, real, loader.cursor.at_end))
         if limit is not None and len(out) == limit:
             break
