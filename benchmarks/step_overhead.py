@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hasten import __version__ as hasten_version
+
 RESULTS = Path(__file__).parent / "results"
 Step = Callable[[int], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -359,7 +361,8 @@ def spawn(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
 
 def versions(device: str) -> dict[str, str]:
     known = {"python": platform.python_version(), "torch": torch.__version__, "cores": str(os.cpu_count())}
-    for name in ("hasten", "accelerate", "lightning"):
+    known["hasten"] = hasten_version
+    for name in ("accelerate", "lightning"):
         try:
             known[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
