@@ -182,7 +182,8 @@ def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
             continue
         path = ARGUMENTS.get(name) or tuple(name.split("."))
         if name == "log_with":
-            value = [item for item in ([value] if isinstance(value, str) else value) if isinstance(item, str)]
+            asked = value if isinstance(value, (list, tuple, set)) else [value]
+            value = [item for item in asked if isinstance(item, str)]  # instances are not settings
         entries += _from_value(path, value, Source("code", name))
     return entries
 
