@@ -41,8 +41,9 @@ class Source:
         return ast.parse(self.text, self.path)
 
     def comment_on(self, line: int) -> str:
-        """Return the comment at the end of a line (or of the next, where the formatter moved it), if any."""
-        return "".join(re.findall(r"#\s*(.+)$", "\n".join(self.text.splitlines()[line - 1 : line + 1]), re.MULTILINE))
+        """Return the comment on a line, or on the lines around it, where the formatter or the writer put it, if any."""
+        near = self.text.splitlines()[max(0, line - 2) : line + 1]
+        return "".join(re.findall(r"#\s*(.+)$", "\n".join(near), re.MULTILINE))
 
     def say(self, node: ast.AST, what: str) -> str:
         """Return one complaint with its place."""
