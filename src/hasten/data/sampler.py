@@ -199,8 +199,9 @@ class PlannedSampler(BatchSampler):
 class Feed:
     """The index source of the engine: hands out lots and keeps a note of each until its batch arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, batched: bool) -> None:
         self.notes: deque[Lot] = deque()
+        self._batched = batched
         self._lots: Iterator[Lot] = iter(())
         self._seeds: Iterator[int] | None = None
 
@@ -211,7 +212,7 @@ class Feed:
         return self.notes
 
     def __iter__(self) -> Iterator[Any]:
-        notes, seeds = self.notes, self._seeds
+        notes, seeds, batched = self.notes, self._seeds, self._batched
         if seeds is None:
             for lot in self._lots:
                 notes.append(lot)
@@ -219,5 +220,5 @@ class Feed:
             return
         for lot in self._lots:
             notes.append(lot)
-            indices = lot[0]
-            yield Picked(indices if isinstance(indices, list) else [indices], next(seeds))
+            picked: Picked = (lot[0] if batched else [lot[0]], next(seeds))
+            yield picked

@@ -65,7 +65,7 @@ class IndexedSource:
         self._loader = loader
         self._rank = rank
         self._lots_per_step = lots_per_step
-        self._feed = Feed()
+        self._feed = Feed(batched=assignment.form != "items")
         replaced: dict[str, Any] = {"batch_sampler": self._feed}
         if assignment.form == "items":
             replaced = {"batch_sampler": None, "sampler": self._feed}

@@ -33,17 +33,8 @@ class Forwarding:
             setattr(self.dataset, name, value)
 
 
-class Picked(list[Any]):
-    """A batch of indices with the seed its samples are drawn under."""
-
-    seed: int
-
-    def __init__(self, indices: list[Any], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-    def __reduce__(self) -> tuple[type[Picked], tuple[list[Any], int]]:
-        return Picked, (list(self), self.seed)
+Picked = tuple[list[Any], int]
+"""A batch of indices, and the seed its samples are drawn under. A plain tuple: one is pickled for every batch."""
 
 
 class WorkerDataset(Forwarding):
@@ -59,15 +50,15 @@ class WorkerDataset(Forwarding):
         return len(self.dataset)
 
     def __getitems__(self, picked: Picked) -> Any:
-        seed_everything(picked.seed)
+        indices, seed = picked
+        seed_everything(seed)
         fetch = getattr(self.dataset, "__getitems__", None)
-        if fetch:
-            return fetch(list(picked))
-        return [self._sample(index) for index in picked]
+        return fetch(indices) if fetch else [self._sample(index) for index in indices]
 
     def __getitem__(self, picked: Picked) -> Any:
-        seed_everything(picked.seed)
-        return self._sample(picked[0])
+        (index,), seed = picked
+        seed_everything(seed)
+        return self._sample(index)
 
     def _sample(self, index: Any) -> Any:
         try:
