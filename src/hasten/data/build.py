@@ -62,6 +62,8 @@ def prepare_loader(
             "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
             "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
         )
+    if config.use_stateful_dataloader:
+        log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
     seed = agree_on_loader(_facts(loader, config), _seed(loader, config, seed), ctx.world)
     seats = Seats(
         ctx.mesh.index(ctx.rank, *BATCH),
@@ -82,7 +84,17 @@ def prepare_loader(
         seed_workers=loader.generator is None,
         total_batch_size=total,
     )
-    return Loader.made(loader, parts, **shown)
+    made = Loader.made(loader, parts, **shown)
+    if source.steps() == 0 and source.size():
+        log.warning(
+            "drop_last=True leaves no batch: the dataset has %s %s and a step of %d process(es) needs %s; use a smaller "
+            "batch_size or drop_last=False",
+            source.size(),
+            source.unit,
+            seats.num_shards,
+            total or seats.num_shards,
+        )
+    return made
 
 
 Made = tuple[Source, int | None, dict[str, Any]]
@@ -189,9 +201,8 @@ def _batch_reader(
 
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
     """What must be equal on all ranks, by the name a user knows it."""
-    dataset = loader.dataset
     return {
-        "the dataset's length": len(dataset) if isinstance(dataset, Sized) else "unknown",
+        "the dataset's length": _length(loader.dataset),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "the kind of sampler": type(loader.sampler).__name__,
@@ -199,6 +210,13 @@ def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str
         "split_batches": config.split_batches,
         "even_batches": config.even_batches,
     }
+
+
+def _length(dataset: object) -> int | str:
+    try:
+        return len(dataset) if isinstance(dataset, Sized) else "unknown"
+    except (TypeError, NotImplementedError):  # a length that is defined and not known, as some wrappers have it
+        return "unknown"
 
 
 def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -> int:

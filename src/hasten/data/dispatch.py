@@ -96,6 +96,9 @@ class DispatchSource:
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self._inner.skipped(start, num_batches * self._reader.per_round)
 
+    def change(self, name: str, value: Any) -> None:  # Any: a setting of the user's
+        self._inner.change(name, value)
+
     def copied(self, even: bool | None = None) -> DispatchSource:
         return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._seats)
 

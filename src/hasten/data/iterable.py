@@ -81,6 +81,9 @@ class StreamShard(Forwarding, IterableDataset[Block]):
             if callable(set_epoch):
                 set_epoch(epoch)
         start = self.start if self.start.serial == serial else Start(serial)
+        return self._from(start, worker, num_workers)  # what holds now, whenever the first block is asked for
+
+    def _from(self, start: Start, worker: int, num_workers: int) -> Iterator[Block]:
         if worker < start.turn:
             yield Block(None, None, worker, start.positions[worker], None, blank=True)
         position = start.positions[worker] if start.positions else 0

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,9 +15,24 @@ from hasten import trees
 from hasten.data.position import Position, decode, encode
 from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, Source
+from hasten.errors import PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
 Move = Callable[[Iterator[Item]], Iterator[Item]]
+
+_FIXED: Final = frozenset({"num_workers", "persistent_workers", "in_order"})
+_FORWARDED: Final = frozenset(
+    {
+        "collate_fn",
+        "generator",
+        "multiprocessing_context",
+        "pin_memory",
+        "pin_memory_device",
+        "prefetch_factor",
+        "timeout",
+        "worker_init_fn",
+    }
+)
 
 
 @dataclass(slots=True)
@@ -86,6 +101,16 @@ class Loader(DataLoader[Any]):
         loader.__dict__.update(_iterator=None, parts=parts, **shown)
         return loader
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and "parts" in self.__dict__:
+            raise PrepareError(
+                f"{name} of a prepared loader cannot be changed, because its workers are arranged already. Set it on "
+                f"the DataLoader before prepare()."
+            )
+        super().__setattr__(name, value)
+        if name in _FORWARDED and "parts" in self.__dict__:
+            self.parts.source.change(name, value)
+
     @property
     def cursor(self) -> LoaderCursor:
         """Where this loader stands in the epoch."""
@@ -118,19 +143,19 @@ class Loader(DataLoader[Any]):
         items = parts.source.open(at)
         cursor = parts.cursor
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
-        return self._hand_out(items if parts.move is None else parts.move(items))
+        return self._hand_out(items if parts.move is None else parts.move(items), at)
 
-    def _hand_out(self, items: Iterator[Item]) -> Iterator[Any]:
+    def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
-        here = track.start
         with clock.watching(cursor):
             for batch, real, last, mark in items:
                 cursor.batch += 1
                 cursor.num_real = real
                 cursor.num_rows = None if real is None else trees.batch_size(batch)
                 cursor.at_end = last
-                track.steps += 1
-                track.mark = mark
+                if track.start is here:  # not overtaken by a later pass
+                    track.steps += 1
+                    track.mark = mark
                 yield batch
         if track.start is here:
             track.place(here.begin(here.epoch + 1))

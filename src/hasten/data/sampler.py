@@ -212,13 +212,15 @@ class Feed:
         return self.notes
 
     def __iter__(self) -> Iterator[Any]:
-        notes, seeds, batched = self.notes, self._seeds, self._batched
+        return self._hand_out(self.notes, self._lots, self._seeds)  # what is loaded now, whenever it is asked for
+
+    def _hand_out(self, notes: deque[Lot], lots: Iterator[Lot], seeds: Iterator[int] | None) -> Iterator[Any]:
         if seeds is None:
-            for lot in self._lots:
+            for lot in lots:
                 notes.append(lot)
                 yield lot[0]
             return
-        for lot in self._lots:
+        for lot in lots:
             notes.append(lot)
-            picked: Picked = (lot[0] if batched else [lot[0]], next(seeds))
+            picked: Picked = (lot[0] if self._batched else [lot[0]], next(seeds))
             yield picked

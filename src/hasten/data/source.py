@@ -51,6 +51,10 @@ class Source(Protocol):
         """The position `num_batches` of this rank's batches after `start`."""
         ...
 
+    def change(self, name: str, value: Any) -> None:
+        """Change a setting of the DataLoader that reads, from its next iteration on."""
+        ...
+
     def copied(self, even: bool | None = None) -> Source:
         """A source over the same data that can be iterated on its own, with another `even_batches` when given."""
         ...
@@ -100,6 +104,9 @@ class IndexedSource:
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
+
+    def change(self, name: str, value: Any) -> None:
+        setattr(self.engine, name, value)
 
     def copied(self, even: bool | None = None) -> IndexedSource:
         return IndexedSource(self._loader, self.assignment.evened(even), self._rank, self._lots_per_step)

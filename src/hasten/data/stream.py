@@ -93,6 +93,9 @@ class StreamSource:
         positions = tuple((rounds + (worker < more)) * size for worker in range(self._num_workers))
         return self.reached(start, num_batches, Mark(positions, (None,) * self._num_workers, more))
 
+    def change(self, name: str, value: Any) -> None:
+        setattr(self.engine, name, BlockCollate(value, self._cutting) if name == "collate_fn" else value)
+
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
         return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank)

@@ -243,3 +243,35 @@ def test_even_batches_can_be_changed_for_a_block() -> None:
         assert [len(loader) for loader in loaders] == [2, 1]
         assert global_order([seen(loader) for loader in loaders]) == list(range(5))
     assert [len(loader) for loader in loaders] == [2, 2]
+
+
+def test_two_passes_at_once_are_two_epochs() -> None:
+    for user in (DataLoader(range(12), batch_size=3, shuffle=True), DataLoader(Numbers(12), batch_size=3)):  # type: ignore[arg-type]
+        expected = [seen(prepared(user))]
+        second = prepared(user)
+        second.set_epoch(1)
+        expected.append(seen(second))
+        loader = prepared(user)
+        first, other = iter(loader), iter(loader)
+        pairs = [(next(first).tolist(), next(other).tolist()) for _ in range(4)]
+        assert pairs == [(a.values, b.values) for a, b in zip(*expected, strict=True)]
+        assert next(first, None) is None
+        assert (loader.state_dict()["epoch"], loader.state_dict()["consumed"]) == (1, 12)
+        assert next(other, None) is None
+        assert loader.epoch == 2
+
+
+def test_settings_changed_after_prepare_act_or_are_refused() -> None:
+    for data in (Squares(4), Numbers(4)):
+        loader: Any = prepared(DataLoader(data, batch_size=2))
+        loader.collate_fn = collate_list
+        assert isinstance(next(iter(loader)), list)
+        with pytest.raises(PrepareError, match="before prepare"):
+            loader.num_workers = 3
+
+
+def test_a_loader_left_without_batches_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        loader = prepared(DataLoader(range(3), batch_size=2, drop_last=True), 0, 2)  # type: ignore[arg-type]
+    assert len(loader) == 0
+    assert "a step of 2 process(es) needs 4" in caplog.text
