@@ -36,15 +36,16 @@ class Lane:
         self._thread: ThreadPoolExecutor | None = None
 
     def send(self, batch: Any) -> Copied | Future[Copied]:
-        """Order the copy of a batch. Gives back at once; large unpinned batches are staged in a thread."""
+        """Order the copy of a batch; large unpinned ones are staged in a thread, so that the caller does not wait."""
         if not self._guarded and _opaque(batch):
             self._guarded = True
-        before = self._reader_event() if self._guarded else None
+        if self._guarded:  # in line: memory is taken here, before the user's next work can free any
+            return self._copy(batch, self._reader_event())
         if _unpinned_bytes(batch) < _WORTH_A_THREAD:
-            return self._copy(batch, before)
+            return self._copy(batch)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-staging")
-        return self._thread.submit(self._copy, batch, before)
+        return self._thread.submit(self._copy, batch)
 
     def hand_over(self, sent: Copied | Future[Copied]) -> Any:
         """The batch, ready for use on the current stream of the calling thread."""
@@ -64,7 +65,7 @@ class Lane:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def _copy(self, batch: Any, before: torch.Event | None) -> Copied:
+    def _copy(self, batch: Any, before: torch.Event | None = None) -> Copied:
         pinned = _pin(batch, self._skip_keys)
         with self._stream:
             if before is not None:
