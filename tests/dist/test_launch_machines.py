@@ -148,6 +148,8 @@ dist.init_process_group('gloo', timeout=timedelta(seconds=60))
 total = torch.tensor([float(rank)])
 dist.all_reduce(total)
 print('rank', rank, 'of', world, 'sum', int(total), flush=True)
+dist.barrier()
+dist.destroy_process_group()
 """
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,11 +84,10 @@ class Agent(LocalElasticAgent):
         self._say(f"restart {number} of {most}")
 
     def _exit_barrier(self) -> None:
-        peers = self._handler.peers
-        if peers is None:
+        if isinstance(self._handler, FixedRendezvous):
+            self._handler.wait_done()
+        else:
             super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it so
-        elif len(peers.hosts) > 1:
-            peers.wait_done()
 
 
 def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
@@ -144,23 +145,35 @@ def _with_others(failures: list[Failure], peers: Peers | None) -> tuple[list[Fai
     """All machines' failures, and the machines that say nothing any more."""
     if peers is None or len(peers.hosts) == 1:
         return failures, []
-    try:
+    known = {(f.host, f.rank) for f in failures}
+    others: list[Failure] = []
+    silent: list[str] = [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
+
+    def exchange() -> None:
         peers.publish([f for f in failures if f.host == socket.gethostname()])
-        known = {(f.host, f.rank) for f in failures}
-        failures += [f for f in peers.collect(_COLLECT_S) if (f.host, f.rank) not in known]
-        silent = peers.silent()
+        others.extend(f for f in peers.collect(_COLLECT_S) if (f.host, f.rank) not in known)
+        silent[:] = peers.silent()
         peers.leave(_COLLECT_S)
-    except DistError:
-        silent = [] if peers.index == 0 else [f"machine 0 ({peers.hosts[0]})"]
-    return failures, silent
+
+    _try_within(3 * _COLLECT_S, exchange)
+    return failures + others, silent
 
 
 def _leave(peers: Peers | None) -> None:
     if peers is not None and len(peers.hosts) > 1:
-        try:
-            peers.leave(_COLLECT_S)
-        except DistError:  # machine 0 has gone already; all ranks had finished
-            return
+        _try_within(2 * _COLLECT_S, lambda: peers.leave(_COLLECT_S))
+
+
+def _try_within(seconds: float, talk: Callable[[], None]) -> None:
+    """Talk to the other machines for some seconds at most: a store whose network is gone never answers."""
+
+    def run() -> None:
+        with contextlib.suppress(DistError):  # machine 0 has gone: what is known until then is told
+            talk()
+
+    thread = threading.Thread(target=run, name="hasten-last-words", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _failures_of(result: RunResult) -> list[Failure]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from hasten.launch.checkin import Store
 from hasten.launch.failure import Failure
 
 _SILENCE_S: Final = 60.0
+_NO_ANSWER_S: Final = 30.0
+_LOOK_EVERY_S: Final = 1.0
+_CLOSE_S: Final = 2.0
 
 
 class PeerMachineFailed(LaunchError):
@@ -92,19 +96,17 @@ class Peers:
             and not self.store.check([self._key("done", m)])
         ]
 
-    def wait_done(self) -> None:
-        """Return when every machine's ranks have finished.
-
-        Raises: as `look`.
-        """
+    def say_done(self) -> None:
+        """Tell the others that this machine's ranks have finished."""
         self.store.set(self._key("done", self.index), "1")
-        keys = [self._key("done", m) for m in range(len(self.hosts))]
-        last = time.monotonic()
-        while not self.store.check(keys):
-            time.sleep(0.02)
-            if time.monotonic() - last > 1.0:
-                last = time.monotonic()
-                self.look()
+
+    def all_done(self) -> bool:
+        """Whether every machine's ranks have finished."""
+        return self.store.check([self._key("done", m) for m in range(len(self.hosts))])
+
+    def waiting(self) -> int:
+        """Machines that want to start the job again."""
+        return self.store.add(f"arrivals/{self.round + 1}", 0)
 
     def leave(self, timeout_s: float) -> None:
         """Machine 0 serves the store: let the others read to the end before it goes."""
@@ -115,3 +117,70 @@ class Peers:
         deadline = time.monotonic() + timeout_s
         while gone and time.monotonic() < deadline and not self.store.check(gone):
             time.sleep(0.02)
+
+
+class Watch:
+    """Looks after the other machines in a thread of its own, because a store whose network is gone blocks for ever."""
+
+    def __init__(self, peers: Peers, lost: str) -> None:
+        self._peers = peers
+        self._lost = lost
+        self._last_word = time.monotonic()
+        self._problem: LaunchError | None = None
+        self._waiting = 0
+        self._finished = False
+        self._all_done = False
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hasten-watch", daemon=True)
+        self._thread.start()
+
+    def waiting(self) -> int:
+        """Machines that want to start again, as of the last look.
+
+        Raises: PeerMachineFailed or LaunchError for what the look found, or if the look itself does not come back.
+        """
+        if self._problem is not None:
+            raise self._problem
+        silent = time.monotonic() - self._last_word
+        if silent > _NO_ANSWER_S:
+            raise LaunchError(f"{self._lost} (no answer for {silent:.0f} s)")
+        return self._waiting
+
+    def wait_done(self) -> None:
+        """Return when every machine's ranks have finished.
+
+        Raises: as `waiting`.
+        """
+        self._finished = True
+        self._wake.set()
+        while not self._all_done:
+            self.waiting()
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Stop looking; a thread that is stuck is left to the end of the process."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        told = False
+        while not self._stop.is_set():
+            try:
+                self._peers.look()
+                self._waiting = self._peers.waiting()
+                if self._finished and not told:
+                    self._peers.say_done()
+                    told = True
+                self._all_done = told and self._peers.all_done()
+            except LaunchError as error:
+                self._problem = error
+                return
+            except RuntimeError as error:  # torch's network errors; this file does without torch
+                self._problem = LaunchError(f"{self._lost} ({str(error).strip().splitlines()[0][:200]})")
+                return
+            self._last_word = time.monotonic()
+            if self._all_done:
+                return
+            self._wake.wait(0.02 if self._finished else _LOOK_EVERY_S)
+            self._wake.clear()

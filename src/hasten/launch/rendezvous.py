@@ -19,7 +19,7 @@ from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
-from hasten.launch.peers import Peers
+from hasten.launch.peers import Peers, Watch
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
 _SERVER_TIMEOUT: Final = timedelta(seconds=10)
@@ -81,8 +81,8 @@ class FixedRendezvous(RendezvousHandler):
         self._worker_store: TCPStore | None = None
         self._index = meeting.machine_rank
         self._hosting = False
-        self._last_look = 0.0
         self._peers: Peers | None = None
+        self._watch: Watch | None = None
 
     @property
     def peers(self) -> Peers | None:
@@ -101,6 +101,7 @@ class FixedRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet all machines, once more after each restart."""
         self.round += 1
+        self._stop_watch()
         control = self._connect()
         control.add(f"arrivals/{self.round}", 1)
         if self._index is None:
@@ -108,23 +109,24 @@ class FixedRendezvous(RendezvousHandler):
         store = PrefixStore(f"round/{self.round}", control)
         reports = self._agreed_reports(control, store, self._index)
         self._peers = Peers(control, self._index, tuple(r.host for r in reports), self.round)
+        self._start_watch(self._peers)
         address, port = self._serve_workers(store)
         return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
 
     def num_nodes_waiting(self) -> int:
-        """Machines that want to start again; looked up once a second, and never on one machine alone."""
-        if self._meeting.alone or self._control is None or time.monotonic() - self._last_look < 1.0:
-            return 0
-        self._last_look = time.monotonic()
-        try:
-            if self._peers is not None:
-                self._peers.look()
-            return self._control.add(f"arrivals/{self.round + 1}", 0)
-        except DistError as error:
-            raise LaunchError(
-                f"lost contact with machine 0 at {self._meeting.address}:{self._meeting.port} ({_first_line(error)}): it ended, "
-                f"or the network between is down. Look at its output; the job cannot go on without it."
-            ) from error
+        """Machines that want to start again, as the watch last saw it; never on one machine alone.
+
+        Raises: LaunchError when another machine failed or fell silent.
+        """
+        return self._watch.waiting() if self._watch is not None else 0
+
+    def wait_done(self) -> None:
+        """Return when the ranks of all machines have finished.
+
+        Raises: as num_nodes_waiting.
+        """
+        if self._watch is not None:
+            self._watch.wait_done()
 
     def is_closed(self) -> bool:
         """A fixed meeting stays open as long as its machines live."""
@@ -139,8 +141,25 @@ class FixedRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Let go of the stores."""
+        self._stop_watch()
         self._peers = self._control = self._worker_store = self._server = None
         return True
+
+    def _start_watch(self, peers: Peers) -> None:
+        if self._meeting.alone:
+            return
+        where = f"{self._meeting.address}:{self._meeting.port}"
+        lost = (
+            f"lost contact with machine 0 at {where}: it ended, or the network between is down. Look at its output; the job "
+            f"cannot go on without it"
+        )
+        own = PrefixStore(f"hasten/{self._meeting.run_id}", self._join())  # a connection that only the watch uses
+        self._watch = Watch(replace(peers, store=own), lost)
+
+    def _stop_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
     def _connect(self) -> Store:
         if self._control is not None:
