@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -88,15 +89,23 @@ def leveldb_records(path: Path) -> list[bytes]:
     return records
 
 
+def finished_records(path: Path, kind: Any) -> list[Any]:
+    """The records of a run that has ended; the service's own process may close the file a little after `finish`."""
+    for _ in range(100):
+        records = [kind.FromString(raw) for raw in leveldb_records(path)]
+        if any(record.HasField("exit") for record in records):
+            break
+        time.sleep(0.2)
+    return records
+
+
 def read_wandb(folder: Path, run_id: str) -> Curve:
     proto = need("wandb.proto.wandb_internal_pb2")
     curve: Curve = []
     files = sorted((folder / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(files) == 2, "each process of an offline run has its own file; they share the id"
     for path in files:
-        for raw in leveldb_records(path):
-            record = proto.Record()
-            record.ParseFromString(raw)
+        for record in finished_records(path, proto.Record):
             items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
             if "train/loss" in items:
                 curve.append((int(items["_step"]), float(items["train/loss"])))
@@ -124,8 +133,8 @@ def read_aim(folder: Path, run_id: str) -> Curve:
     )
     assert run["config"]["lr"] == 0.1
     metric = next(item for item in run.metrics() if item.name == "train/loss")
-    steps, values = metric.values.sparse_numpy()
-    return sorted((int(step), float(value)) for step, value in zip(steps, values, strict=True))
+    steps, (values, *_) = metric.data.items_list()
+    return list(zip(steps, values, strict=True))
 
 
 def read_clearml(folder: Path, run_id: str) -> Curve:
