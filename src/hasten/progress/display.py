@@ -38,7 +38,7 @@ class TerminalDisplay:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
-        self._live.update(_rendered(reading), refresh=True)
+        self._live.update(rendered(reading), refresh=True)
 
     def close(self, reading: Reading) -> None:
         """Draw the last state and leave the terminal as it was."""
@@ -48,10 +48,11 @@ class TerminalDisplay:
             self._live = None
 
 
-def _rendered(reading: Reading) -> RenderableType:
+def rendered(reading: Reading) -> RenderableType:
+    """The bar of a terminal, and the hint under it."""
     row = Table.grid(padding=(0, 1))
     bar = ProgressBar(
-        total=reading.total, completed=reading.step, width=24, pulse=reading.total is None, animation_time=0.0
+        total=reading.total, completed=reading.step, width=16, pulse=reading.total is None, animation_time=0.0
     )
     details = Text(" · ").join(Text(part) for part in text.parts(reading))
     row.add_row(Text(reading.desc, style="bold"), bar, Text(text.count(reading), style="cyan"), details)

@@ -40,8 +40,10 @@ def parts(reading: Reading) -> list[str]:
     shown = [f"{name} {value_text(value)}" for name, value in reading.values.items()]
     if reading.samples_per_s > 0:
         shown.append(f"{short(reading.samples_per_s)} samples/s")
-    else:
+    elif reading.steps_per_s >= 1 or reading.steps_per_s == 0:
         shown.append(f"{short(reading.steps_per_s)} it/s")
+    else:
+        shown.append(f"{short(1 / reading.steps_per_s)} s/it")
     if reading.tokens_per_s > 0:
         shown.append(f"{short(reading.tokens_per_s)} tok/s")
     if reading.memory_bytes is not None:
