@@ -35,7 +35,7 @@ def main() -> None:
         ),
     )
     folder = Path(__file__).parent
-    console = Console(record=True, width=120, force_terminal=True, file=io.StringIO())
+    console = Console(record=True, width=132, force_terminal=True, file=io.StringIO())
     console.print(Group(*(rendered(reading) for reading in readings)))
     console.save_svg(str(folder / "progress.svg"), title="accelerator.progress(loader)")
     (folder / "progress.txt").write_text("".join(f"{line(reading)}\n" for reading in readings), encoding="utf-8")
