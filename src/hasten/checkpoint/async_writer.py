@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 
 from hasten.checkpoint.staging import Staging
@@ -25,6 +26,7 @@ class AsyncWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
+        self._registered = False
         self.staging = Staging()
 
     @property
@@ -53,8 +55,26 @@ class AsyncWriter:
                 self._error = error
                 log.error("saving %s in the background failed: %s", name, error)
 
+        self._finish_before_exit()
         self._thread = threading.Thread(target=run, name=f"hasten-save-{name}", daemon=False)
         self._thread.start()
+
+    def _finish_before_exit(self) -> None:
+        """Join the thread before Python forbids new ones: at exit, thread pools close before threads are waited for."""
+        if self._registered:
+            return
+        self._registered = True
+        writer = weakref.ref(self)
+
+        def join() -> None:
+            if (still := writer()) is not None and still._thread is not None:
+                still._thread.join()
+
+        # Called in reverse order, so before the one with which concurrent.futures closes its pools. Private in Python,
+        # with no public equivalent: atexit comes too late.
+        register = getattr(threading, "_register_atexit", None)
+        if register is not None:
+            register(join)
 
     def wait(self) -> Outcome | None:
         """Return what the save in flight came to, when it has ended.

@@ -288,7 +288,7 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
             f"{path}: not a sound torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
             "another checkpoint."
         ) from error
-    flat = isinstance(value, dict) and len(pieces) == len(value)
+    flat = isinstance(value, dict) and all(type(k) is str and isinstance(v, Tensor) for k, v in value.items())
     return TensorFile(pieces, {}, None if flat else data)
 
 

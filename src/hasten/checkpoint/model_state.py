@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hasten.checkpoint.base import Component, Format, Slice
-from hasten.checkpoint.packing import pack, unpack
+from hasten.checkpoint.base import Component, Format, Json, Slice
+from hasten.checkpoint.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies, whole
 from hasten.errors import CheckpointError
@@ -26,7 +26,9 @@ def model_component(
     tensors = {plain_name(key): as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
     extra = {plain_name(key): value for key, value in state.items() if not isinstance(value, Tensor)}
     data = None
-    if extra:
+    if extra and fmt == "torch":  # the file then holds the state dict as it is
+        data, tensors = pack({**tensors, **extra})
+    elif extra:
         data, more = pack(extra, "extra_state")
         tensors.update(more)
     buffers = {plain_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
@@ -66,9 +68,9 @@ def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan
     state = dict(model.state_dict(keep_vars=True))
     live = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     names = {plain_name(key): key for key in state}
-    extra_data = found.data if found.data is not None else {}
-    stored = found.keys() - {key for key in found.pieces if key.startswith("extra_state/")}
-    extra_names = set(extra_data) if isinstance(extra_data, dict) else set()
+    extra_data = extra_state(found)
+    stored = found.keys() - tensor_keys(extra_data)
+    extra_names = set(extra_data)
     plan.report.missing = sorted(names.keys() - stored - extra_names)
     plan.report.unexpected = sorted((stored | extra_names) - names.keys())
     if strict and (plan.report.missing or plan.report.unexpected):
@@ -80,9 +82,25 @@ def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan
     for name in sorted(names.keys() & stored):
         _plan_tensor(plan, found, name, names[name], state[names[name]], live, strict)
     if extra_names & names.keys():
-        extra = unpack(found.data, {key: whole(pieces, key) for key, pieces in found.pieces.items()})
+        extra = unpack(extra_data, {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()})
         plan.by_method.update({names[key]: value for key, value in extra.items() if key in names})
     return plan
+
+
+def extra_state(found: Found) -> dict[str, Json]:
+    """What a model's component holds besides plain tensors, packed, by name."""
+    data = found.data if isinstance(found.data, dict) else {}
+    return {key: value for key, value in data.items() if value != {TAG: "tensor", "key": key}}
+
+
+def tensor_keys(data: Json) -> set[str]:
+    """The keys of all tensors that packed data refers to."""
+    if isinstance(data, list):
+        return {key for item in data for key in tensor_keys(item)}
+    if not isinstance(data, dict):
+        return set()
+    own = {str(data["key"])} if TAG in data and "key" in data and not isinstance(data["key"], dict) else set()
+    return own | {key for item in data.values() for key in tensor_keys(item)}
 
 
 def _plan_tensor(plan: ModelPlan, found: Found, name: str, key: str, value: Any, live: set[int], strict: bool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.disk import chunk_parts, default_threads, host_views, segment_starts
@@ -28,6 +28,9 @@ from hasten.checkpoint.manifest import (
 from hasten.checkpoint.transfer import PinnedBuffer
 from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
+
+_OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"})
+"""Object stores have no folders; making one there could create a bucket by a slip of the pen."""
 
 
 def is_url(place: str) -> bool:
@@ -141,7 +144,10 @@ class RemoteStore:
                     self.sweep(other)
             token = secrets.token_hex(6)
             taken = self.fs.exists(self.join_path(name, MANIFEST_NAME))
-            self.fs.makedirs(self.join_path(name), exist_ok=True)
+            if not _OBJECTS.intersection(
+                (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
+            ):
+                self.fs.makedirs(self.join_path(name), exist_ok=True)
             return RemoteDraft(self, name, f"{token}:v-{token}" if taken else f"{token}:")
         except OSError as error:
             raise CheckpointError(

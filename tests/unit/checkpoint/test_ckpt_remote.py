@@ -1,0 +1,124 @@
+"""Checkpoints at URLs: the manifest comes last, and what has none is no checkpoint."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.local_store import LocalStore
+from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.places import locate, newest, open_store
+from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.remote_store import RemoteStore
+from hasten.checkpoint.writer import finish, prepare, start
+from hasten.comm.local import LocalComm
+from hasten.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.optional import available
+
+fsspec = pytest.importorskip("fsspec")
+SCRIPT = Path(__file__).parent / "remote_run.py"
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """An empty place in memory."""
+    files = fsspec.filesystem("memory")
+    yield "memory://bucket/run"
+    if files.exists("/bucket"):
+        files.rm("/bucket", recursive=True)
+
+
+def save(store: RemoteStore, name: str, number: float, broken: bool = False) -> None:
+    comm = LocalComm()
+    group = start(store, comm, name)
+    tensors = {f"w{i}": torch.full((1000,), number) for i in range(3)}
+    tree = StateTree({"model": Component(tensors, None, "model"), "mine": Component({}, {"n": number}, per_rank=True)})
+    prepared = prepare(tree, group, comm)
+    if broken:
+        group.draft.put(prepared.blobs)
+        return
+    finish(prepared, group, comm, Manifest(number=int(number)))
+
+
+def value(store: RemoteStore, name: str) -> float:
+    with open_checkpoint(store, name, LocalComm()) as checkpoint:
+        model = checkpoint.component("model")
+        return {float(v) for pieces in model.pieces.values() for v in pieces[0].data.tolist()}.pop()
+
+
+def test_what_has_no_manifest_is_never_chosen_and_is_swept(url: str) -> None:
+    store = RemoteStore(url)
+    save(store, "checkpoint_0", 0.0)
+    save(store, "checkpoint_1", 1.0, broken=True)
+    assert newest(store) == "checkpoint_0"
+    with pytest.raises(IncompleteCheckpointError, match=r"checkpoint_1/manifest.json does not exist"):
+        store.manifest("checkpoint_1")
+    save(store, "checkpoint_2", 2.0)
+    assert store.names() == ["checkpoint_0", "checkpoint_2"]
+    assert not store.fs.find("/bucket/run/checkpoint_1"), "leftovers of the crash are gone"
+    assert value(store, newest(store)) == 2.0
+    store.delete("checkpoint_0")
+    assert store.names() == ["checkpoint_2"]
+
+
+def test_overwriting_switches_at_the_manifest(url: str) -> None:
+    store = RemoteStore(url)
+    save(store, "best", 1.0)
+    save(store, "best", 2.0, broken=True)
+    assert value(store, "best") == 1.0, "the second save died before its manifest"
+    save(store, "best", 3.0)
+    assert value(store, "best") == 3.0
+    save(store, "best", 4.0)
+    assert value(store, "best") == 4.0
+    listed = {file.name for file in store.manifest("best").files} | {"manifest.json"}
+    found = {path.removeprefix("/bucket/run/best/") for path in store.fs.find("/bucket/run/best")}
+    assert found == listed, "nothing of the earlier ones is left"
+
+
+def test_damage_is_found(url: str) -> None:
+    store = RemoteStore(url)
+    save(store, "checkpoint_0", 0.0)
+    path = "/bucket/run/checkpoint_0/model.safetensors"
+    raw = bytearray(store.fs.cat_file(path))
+    raw[-3] ^= 1
+    store.fs.pipe_file(path, bytes(raw))
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors has a wrong checksum"):
+        value(store, "checkpoint_0")
+    store.fs.rm(path)
+    assert not store.complete("checkpoint_0")
+    with pytest.raises(IncompleteCheckpointError, match=r"model\.safetensors is missing"):
+        value(store, "checkpoint_0")
+
+
+def test_a_run_in_memory(url: str) -> None:
+    runpy.run_path(str(SCRIPT))["resumes"](url)
+
+
+def test_a_run_at_a_file_url_is_an_atomic_folder(tmp_path: Path) -> None:
+    runpy.run_path(str(SCRIPT))["resumes"](f"file://{tmp_path}/run")
+    assert isinstance(open_store(f"file://{tmp_path}/run"), LocalStore)
+    assert (tmp_path / "run/checkpoints/checkpoint_1/model.safetensors").is_file()
+
+
+@pytest.mark.skipif(not (available("moto") and available("s3fs")), reason="needs moto[s3], flask and s3fs")
+def test_a_run_on_an_s3_server() -> None:
+    """In a process of its own, because clients and server keep threads and sockets."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.endswith("resumed\n")
+
+
+def test_urls_that_name_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="give a URL such as"):
+        locate("s3://bucket")
+    with pytest.raises(ConfigError, match="root of the file system"):
+        locate("/")

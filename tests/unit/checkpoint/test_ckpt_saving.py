@@ -1,0 +1,238 @@
+"""save_state and load_state of one process: files, names, strictness, and the ends of a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hasten import Accelerator
+from hasten.checkpoint.local_store import LocalStore
+from hasten.checkpoint.places import newest
+from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer, and extra state."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width, bias=False)
+        self.outer = nn.Linear(width, width, bias=False)
+        self.outer.weight = self.inner.weight
+        self.register_buffer("count", torch.zeros(()))
+        self.note: Any = {"seen": 0}
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.outer(self.inner(x))
+
+
+class Counter:
+    """A registered object with all kinds of values."""
+
+    def __init__(self) -> None:
+        self.value: Any = {"n": 3, "t": torch.arange(3), 5: (1, None)}
+
+    def state_dict(self) -> Any:
+        return self.value
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state
+
+
+def make(folder: Path, width: int = 4, **settings: Any) -> tuple[Accelerator, Any, Any]:
+    accelerator = Accelerator(cpu=True, project_dir=str(folder), **settings)
+    torch.manual_seed(0)
+    model = Tied(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, 4)).pow(2).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_everything_comes_back_under_familiar_names(tmp_path: Path, safe: bool) -> None:
+    accelerator, model, optimizer = make(tmp_path, mixed_precision="fp16")
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch))
+    thing = Counter()
+    accelerator.register_for_checkpointing(thing)
+    step(accelerator, model, optimizer)
+    scheduler.step()
+    model.note = {"seen": 9, "t": torch.ones(2)}
+    place = Path(accelerator.save_state(safe_serialization=safe))
+    weights = "model.safetensors" if safe else "pytorch_model.bin"
+    names = {path.name for path in place.iterdir()}
+    assert {weights, "optimizer.bin", "scheduler.bin", "scaler.pt", "random_states_0.safetensors"} <= names
+    assert {"manifest.json", "custom_checkpoint_0.safetensors"} <= names
+    saved = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    moments = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    rate = optimizer.param_groups[0]["lr"]
+
+    other, model, optimizer = make(tmp_path, mixed_precision="fp16")
+    scheduler = other.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda epoch: 0.5**epoch))
+    thing = Counter()
+    thing.value = None
+    other.register_for_checkpointing(thing)
+    other.load_state()
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in saved.items())
+    assert model.outer.weight is model.inner.weight, "ties are kept"
+    assert model.note["seen"] == 9
+    assert torch.equal(model.note["t"], torch.ones(2))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(moments, (v for s in optimizer.state.values() for v in s.values()), strict=True)
+    )
+    assert optimizer.param_groups[0]["lr"] == rate
+    assert thing.value["n"] == 3
+    assert thing.value[5] == (1, None)
+    assert torch.equal(thing.value["t"], torch.arange(3))
+
+
+def test_strictness_says_what_differs_and_changes_nothing(tmp_path: Path) -> None:
+    accelerator, model, optimizer = make(tmp_path)
+    step(accelerator, model, optimizer)
+    place = accelerator.save_state(tmp_path / "out")
+
+    wide, other, _ = make(tmp_path, width=5)
+    before = other.inner.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"inner\.weight has shape \(5, 5\) here and \(4, 4\) in the checkpoint"):
+        wide.load_state(place)
+    assert torch.equal(other.inner.weight, before)
+
+    plain = Accelerator(cpu=True)
+    extra = nn.Sequential(nn.Linear(4, 4))
+    plain.prepare(extra)
+    with pytest.raises(CheckpointError, match=r"lacks 0\.bias, 0\.weight and has _extra_state, count, inner\.weight"):
+        plain.load_state(place)
+
+    half = Accelerator(cpu=True)
+    model16 = half.prepare(Tied().to(torch.bfloat16))
+    with pytest.raises(CheckpointError, match=r"is torch\.bfloat16 here and torch\.float32 in the checkpoint"):
+        half.load_state(place)
+    half.load_state(place, strict=False)
+    assert torch.equal(model16.inner.weight, model.inner.weight.to(torch.bfloat16))
+
+
+def test_only_complete_checkpoints_are_chosen(tmp_path: Path) -> None:
+    accelerator, model, optimizer = make(tmp_path)
+    with pytest.raises(IncompleteCheckpointError, match="found none"):
+        accelerator.load_state()
+    accelerator.save_state()
+    step(accelerator, model, optimizer)
+    accelerator.save_state()
+    root = tmp_path / "checkpoints"
+    (root / "checkpoint_1" / "optimizer.bin").unlink()
+    (root / "checkpoint_7").mkdir()
+    assert newest(LocalStore(root)) == "checkpoint_0"
+    accelerator.load_state()
+    with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.bin is missing"):
+        accelerator.load_state(root / "checkpoint_1")
+    with pytest.raises(IncompleteCheckpointError, match=r"manifest\.json does not exist"):
+        accelerator.load_state(root / "checkpoint_7")
+    file = root / "checkpoint_0" / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 255
+    file.write_bytes(bytes(raw))
+    weight = model.inner.weight.detach().clone()
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors has a wrong checksum"):
+        accelerator.load_state(root / "checkpoint_0")
+    assert torch.equal(model.inner.weight, weight)
+
+
+def test_settings_that_cannot_be_honoured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set project_dir"):
+        Accelerator(cpu=True).save_state()
+    with pytest.raises(ConfigError, match=r"a object cannot be registered.*Add both methods"):
+        Accelerator(cpu=True).register_for_checkpointing(object())
+    accelerator, _, _ = make(tmp_path)
+
+    class Unstorable(Counter):
+        def state_dict(self) -> Any:
+            return {"fn": print}
+
+    accelerator.register_for_checkpointing(Unstorable())
+    with pytest.raises(CheckpointError, match=r"Unstorable/fn holds a builtins\.builtin_function_or_method"):
+        accelerator.save_state()
+
+
+def test_saving_into_a_folder_that_exists_keeps_the_users_files(tmp_path: Path) -> None:
+    accelerator, _, _ = make(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    for _ in range(2):
+        accelerator.save_state(out)
+        assert (out / "config.json").read_text() == "{}"
+        accelerator.load_state(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+SCRIPT = """
+import sys, time, torch
+from hasten import Accelerator
+from hasten.checkpoint.disk import Disk
+slow = Disk.sync
+def sync(self, fd):
+    time.sleep(0.15)
+    slow(self, fd)
+Disk.sync = sync
+accelerator = Accelerator(cpu=True)
+model, optimizer = accelerator.prepare(*(lambda m: (m, torch.optim.AdamW(m.parameters())))(torch.nn.Linear(50, 50)))
+accelerator.save_state(sys.argv[1], blocking=False)
+print("saving", flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "sigterm"])
+def test_a_save_in_flight_is_finished_at_exit_and_on_sigterm(tmp_path: Path, end: str) -> None:
+    tail = "" if end == "exit" else "time.sleep(60)"
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(end=tail), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saving\n"
+        assert not (tmp_path / "out").exists(), "it is still being written"
+        if end == "sigterm":
+            process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=60)
+    assert code == (0 if end == "exit" else -signal.SIGTERM)
+    assert LocalStore(tmp_path).complete("out")
+
+
+def test_an_error_in_the_background_comes_up_at_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, _, _ = make(tmp_path)
+
+    def full(fd: int, buffers: Any, offset: int) -> int:
+        time.sleep(0.05)
+        raise OSError(28, "No space left on device")
+
+    accelerator.save_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        accelerator.save_state(blocking=False)
+        with pytest.raises(CheckpointError, match="No space left"):
+            accelerator.wait_for_saves()
+        accelerator.save_state(blocking=False)
+        with pytest.raises(CheckpointError, match="No space left"):
+            accelerator.save_state()
+    accelerator.save_state()
+    accelerator.end_training()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_0", "checkpoint_1"]
