@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -297,7 +298,10 @@ def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever 
     try:
         with path.open("rb") as file:
             mapped = file.read(4) == b"PK\x03\x04"  # files older than torch 1.6 are no archives and cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+        with warnings.catch_warnings():
+            # torch warns of pickles it does not know well; they end in an error below or in plain values
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hasten.checkpoint.base import Component, Format, Slice, num_bytes
+from hasten.checkpoint.formats import tied
 
 SINGLE_FILE_BYTES = 2 * 1024**3
 """A component up to this size is one file under its familiar name."""
@@ -87,18 +88,24 @@ def _sliced(name: str, component: Component, rank: int, ranks: Sequence[int]) ->
 
 
 def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
-    """Keys in files of at most `limit` bytes (a larger tensor has a file of its own); main's own keys come first."""
-    first = [key for key in component.tensors if key in component.main_only]
+    """Keys in files of at most `limit` bytes (a larger tensor has a file of its own); main's own keys come first.
+
+    Names of one memory stay together, so that it is stored once.
+    """
+    owners = tied(component.tensors)
+    names: dict[str, list[str]] = {}
+    for key in component.tensors:
+        names.setdefault(owners.get(key, key), []).append(key)
     shards: list[tuple[str, ...]] = []
-    current, used = list(first), sum(num_bytes(component.tensors[key]) for key in first)
-    for key, value in component.tensors.items():
-        if key in component.main_only:
-            continue
-        size = num_bytes(value)
-        if current and used + size > limit and not (not shards and len(current) == len(first)):
+    current: list[str] = []
+    used = 0
+    for own in sorted(names, key=lambda key: key not in component.main_only):
+        size = num_bytes(component.tensors[own])
+        held_by_main = not shards and own in component.main_only
+        if current and used + size > limit and not held_by_main:
             shards.append(tuple(current))
             current, used = [], 0
-        current.append(key)
+        current += names[own]
         used += size
     shards.append(tuple(current))
     return shards
