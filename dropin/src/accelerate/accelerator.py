@@ -23,6 +23,7 @@ from accelerate.quirks import (
     AUTOMATIC_NAMING_OPT_IN,
     FLAT_RESULTS,
     FREE_MEMORY_GIVES_LIST,
+    LAST_BATCH_IS_CUT,
     MISSING_TRACKER_IS_BLANK,
     kept,
 )
@@ -32,11 +33,12 @@ from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_
 from accelerate.utils.dataclasses import AutocastKwargs, ProfileKwargs
 from accelerate.utils.operations import _checked, gather_object
 from accelerate.utils.other import extract_model_from_parallel
+from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
+from hasten.comm import ops
 from hasten.optim import clip
 from hasten.optim.clock import Key
 from hasten.runtime.axes import BATCH
-from hasten.accelerator import metrics
 
 __all__ = ["LOGGER_TYPE_TO_CLASS", "MODEL_NAME", "PROFILE_PATTERN_NAME", "SCALER_NAME", "WEIGHTS_NAME", "Accelerator"]
 logger = get_logger(__name__)
@@ -132,6 +134,14 @@ class Accelerator(Mirrors, hasten.Accelerator):
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """This process's share."""
         return PartialState().split_between_processes(inputs, apply_padding)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on the main process, then on the others."""
+        return PartialState().main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on each node's main process, then on the others."""
+        return PartialState().local_main_process_first()
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -236,13 +246,22 @@ class Accelerator(Mirrors, hasten.Accelerator):
         return tensor if self.num_processes == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The results of every process for the current batch, each real sample once."""
-        if self.num_processes == 1:
-            return input_data
-        cursor = self.clock.active
-        if use_gather_object or not hasten_tensors(input_data):
-            return gather_object(metrics._real_items(input_data, cursor))
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor)
+        """The results of every process for the current batch; the last batch is cut to the samples that are left."""
+        objects = use_gather_object or not trees.tensors(input_data)
+        if objects:
+            gathered = gather_object(input_data)
+        elif self.num_processes == 1:
+            gathered = input_data
+        else:
+            gathered = ops.gather_ragged(input_data, self.ctx.groups(*BATCH))
+        loader = self.gradient_state.active_dataloader
+        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0 or not loader.even_batches:
+            return gathered
+        assert kept(LAST_BATCH_IS_CUT)
+        left: int = loader.remainder
+        if objects:
+            return gathered[:left] if isinstance(gathered, list | tuple) else gathered
+        return trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered)
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
@@ -362,12 +381,3 @@ class Accelerator(Mirrors, hasten.Accelerator):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model was spread over devices by a device map."""
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
-
-
-def hasten_tensors(data: Any) -> bool:
-    """Whether there is any tensor in the data."""
-    from hasten import trees  # noqa: PLC0415
-
-    return bool(trees.tensors(data))
-
-

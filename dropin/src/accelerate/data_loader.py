@@ -21,7 +21,7 @@ from accelerate.data_samplers import (
 )
 from accelerate.logging import get_logger
 from accelerate.quirks import SHUFFLE_FOLLOWS_TORCH, STREAMS_ARE_DISPATCHED, kept
-from accelerate.utils.operations import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
+from accelerate.utils.operations import concatenate, find_batch_size, slice_tensors
 from accelerate.utils.random import synchronize_rng_states
 from hasten import trees
 from hasten.comm import ops
@@ -195,12 +195,6 @@ class _Prepared(DataLoaderStateMixin, DataLoaderAdapter):
         cursor.batch += 1
         progress.batch += 1
         cursor.at_end = self.end_of_dataloader = last
-        cursor.num_rows = cursor.num_real = None
-        if last and self.even_batches and self.remainder > 0 and self.num_processes > 1:
-            rows = ignorant_find_batch_size(batch)
-            if rows is not None and rows * self.num_processes != self.remainder:
-                cursor.num_rows = rows
-                cursor.num_real = min(max(self.remainder - self.process_index * rows, 0), rows)
         if self.device is not None:
             batch = trees.to_device(batch, self.device, self._non_blocking)
         return batch

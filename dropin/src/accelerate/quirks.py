@@ -49,6 +49,11 @@ LAST_BATCH_IS_FULL: Final = Quirk(
     "Scripts count on equal shapes on every rank and step; samples from the beginning of the epoch fill the rest. "
     "hasten itself repeats at most one sample a rank.",
 )
+LAST_BATCH_IS_CUT: Final = Quirk(
+    "gather_for_metrics cuts the last batch by arithmetic",
+    "At a loader's last batch every gathered tensor is cut to dataset length modulo global batch size, on one process "
+    "too: Trainer gathers a loss repeated to the full batch size and relies on the cut.",
+)
 STREAMS_ARE_DISPATCHED: Final = Quirk(
     "an IterableDataset is read by the main process",
     "dispatch_batches=None means True for streams: documented, and the only safe guess for streams that cannot be split.",
@@ -61,6 +66,11 @@ SHUFFLE_FOLLOWS_TORCH: Final = Quirk(
 SEEDABLE_ORDER: Final = Quirk(
     "the seedable sampler's order",
     "Epoch e is torch.randperm seeded with data_seed + e (or torch's initial seed): libraries compare losses recorded so.",
+)
+NESTED_FIRST: Final = Quirk(
+    "main_process_first may be nested",
+    "Libraries open local_main_process_first inside main_process_first (trl does while it tokenizes): the main rank's "
+    "inner block meets the other ranks' outer one. hasten's own blocks name themselves and refuse that.",
 )
 LOGGER_NEEDS_STATE: Final = Quirk(
     "a logger refuses to speak before there is a state",

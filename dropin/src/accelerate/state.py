@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch.distributed as dist
 
 from accelerate import ambient
 from accelerate.ambient import AMBIENT
+from accelerate.quirks import NESTED_FIRST, kept
 from accelerate.utils.enums import DistributedType, PrecisionType
 from accelerate.utils.environment import environment, parse_flag_from_env
+from hasten.comm.agreement import vote
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.devices import use_device
 
@@ -67,11 +70,11 @@ class _Shared:
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on the main process, then on the others."""
-        return ambient.process().main_process_first()
+        return goes_first(ambient.process().is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on each node's main process, then on the others."""
-        return ambient.process().local_main_process_first()
+        return goes_first(ambient.process().is_local_main_process)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """This process's share."""
@@ -98,11 +101,33 @@ class _Shared:
             dist.destroy_process_group(group)
 
 
+@contextmanager
+def goes_first(first: bool) -> Iterator[None]:
+    """A block that some ranks run before the others; blocks may be nested. Ranks: every rank.
+
+    Each rank meets the others once per block, so that the first rank's inner block meets the others' outer one. An error
+    of the first rank is raised on all.
+    """
+    assert kept(NESTED_FIRST)
+    world = ambient.start().world
+    if not first:
+        world.barrier("process_first", math.inf)
+        vote(world, None, "process_first")
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
+        if not first:
+            raise
+        error = caught
+    if first:
+        world.barrier("process_first", math.inf)
+        vote(world, error, "process_first")
+
+
 def split_between_processes(inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
     """This process's share of a list, tuple, dict of those, tensor or dataset."""
     if ambient.process().num_processes == 1:
-        from contextlib import nullcontext  # noqa: PLC0415
-
         return nullcontext(inputs)
     return ambient.process().split_between_processes(inputs, apply_padding)
 
