@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ from hasten.cli.ckpt_cmd import main as ckpt
 from hasten.config.compiling import TorchDynamoPlugin
 from hasten.config.parallel import ParallelismConfig
 from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import ConfigError
+from hasten.modules import forwarding
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
@@ -131,6 +135,32 @@ def test_recompute_offload_compile_and_half_precision(ctx: ProcessContext) -> No
         ({"strategy": "fsdp", "mixed_precision": "fp16"}, 1e-2),
     ):
         torch.testing.assert_close(losses(**settings), expected, rtol=0, atol=tolerance)
+
+
+@ranks(2)
+def test_what_is_recomputed(ctx: ProcessContext) -> None:
+    """The blocks that are sharded on their own, outermost first; a model without any says so."""
+
+    def recomputed(**options: Any) -> list[str]:
+        plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True, **options)
+        net = Accelerator(fsdp_plugin=plugin).prepare(model())
+        return [name for name, part in net.named_modules() if forwarding.find(part, "recompute") is not None]
+
+    assert recomputed() == recomputed(auto_wrap_policy="no_wrap") == ["blocks.0", "blocks.1"]
+    assert recomputed(auto_wrap_policy=lambda m: isinstance(m, (nn.LayerNorm, nn.Linear))).count("norm") == 1
+    assert recomputed(transformer_cls_names_to_wrap=("Block", "LayerNorm")) == ["blocks.0", "blocks.1", "norm"]
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(activation_checkpointing=True))
+    with pytest.raises(ConfigError, match="Linear has no repeated block"):
+        accelerator.prepare(nn.Linear(2, 2))
+    accelerator.prepare(nn.Linear(2, 2).requires_grad_(False))
+
+
+@ranks(2)
+def test_the_snippets_of_the_page_run(ctx: ProcessContext, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text("utf-8")
+    for snippet in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(snippet, "docs/sharding.md", "exec"), {})
 
 
 @ranks(2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 
 from torch import nn
 
 from hasten.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -37,17 +40,20 @@ def _common_class(container: nn.Module) -> type[nn.Module] | None:
     return kind if number > 1 else None
 
 
-def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> list[tuple[str, nn.Module]]:
+def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> list[nn.Module]:
     """Every submodule whose class is named.
 
-    Raises: ConfigError naming the classes there are when a name matches none.
+    A run may have several models, so each needs one of the names; those it lacks are warned about.
+    Raises: ConfigError naming the classes there are when no name matches.
     """
-    found = [(path, part) for path, part in model.named_modules() if type(part).__name__ in names]
-    missing = sorted(set(names) - {type(part).__name__ for _, part in found})
-    if missing:
-        present = sorted({type(part).__name__ for part in model.modules()})
+    found = [part for part in model.modules() if type(part).__name__ in names]
+    missing = ", ".join(sorted(set(names) - {type(part).__name__ for part in found}))
+    if not found:
+        present = ", ".join(sorted({type(part).__name__ for part in model.modules()}))
         raise ConfigError(
-            f"{setting} names {', '.join(missing)}, but {type(model).__name__} has no module of that class, so nothing "
-            f"would happen; its classes are {', '.join(present)}."
+            f"{setting} names {missing}, but {type(model).__name__} has no module of that class, so nothing would "
+            f"happen; its classes are {present}."
         )
+    if missing:
+        log.warning("%s names %s, which %s does not have", setting, missing, type(model).__name__)
     return found

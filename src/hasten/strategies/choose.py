@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import assert_never
 
 from hasten.config.root import Config
@@ -11,12 +12,14 @@ from hasten.runtime.axes import LOSS, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps, Strategy, Transform
+from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp import Replicate
 from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
+from hasten.strategies.wrapping import blocks_to_recompute
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +87,9 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
 def _sharded(config: Config) -> Strategy:
     transforms: list[Transform] = [Convert(), *_common(config)]
     if config.fsdp.activation_checkpointing and not config.recompute:
-        transforms.append(
-            Recompute(config.fsdp.transformer_cls_names_to_wrap or (), config.fsdp.activation_checkpointing_offload)
-        )
+        find = partial(blocks_to_recompute, config=config.fsdp)
+        offload = config.fsdp.activation_checkpointing_offload
+        transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
     spread = Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
     return NativeStrategy("fsdp", spread, transforms, Caps(sharded_state=True))
 
@@ -95,7 +98,8 @@ def _common(config: Config) -> list[Transform]:
     """The transforms every native strategy shares: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
-        chosen.append(Recompute(config.recompute))
+        find = partial(blocks_by_class, names=config.recompute, setting="recompute")
+        chosen.append(Recompute(find, "recompute", config.fsdp.activation_checkpointing_offload))
     if config.dynamo.backend != "no":
         regional = config.dynamo.use_regional_compilation
         chosen.append(CompileBlocks(config.dynamo) if regional else CompileWhole(config.dynamo))

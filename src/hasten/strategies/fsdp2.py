@@ -283,11 +283,11 @@ def _banner(
 ) -> str:
     trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     compute = layout.policy.param_dtype or "the same"
-    where = "host memory" if config.cpu_offload else "the device"
+    where = "in host memory" if config.cpu_offload else "on the device"
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     text = (
         f"{type(model).__name__} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
-        f"{' and '.join(sorted(trained)) or 'none (frozen)'} in {where}, computing in "
+        f"{' and '.join(sorted(trained)) or 'none (frozen)'} {where}, computing in "
         f"{str(compute).removeprefix('torch.')}, reducing in "
         f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
     )

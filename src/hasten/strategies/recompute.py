@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hasten.comm.agreement import agree
+from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish
-from hasten.strategies.blocks import blocks_by_class, repeated_blocks
+from hasten.strategies.base import Stage, Wish, is_trainable
 
 
 class RecomputedForward(forwarding.Forward):
@@ -33,22 +35,37 @@ class RecomputedForward(forwarding.Forward):
 
 
 class Recompute:
-    """Recomputes the named classes of blocks, or the repeated block when no class is named."""
+    """Recomputes the blocks that `find` names in a model, the outermost of them where they nest.
+
+    `setting` is what asked for it, for messages.
+    """
 
     stage = Stage.RECOMPUTE
 
-    def __init__(self, classes: tuple[str, ...] = (), offload: bool = False) -> None:
-        self._classes = classes
+    def __init__(self, find: Callable[[nn.Module], list[nn.Module]], setting: str, offload: bool = False) -> None:
+        self._find = find
+        self._setting = setting
         self._offload = offload
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if not wish.train:
             return model
-        named = blocks_by_class(model, self._classes, "recompute") if self._classes else repeated_blocks(model)
-        for _, block in named:
+        with agree(ctx.world, f"choosing what to recompute of {type(model).__name__}"):
+            blocks = self._blocks(model)
+        for block in blocks:
             if forwarding.find(block, RecomputedForward.tag) is None:
                 forwarding.replace(block, RecomputedForward(self._offload))
         return model
+
+    def _blocks(self, model: nn.Module) -> list[nn.Module]:
+        found = self._find(model)
+        if not found and is_trainable(model):
+            raise ConfigError(
+                f"{self._setting} asks to recompute activations, but {type(model).__name__} has no repeated block, so "
+                "nothing would be saved. Name the classes of its blocks in recompute."
+            )
+        inside = {id(part) for block in found for part in block.modules() if part is not block}
+        return [block for block in found if id(block) not in inside]
 
     def undo(self, model: nn.Module) -> nn.Module:
         for part in model.modules():

@@ -31,14 +31,19 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
         case "size_based_wrap":
             return _deepest_first(model, _by_size(model, config.min_num_params or _DEFAULT_MIN_PARAMS))
         case "transformer_based_wrap" | "auto":
-            names = config.transformer_cls_names_to_wrap or tuple(getattr(model, "_no_split_modules", None) or ())
-            if config.transformer_cls_names_to_wrap:
+            if names := config.transformer_cls_names_to_wrap:
                 chosen = blocks_by_class(model, names, "fsdp.transformer_cls_names_to_wrap")
             else:
-                chosen = [(n, m) for n, m in model.named_modules() if type(m).__name__ in names]
-                chosen = chosen or repeated_blocks(model)
-            return _deepest_first(model, [block for _, block in chosen])
+                known = tuple(getattr(model, "_no_split_modules", None) or ())  # what transformers' models declare
+                chosen = [module for module in model.modules() if type(module).__name__ in known]
+                chosen = chosen or [block for _, block in repeated_blocks(model)]
+            return _deepest_first(model, chosen)
     raise ConfigError(f"fsdp.auto_wrap_policy={policy!r} is unknown; see docs/sharding.md for the policies.")
+
+
+def blocks_to_recompute(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules that are sharded on their own, or else the repeated block."""
+    return blocks_to_shard(model, config) or [block for _, block in repeated_blocks(model)]
 
 
 def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
