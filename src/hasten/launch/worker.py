@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Final
@@ -38,6 +39,8 @@ def main() -> None:
     env = environment.snapshot()
     if error_file := env.get(ERROR_FILE):
         sys.excepthook = recording_hook(Path(error_file), sys.excepthook)
+    else:
+        sys.excepthook = trimming_hook(sys.excepthook)
     _enable_faulthandler()
     _write_whole_lines()
     if launcher_pid := env.get(LAUNCHER_PID):
@@ -58,6 +61,16 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
             write_error(path, error, without_bootstrap(trace))
         except OSError:
             fallback(kind, error, trace)
+
+    return hook
+
+
+def trimming_hook(printing: Hook) -> Hook:
+    """An excepthook that prints the exception as plain Python would, without our own frames."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        rest = without_bootstrap(trace)
+        printing(kind, error.with_traceback(rest), rest)
 
     return hook
 
@@ -124,10 +137,11 @@ def _run_script(script: str, args: list[str]) -> None:
         _set_first_path(str(path.resolve().parent) if path.suffix == ".pyc" else script)
         runpy.run_path(script, run_name="__main__")
         return
-    code = compile(path.read_bytes(), script, "exec", dont_inherit=True)
+    full = str(path.absolute())
+    code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
     sys.argv[:] = [script, *args]
     _set_first_path(str(path.resolve().parent))
-    _run_as_main(code, script)
+    _run_as_main(code, full)
 
 
 def _set_first_path(folder: str) -> None:
@@ -139,9 +153,12 @@ def _run_as_main(code: CodeType, script: str) -> None:
     """Execute `code` in the real `__main__`, emptied of this file's names, so that pickling and spawning work."""
     main_module = sys.modules["__main__"]
     namespace = vars(main_module)
-    kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"], "__loader__": namespace["__loader__"]}
+    kept = {"__name__": "__main__", "__builtins__": namespace["__builtins__"]}
+    loader = SourceFileLoader("__main__", script)
     namespace.clear()
-    namespace.update(kept, __file__=script, __spec__=None, __package__=None, __doc__=None, __cached__=None)
+    namespace.update(
+        kept, __loader__=loader, __file__=script, __spec__=None, __package__=None, __doc__=None, __cached__=None
+    )
     exec(code, namespace)
 
 
