@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
+    from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.accelerator.process import Process as Process
     from hasten.cli.basic import write_basic_config as write_basic_config
     from hasten.config.checkpoint import ProjectConfiguration as ProjectConfiguration
@@ -70,6 +71,7 @@ __version__ = "0.1.0"
 _PUBLIC: Final = MappingProxyType[str, str](
     {
         "Accelerator": "hasten.accelerator.facade",
+        "PREEMPTED_EXIT_CODE": "hasten.accelerator.preemption",
         "Process": "hasten.accelerator.process",
         "write_basic_config": "hasten.cli.basic",
         "ProjectConfiguration": "hasten.config.checkpoint",
