@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
@@ -63,74 +63,76 @@ class StreamShard(Forwarding, IterableDataset[Block]):
     """This rank's blocks of a stream, whole rounds at a time, so that positions mean the same on every rank."""
 
     def __init__(self, dataset: Any, cutting: Cutting, num_workers: int) -> None:
-        self.cutting = cutting
-        self.start = Start(serial=0)
-        self.control = torch.zeros(
-            2, dtype=torch.int64
-        )  # (epoch, serial of the opening), also for workers that live on
+        self.hasten_cutting = cutting
+        self.hasten_start = Start(serial=0)
+        # (epoch, serial of the opening): read by workers, also by those that live on from epoch to epoch
+        self.hasten_control = torch.zeros(2, dtype=torch.int64)
         if num_workers:
-            self.control.share_memory_()  # type: ignore[no-untyped-call]
-        self.dataset = dataset
+            self.hasten_control.share_memory_()  # type: ignore[no-untyped-call]
+        self.hasten_dataset = dataset
 
     def __iter__(self) -> Iterator[Block]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        epoch, serial = self.control.tolist()
+        epoch, serial = self.hasten_control.tolist()
         if info is not None:
-            set_epoch = getattr(self.dataset, "set_epoch", None)
+            set_epoch = getattr(self.hasten_dataset, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-        start = self.start if self.start.serial == serial else Start(serial)
-        return self._from(start, worker, num_workers)  # what holds now, whenever the first block is asked for
+        start = self.hasten_start if self.hasten_start.serial == serial else Start(serial)
+        stream = _part_of(self.hasten_dataset, self.hasten_cutting, worker, num_workers)
+        return _from(start, stream, self.hasten_cutting, worker)  # what holds now, whenever a block is asked for
 
-    def _from(self, start: Start, worker: int, num_workers: int) -> Iterator[Block]:
-        if worker < start.turn:
-            yield Block(None, None, worker, start.positions[worker], None, blank=True)
-        position = start.positions[worker] if start.positions else 0
-        state = start.states[worker] if start.states else None
-        yield from self._blocks(self._stream(worker, num_workers), worker, position, state)
 
-    def _stream(self, worker: int, num_workers: int) -> Iterable[Any]:
-        cutting = self.cutting
-        stream: Iterable[Any] = self.dataset
-        if cutting.sharing == "asked":
-            index = cutting.shard * num_workers + worker
-            stream = self.dataset.shard(num_shards=cutting.num_shards * num_workers, index=index)
-        return stream
+def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
+    """The stream one worker reads."""
+    if cutting.sharing != "asked":
+        return dataset
+    index = cutting.shard * num_workers + worker
+    return dataset.shard(num_shards=cutting.num_shards * num_workers, index=index)
 
-    def _blocks(self, stream: Any, worker: int, position: int, state: Any) -> Iterator[Block]:
-        cutting = self.cutting
-        strided = cutting.sharing == "strided"
-        num_shards, shard = (cutting.num_shards, cutting.shard) if strided else (1, 0)
-        pads = cutting.even and cutting.num_shards > 1
-        elements = iter(stream)
-        head: list[Any] = []
-        if position:
-            head = list(islice(elements, min(cutting.rows, position))) if pads or state is None else []
-            if state is None:
-                _skip(elements, position - len(head))
-            else:
-                stream.load_state_dict(state)
-                elements = iter(stream)
-        remembers = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-        while True:
-            first, mine, taken = _round(elements, cutting.rows, num_shards, shard)
-            if pads and not head:
-                head = list(first)
-            full = taken == cutting.rows * num_shards
-            if not taken or (not full and cutting.drop_last):
-                return
-            position += taken
-            real = len(mine)
-            if pads and not full:
-                rows = cutting.rows if not strided else min(cutting.rows, taken)
-                mine.extend(head[place % len(head)] for place in range(rows - real))
-            if mine:
-                samples = mine if cutting.batched else mine[0]
-                told = stream.state_dict() if remembers else None
-                yield Block(samples, None if real == len(mine) else real, worker, position, told)
-            if not full:
-                return
+
+def _from(start: Start, stream: Any, cutting: Cutting, worker: int) -> Iterator[Block]:
+    if worker < start.turn:
+        yield Block(None, None, worker, start.positions[worker], None, blank=True)
+    position = start.positions[worker] if start.positions else 0
+    state = start.states[worker] if start.states else None
+    yield from _blocks(stream, cutting, worker, position, state)
+
+
+def _blocks(stream: Any, cutting: Cutting, worker: int, position: int, state: Any) -> Iterator[Block]:
+    """This rank's blocks of one worker's stream, from a position on."""
+    strided = cutting.sharing == "strided"
+    num_shards, shard = (cutting.num_shards, cutting.shard) if strided else (1, 0)
+    pads = cutting.even and cutting.num_shards > 1
+    elements = iter(stream)
+    head: list[Any] = []
+    if position:
+        head = list(islice(elements, min(cutting.rows, position))) if pads or state is None else []
+        if state is None:
+            _skip(elements, position - len(head))
+        else:
+            stream.load_state_dict(state)
+            elements = iter(stream)
+    remembers = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+    while True:
+        first, mine, taken = _round(elements, cutting.rows, num_shards, shard)
+        if pads and not head:
+            head = list(first)
+        full = taken == cutting.rows * num_shards
+        if not taken or (not full and cutting.drop_last):
+            return
+        position += taken
+        real = len(mine)
+        if pads and not full:
+            rows = cutting.rows if not strided else min(cutting.rows, taken)
+            mine.extend(head[place % len(head)] for place in range(rows - real))
+        if mine:
+            samples = mine if cutting.batched else mine[0]
+            told = stream.state_dict() if remembers else None
+            yield Block(samples, None if real == len(mine) else real, worker, position, told)
+        if not full:
+            return
 
 
 class BlockCollate:

@@ -69,9 +69,9 @@ class StreamSource:
     def open(self, at: Position) -> Iterator[Item]:
         mark = self._mark_of(at)
         shard = self._shard
-        serial = shard.start.serial + 1
-        shard.control[0], shard.control[1] = at.epoch, serial
-        shard.start = Start(serial, *mark)
+        serial = shard.hasten_start.serial + 1
+        shard.hasten_control[0], shard.hasten_control[1] = at.epoch, serial
+        shard.hasten_start = Start(serial, *mark)
         if at.stream is not None:  # workers that live on from an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
         items = self._read(iter(self.engine), mark, at)

@@ -16,21 +16,24 @@ from hasten.data.shuffle import derive_seed
 
 
 class Forwarding:
-    """Stands in for the user's dataset: what is not its own, it reads from and writes to that dataset."""
+    """Stands in for the user's dataset: what is not its own, it reads from and writes to that dataset.
 
-    dataset: Any
-    """Set last in `__init__`: names set before it are the stand-in's own."""
+    So `get_worker_info().dataset` serves a worker_init_fn as the dataset itself would. Its own names begin with
+    `hasten_`, to be out of the way.
+    """
+
+    hasten_dataset: Any
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "dataset":
+        if name.startswith(("__", "hasten_")):
             raise AttributeError(name)
-        return getattr(self.dataset, name)
+        return getattr(self.hasten_dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.__dict__ or "dataset" not in self.__dict__:
+        if name.startswith("hasten_"):
             object.__setattr__(self, name, value)
         else:
-            setattr(self.dataset, name, value)
+            setattr(self.hasten_dataset, name, value)
 
 
 Picked = tuple[list[Any], int]
@@ -44,28 +47,29 @@ class WorkerDataset(Forwarding):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        self.hasten_dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.hasten_dataset)
 
     def __getitems__(self, picked: Picked) -> Any:
         indices, seed = picked
         seed_everything(seed)
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return fetch(indices) if fetch else [self._sample(index) for index in indices]
+        fetch = getattr(self.hasten_dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [_sample(self.hasten_dataset, index) for index in indices]
 
     def __getitem__(self, picked: Picked) -> Any:
         (index,), seed = picked
         seed_everything(seed)
-        return self._sample(index)
+        return _sample(self.hasten_dataset, index)
 
-    def _sample(self, index: Any) -> Any:
-        try:
-            return self.dataset[index]
-        except Exception as error:  # the user's dataset: any type, raised on as it is
-            error.add_note(f"hasten: raised by the dataset at index {index!r}.")
-            raise
+
+def _sample(dataset: Any, index: Any) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:  # the user's dataset: any type, raised on as it is
+        error.add_note(f"hasten: raised by the dataset at index {index!r}.")
+        raise
 
 
 def seed_everything(seed: int) -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import (
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -383,3 +384,31 @@ def test_a_stream_with_a_length_gives_the_loader_one() -> None:
                 user = DataLoader(Sized(size), batch_size=2, drop_last=drop_last)
                 loader = prepared(user, rank, world, even_batches=even)
                 assert len(loader) == len(seen(loader))
+
+
+class Ranged(IterableDataset[int]):
+    """The stream of torch's documentation whose range is set in each worker by the worker_init_fn."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.end))
+
+
+def take_own_range(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    dataset: Any = info.dataset
+    share = (dataset.end - dataset.start) // info.num_workers
+    dataset.start += worker * share
+    dataset.end = dataset.start + share
+
+
+def test_a_worker_init_fn_can_arrange_the_stream_of_its_worker() -> None:
+    def build() -> DataLoader[Any]:
+        return DataLoader(Ranged(0, 16), batch_size=2, num_workers=2, worker_init_fn=take_own_range)
+
+    plain = [batch.tolist() for batch in build()]
+    assert [row.values for row in seen(prepared(build()))] == plain
+    assert sorted(global_order(shares_of(build, 2))) == list(range(16))

@@ -1,0 +1,63 @@
+"""Loaders and the Accelerator together: every real sample once in the metrics, and checkpoints that go on on another world."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hasten import Accelerator, DataLoaderConfiguration
+from hasten.runtime.context import ProcessContext
+from hasten.testing.loaders import Numbers
+from hasten.testing.pool import Pool, ranks
+
+
+@ranks(1, 2, 3)
+def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext) -> None:
+    for dispatch, size, batch in itertools.product((False, True), (1, 2, 7, 12, 13), (1, 4)):
+        config = DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        for data in (torch.arange(size), Numbers(size)):
+            user: DataLoader[Any] = DataLoader(data, batch_size=batch)  # type: ignore[arg-type]
+            loader = accelerator.prepare(user)
+            gathered = [accelerator.gather_for_metrics(x) for x in loader]
+            assert torch.cat(gathered).tolist() == list(range(size)), (dispatch, size, batch, type(data))
+
+
+def part_of_a_run(ctx: ProcessContext, folder: Path, stop: int, batch: int, resume: bool) -> list[list[int]]:
+    """The samples of each step that all ranks took together, from the beginning or from a checkpoint."""
+    torch.manual_seed(3 if not resume else 99)  # a resumed run takes its seed from the checkpoint
+    accelerator = Accelerator(cpu=True)
+    user: DataLoader[Any] = DataLoader(torch.arange(50), batch_size=batch, shuffle=True)  # type: ignore[arg-type]
+    loader = accelerator.prepare(user)
+    steps: list[list[int]] = []
+    if resume:
+        accelerator.load_state(folder)
+    for _ in range(2):
+        for x in loader:
+            steps.append(accelerator.gather_for_metrics(x).tolist())
+            if len(steps) == stop:
+                accelerator.save_state(folder)
+                return steps
+    return steps
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (1, 2)])
+def test_a_checkpoint_resumes_on_another_world_with_the_same_global_batches(
+    rank_pool: Pool, tmp_path: Path, before: int, after: int
+) -> None:
+    whole = rank_pool.run(part_of_a_run, 1, tmp_path / "none", -1, 4, False)[0]
+    assert sorted(sample for step in whole for sample in step) == sorted([*range(50)] * 2)
+    for stop in (5, 13, 20):
+        folder = tmp_path / f"after-{stop}"
+        first = rank_pool.run(part_of_a_run, before, folder, stop, 4 // before, False)[0]
+        rest = rank_pool.run(part_of_a_run, after, folder, -1, 4 // after, True)[0]
+        epochs_left = 2 if stop <= 13 else 1  # the resumed program passes over the loader twice, whatever is left
+        expected = whole[stop:]
+        assert first == whole[:stop]
+        assert rest[: len(expected)] == expected
+        assert len(rest) == len(expected) + (0 if epochs_left == 2 else 13)
