@@ -56,7 +56,7 @@ def shell(folder: str, *commands: str) -> str:
         words = [*HASTEN, *command.split()[1:]]
         done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         told += f"$ {command}\n{done.stdout}" + (f"$ echo $?\n{done.returncode}\n" if done.returncode else "")
-    return told
+    return told.replace(f"{folder}/", "")
 
 
 def on_one_machine(folder: str) -> None:
