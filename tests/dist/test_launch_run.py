@@ -146,6 +146,8 @@ def test_logs_go_to_files_and_to_the_terminal(folder: Path, capfd: pytest.Captur
     assert sorted(re.findall("hello from .", capfd.readouterr().out)) == ["hello from 0", "hello from 1"]
     found = sorted(file.read_text() for file in (folder / "logs").rglob("stdout.log"))
     assert found == ["hello from 0\n", "hello from 1\n"]
+    assert launch("-q", "--num_processes", "2", "-t", "3", script) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[default0]:hello from 0", "[default1]:hello from 1"]
 
 
 def test_one_process_needs_no_agent(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

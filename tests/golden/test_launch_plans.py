@@ -114,7 +114,7 @@ CASES: Final[dict[str, Case]] = {
     "wrong_port_zero": Case("--num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", GPUS),
     "wrong_no_address": Case("--num_machines 2 train.py", GPUS),
     "wrong_too_many": Case("--num_processes 9 train.py", GPUS),
-    "wrong_tee": Case("--cpu --num_processes 2 --tee 3 train.py"),
+    "tee_alone": Case("--cpu --tee 3 train.py"),
     "wrong_rdzv_conf": Case("--num_machines 2 --main_process_ip 10.0.0.1 --rdzv_conf keep_alive_interval=2 train.py"),
     "wrong_endpoint": Case("--num_machines 2 --rdzv_endpoint nowhere train.py"),
     "wrong_slurm_outside": Case("--launcher slurm train.py"),

@@ -82,5 +82,5 @@ def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
     if launch.tpu or (host.device == "tpu" and not config.cpu):
         return "xla"
     alone = shape.num_processes == 1 and shape.max_machines == 1
-    needs_agent = launch.max_restarts > 0 or launch.log_dir is not None
+    needs_agent = launch.max_restarts > 0 or launch.log_dir is not None or launch.tee is not None
     return "torchrun" if needs_agent or not alone else "single"

@@ -60,6 +60,12 @@ def address_towards(peer: str) -> str:
         return peer
 
 
+def address_for_others(peer: str) -> str:
+    """The address by which other machines reach this one, which may own `peer` itself and call it a loopback."""
+    found = address_towards(peer)
+    return peer if found.startswith("127.") and not is_loopback(peer) else found
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has the IPv4 `address`, or None where that cannot be found."""
     for _, name in socket.if_nameindex():

@@ -341,5 +341,5 @@ def _first_line(error: BaseException) -> str:
 
 def with_address(report: Report, meeting: Meeting) -> Report:
     """The report with this machine's address as the others see it."""
-    address = meeting.address if meeting.alone else network.address_towards(meeting.address)
+    address = meeting.address if meeting.alone else network.address_for_others(meeting.address)
     return replace(report, address=address)

@@ -47,7 +47,7 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
     local = "127.0.0.1" if plan.meeting.alone else network.address_towards(plan.meeting.address)
-    name = network.interface_of(local)
+    name = network.interface_of(local) if plan.meeting.alone or not local.startswith("127.") else None
     if name is None:
         return plan
     procs = tuple(Proc(p.argv, {**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)

@@ -38,10 +38,6 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
 def supervision(request: Request, shape: Shape) -> Supervision:
     """What the agent does with the processes."""
     launch = request.config.launch
-    if launch.tee is not None and launch.log_dir is None:
-        raise ConfigError(
-            f"tee={launch.tee!r} copies the log files to the terminal, but log_dir is not set. Set log_dir."
-        )
     return Supervision(
         max_restarts=launch.max_restarts,
         monitor_interval_s=launch.monitor_interval,

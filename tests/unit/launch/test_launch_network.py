@@ -20,6 +20,8 @@ def test_own_addresses() -> None:
 def test_the_way_to_this_machine_is_the_loopback() -> None:
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
     assert network.address_towards("no.such.host.invalid") == "no.such.host.invalid"
+    assert network.address_for_others("127.0.0.1") == "127.0.0.1"
+    assert network.address_for_others("no.such.host.invalid") == "no.such.host.invalid"
     assert network.is_loopback("localhost")
     assert not network.is_loopback("10.0.0.1")
 
