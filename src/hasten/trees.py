@@ -143,7 +143,7 @@ def to_device(
 def _move_object(
     value: Any, device: torch.device | str, non_blocking: bool, skip_keys: Collection[str]
 ) -> Any:  # Any: a batch object of the user's own class
-    if isinstance(value, UserDict) and skip_keys:
+    if isinstance(value, UserDict) and (skip_keys or not hasattr(value, "to")):
         return rebuild(
             value,
             [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hasten import trees
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.loader import plain_move
@@ -72,3 +74,9 @@ def test_reading_ahead_reads_as_far_as_it_says() -> None:
     assert next(iterator) == [0]
     assert read == [0, 1, 2, 3]
     assert [value for batch in iterator for value in batch] == list(range(1, 10))
+
+
+def test_a_mapping_without_a_to_of_its_own_is_moved_all_the_same() -> None:
+    moved = trees.to_device(UserDict({"x": torch.ones(2), "n": 3}), "meta")
+    assert moved["x"].device.type == "meta"
+    assert moved["n"] == 3
