@@ -211,6 +211,7 @@ def test_shards_are_merged_offline_and_whole_checkpoints_are_whole(rank_pool: Po
     assert ckpt(["merge", str(tmp_path / "shards"), str(tmp_path / "merged")]) == 0
     merged = read_model(tmp_path / "merged")
     assert merged.keys() == state.keys()
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # still tied
     assert all(torch.equal(merged[name], state[name]) for name in state)
     state = rank_pool.run(save, 3, tmp_path / "whole", "FULL_STATE_DICT")[0]
     written = load_file(tmp_path / "whole" / "model.safetensors")

@@ -135,7 +135,8 @@ class Shard:
             "mesh": mesh,
             "offload_policy": self._offload(ctx),
             "ignored_params": layout.whole,
-            "reshard_after_forward": self._config.reshard_after_forward,
+            # shards of one rank are whole already: freeing and gathering them again would only copy
+            "reshard_after_forward": ctx.mesh.size(Axis.DP_SHARD) > 1 and self._config.reshard_after_forward,
         }
         for block in layout.blocks:
             fully_shard(block, mp_policy=inside, **options)
@@ -153,12 +154,14 @@ class Shard:
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
-        full: dict[str, Any] = {}
-        for name, value in model.state_dict().items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            if self._is_main:
-                full[name] = whole.cpu() if isinstance(whole, Tensor) else whole
-        return full
+        state = model.state_dict(keep_vars=True)  # as they are, so that tied weights are one object under two names
+        made: dict[int, Any] = {}
+        with torch.no_grad():
+            for value in state.values():
+                if id(value) not in made:
+                    whole = value.full_tensor() if isinstance(value, DTensor) else value
+                    made[id(value)] = _on_host(whole) if self._is_main else None
+        return {name: made[id(value)] for name, value in state.items()} if self._is_main else {}
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if not callable(getattr(model, name, None)):
@@ -195,6 +198,10 @@ class Shard:
                 block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
             if behind:
                 block.set_modules_to_backward_prefetch(sharded[max(0, index - behind) : index][::-1])
+
+
+def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which stays as it is
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 @contextmanager
