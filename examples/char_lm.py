@@ -49,11 +49,13 @@ class Writer(nn.Module):
         )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, ALPHABET, bias=False)
         self.head.weight = self.letters.weight  # tied, as usual
+        for embedding in (self.letters, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
         length = codes.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=codes.device)
-        hidden = self.letters(codes) * 0.1 + self.places(torch.arange(length, device=codes.device))
+        hidden = self.letters(codes) + self.places(torch.arange(length, device=codes.device))
         for block in self.blocks:
             hidden = block(hidden, src_mask=mask, is_causal=True)
         scores: Tensor = self.head(self.norm(hidden))
