@@ -13,8 +13,27 @@ __version__ = "1.15.0+hasten"
 refuse_other_package()
 
 _MODULES: Final = frozenset(
-    "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
-    "memory_utils optimizer parallelism_config quirks scheduler state test_utils tracking utils".split()
+    [
+        "accelerator",
+        "big_modeling",
+        "checkpointing",
+        "commands",
+        "data_loader",
+        "hooks",
+        "inference",
+        "launchers",
+        "local_sgd",
+        "logging",
+        "memory_utils",
+        "optimizer",
+        "parallelism_config",
+        "quirks",
+        "scheduler",
+        "state",
+        "test_utils",
+        "tracking",
+        "utils",
+    ]
 )
 _PUBLIC: Final = MappingProxyType(
     {

@@ -323,7 +323,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
-        from accelerate import checkpointing  # noqa: PLC0415  only for checkpoints from elsewhere
+        from accelerate import checkpointing
 
         models = [self.unwrap_model(model) for model in self.prepared.models]
         for hook in list(self.saving._load_hooks.values()):

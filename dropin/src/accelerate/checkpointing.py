@@ -96,7 +96,7 @@ def load_accelerator_state(
 
 
 def _weights(folder: Path, index: int) -> dict[str, Any]:
-    from hasten.checkpoint.formats import read_tensors  # noqa: PLC0415
+    from hasten.checkpoint.formats import read_tensors
 
     for name in (_numbered(SAFE_MODEL_NAME, index, "safetensors"), _numbered(MODEL_NAME, index)):
         if (folder / name).exists():
@@ -107,7 +107,9 @@ def _weights(folder: Path, index: int) -> dict[str, Any]:
 def _random_states(file: Path) -> dict[str, Any]:
     """Put the random states back and give the step count; a file that only pickle can read is refused in words."""
     if not file.exists():
-        logger.warning(f"{file.name} is not in the checkpoint, so random states were not restored", main_process_only=False)
+        logger.warning(
+            f"{file.name} is not in the checkpoint, so random states were not restored", main_process_only=False
+        )
         return {}
     safe = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     try:
@@ -122,7 +124,7 @@ def _random_states(file: Path) -> dict[str, Any]:
         version, words, rest = states["random_state"]
         random.setstate((version, tuple(words), rest))
     if "numpy_random_seed" in states:
-        np.random.set_state(states["numpy_random_seed"])  # noqa: NPY002  the state that was saved
+        np.random.set_state(states["numpy_random_seed"])
     if "torch_manual_seed" in states:
         torch.set_rng_state(states["torch_manual_seed"])
     if "torch_cuda_manual_seed" in states and torch.cuda.is_available():

@@ -136,10 +136,10 @@ def _accumulation(found: Arguments, steps: int, plugin: GradientAccumulationPlug
         found.accumulation = plugin
     else:
         given = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-        found.accumulation = GradientAccumulationPlugin(num_steps=int(given) if given.isdigit() and int(given) > 1 else int(steps))
-    if found.accumulation.num_steps is not None:
-        found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
-    elif found.accumulation != GradientAccumulationPlugin():
+        found.accumulation = GradientAccumulationPlugin(
+            num_steps=int(given) if given.isdigit() and int(given) > 1 else int(steps)
+        )
+    if found.accumulation.num_steps is not None or found.accumulation != GradientAccumulationPlugin():
         found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 
 

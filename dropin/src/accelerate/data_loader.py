@@ -44,10 +44,19 @@ __all__ = [
 ]
 logger = get_logger(__name__)
 # Any in this file: batches, datasets and samplers are the user's own.
-_KEPT = (
-    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
-    "persistent_workers pin_memory_device in_order"
-).split()
+_KEPT = [
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+]
 
 
 def get_sampler(dataloader: Any) -> Any:
@@ -106,10 +115,16 @@ class DataLoaderStateMixin:
 class DataLoaderAdapter(DataLoader[Any]):
     """A DataLoader with the constructor prepared loaders share."""
 
-    def __init__(self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
-            kwargs = {key: value for key, value in kwargs.items() if key not in ("batch_size", "shuffle", "sampler", "drop_last")}
+            kwargs = {
+                key: value
+                for key, value in kwargs.items()
+                if key not in ("batch_size", "shuffle", "sampler", "drop_last")
+            }
             kwargs["batch_sampler"] = batch_sampler
         super().__init__(dataset, **kwargs)
 
@@ -157,7 +172,11 @@ class _Prepared(DataLoaderStateMixin, DataLoaderAdapter):
     def total_dataset_length(self) -> int | None:
         """The samples in the dataset, when that is known."""
         try:
-            return len(getattr(self.dataset, "dataset", self.dataset) if isinstance(self.dataset, IterableDatasetShard) else self.dataset)
+            return len(
+                getattr(self.dataset, "dataset", self.dataset)
+                if isinstance(self.dataset, IterableDatasetShard)
+                else self.dataset
+            )
         except TypeError:
             return None
 
@@ -178,7 +197,13 @@ class _Prepared(DataLoaderStateMixin, DataLoaderAdapter):
         progress.order = None if generator is None else generator.get_state()
         self.set_epoch(progress.iteration)
         cursor = self.cursor
-        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = progress.iteration, 0, False, None, None
+        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = (
+            progress.iteration,
+            0,
+            False,
+            None,
+            None,
+        )
         progress.batch = 0
         self.begin()
         try:
@@ -203,7 +228,12 @@ class _Prepared(DataLoaderStateMixin, DataLoaderAdapter):
         """Where the loop stands."""
         progress = self.progress
         order = progress.order if progress.batch else None
-        return {"iteration": progress.iteration, "batch": progress.batch, "order": order, "_iterator_finished": progress.batch == 0}
+        return {
+            "iteration": progress.iteration,
+            "batch": progress.batch,
+            "order": order,
+            "_iterator_finished": progress.batch == 0,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to the epoch a state was taken in and, with use_stateful_dataloader, to the batch."""
@@ -217,7 +247,11 @@ class _Prepared(DataLoaderStateMixin, DataLoaderAdapter):
         """The same loader without its first batches; it shares this loader's position."""
         loader = copy.copy(self)
         changed: dict[str, Any] = {"_iterator": None, "cursor": LoaderCursor()}
-        if self.batch_sampler is not None and not isinstance(self.dataset, IterableDataset) and type(self) is DataLoaderShard:
+        if (
+            self.batch_sampler is not None
+            and not isinstance(self.dataset, IterableDataset)
+            and type(self) is DataLoaderShard
+        ):
             changed["batch_sampler"] = SkipBatchSampler(self.batch_sampler, num_batches)
         else:
             changed["skip_batches"] = self.skip_batches + num_batches
@@ -380,7 +414,9 @@ class DataLoaderDispatcher(_Prepared):
 class SkipDataLoader(DataLoaderAdapter):
     """A plain loader without its first batches."""
 
-    def __init__(self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(dataset, use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
 
@@ -452,9 +488,18 @@ def prepare_data_loader(
         loader.num_processes, loader.process_index = size, index
         loader.device = device if put_on_device else None
     else:
-        types = list(rng_types or ()) if generator is not None or not rng_types else [t for t in rng_types if str(t) != "generator"]
+        types = (
+            list(rng_types or ())
+            if generator is not None or not rng_types
+            else [t for t in rng_types if str(t) != "generator"]
+        )
         loader = DataLoaderShard(
-            dataset, device=device if put_on_device else None, rng_types=types or None, synchronized_generator=generator, **options, **kwargs
+            dataset,
+            device=device if put_on_device else None,
+            rng_types=types or None,
+            synchronized_generator=generator,
+            **options,
+            **kwargs,
         )
         loader.num_processes, loader.process_index = size, index
         loader.split_batches = split_batches
@@ -465,7 +510,11 @@ def prepare_data_loader(
 
 
 def _check_split(dataloader: DataLoader[Any], size: int) -> None:
-    batch = dataloader.batch_size if dataloader.batch_size is not None else getattr(dataloader.batch_sampler, "batch_size", None)
+    batch = (
+        dataloader.batch_size
+        if dataloader.batch_size is not None
+        else getattr(dataloader.batch_sampler, "batch_size", None)
+    )
     if batch is not None and batch > 1 and batch % size:
         raise ValueError(
             f"To use a `DataLoader` in `split_batches` mode, the batch size ({batch}) "
@@ -532,7 +581,13 @@ def _sharded(
 
 
 def _batching(
-    dataloader: DataLoader[Any], batch_sampler: Any, sampler: Any, stream: bool, size: int, split: bool, dispatch: bool | None
+    dataloader: DataLoader[Any],
+    batch_sampler: Any,
+    sampler: Any,
+    stream: bool,
+    size: int,
+    split: bool,
+    dispatch: bool | None,
 ) -> dict[str, Any]:
     """How the prepared loader forms batches: as torch's DataLoader takes it."""
     if stream:

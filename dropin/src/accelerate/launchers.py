@@ -18,7 +18,7 @@ __all__ = ["ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "debug_launcher",
 
 def test_launch() -> None:
     """Say where this process is."""
-    from accelerate.state import PartialState  # noqa: PLC0415  joins the world
+    from accelerate.state import PartialState
 
     _ = PartialState()
 

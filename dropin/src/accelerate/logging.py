@@ -8,7 +8,6 @@ from accelerate.quirks import LOGGER_NEEDS_STATE, kept
 from hasten.runtime.logs import RankLogger
 
 
-
 class MultiProcessAdapter(RankLogger):
     """A logger that speaks on the main process only, unless a call says otherwise."""
 
@@ -18,7 +17,7 @@ class MultiProcessAdapter(RankLogger):
     def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
         if kept(LOGGER_NEEDS_STATE):
-            from accelerate.ambient import AMBIENT  # noqa: PLC0415  loads torch, which making a logger must not
+            from accelerate.ambient import AMBIENT
 
             if not AMBIENT.partial:
                 raise RuntimeError(
@@ -31,7 +30,7 @@ class MultiProcessAdapter(RankLogger):
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """The logger `name`; its level is `log_level`, else ACCELERATE_LOG_LEVEL. The root logger is left alone."""
-    from accelerate.utils.environment import environment  # noqa: PLC0415
+    from accelerate.utils.environment import environment
 
     level = log_level or environment().get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)

@@ -90,7 +90,9 @@ class Mirrors(Base):
         """What computes in fp8."""
         if not self.fp8_enabled:
             return FP8BackendType.NO
-        return FP8BackendType(self.config.fp8.backend.upper()) if self.config.fp8.backend != "auto" else FP8BackendType.AO
+        return (
+            FP8BackendType(self.config.fp8.backend.upper()) if self.config.fp8.backend != "auto" else FP8BackendType.AO
+        )
 
     @property
     def has_fp8_handler(self) -> bool:

@@ -37,11 +37,11 @@ def function(name: str, part: str) -> Any:  # Any: stands for a function of any 
 def klass(name: str, part: str, *bases: type) -> Any:  # Any: stands for a class
     """A class that can be named in annotations and isinstance(), but not instantiated."""
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse(name, part)
 
     short = name.rpartition(".")[2]
-    return type(short, bases or (object,), {"__init__": __init__, "__doc__": f"Not yet: {part}.", _MARK: part})
+    return type(short, bases or (object,), {"__init__": refused, "__doc__": f"Not yet: {part}.", _MARK: part})
 
 
 def is_not_yet(value: object) -> bool:

@@ -167,7 +167,11 @@ class ParallelismConfig:
         if not names:
             return None
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        for joint, axes in (("dp", self.dp_dim_names), ("dp_shard_cp", self.dp_shard_cp_dim_names), ("dp_cp", self.dp_cp_dim_names)):
+        for joint, axes in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
             if axes:
                 mesh[tuple(axes)]._flatten(joint)
         self.device_mesh = mesh
@@ -189,5 +193,9 @@ class ParallelismConfig:
 
     def to_hasten(self) -> hasten.ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled."""
-        sizes = {f"{axis}_size": self._size(axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp") if self._size(axis) > 1}
+        sizes = {
+            f"{axis}_size": self._size(axis)
+            for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+            if self._size(axis) > 1
+        }
         return hasten.ParallelismConfig(**sizes)

@@ -33,11 +33,15 @@ class EstablishedPreparer(Preparer):
         self.done = accelerator.prepared
         self._accelerator = accelerator
 
-    def prepare(self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True) -> Any:
+    def prepare(
+        self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True
+    ) -> Any:
         """The objects prepared, in call order; what is none of the known kinds comes back as it is."""
         places = list(placement) if placement is not None else [None] * len(objects)
         if len(places) != len(objects):
-            raise ValueError(f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed).")
+            raise ValueError(
+                f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed)."
+            )
         known = [index for index, value in enumerate(objects) if not _stranger(value)]
         own = [self._config.device_placement if places[index] is None else bool(places[index]) for index in known]
         prepared = super().prepare(tuple(objects[index] for index in known), own, train)
@@ -132,6 +136,8 @@ def _stranger(value: Any) -> bool:
     if not kept(STRANGERS_PASS):
         return False
     try:
-        return bundle.kind_of(value) == "nothing" or (isinstance(value, type) and not isinstance(value, torch.nn.Module))
+        return bundle.kind_of(value) == "nothing" or (
+            isinstance(value, type) and not isinstance(value, torch.nn.Module)
+        )
     except PrepareError:
         return True

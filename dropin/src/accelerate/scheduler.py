@@ -47,7 +47,9 @@ class AcceleratedScheduler(PreparedScheduler):
         for _ in range(self._times()):
             if hasattr(self.scheduler, "total_steps") and self.scheduler._step_count > self.scheduler.total_steps:
                 return
-            with warnings.catch_warnings():  # torch warns of a step before the optimizer's, whose own one it does not see
+            with (
+                warnings.catch_warnings()
+            ):  # torch warns of a step before the optimizer's, whose own one it does not see
                 warnings.filterwarnings("ignore", message="Detected call of")
                 self.scheduler.step(*args, **kwargs)
 

@@ -136,7 +136,17 @@ class PartialState(_Shared):
     """This process among the others, without anything about training."""
 
     _shared_state: dict[str, Any] = AMBIENT.partial
-    _known_attrs = ("_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index", "local_process_index", "fork_launched")
+    _known_attrs = (
+        "_cpu",
+        "backend",
+        "device",
+        "debug",
+        "distributed_type",
+        "num_processes",
+        "process_index",
+        "local_process_index",
+        "fork_launched",
+    )
 
     # shown to type checkers; the values live in the shared dictionary
     _cpu: bool
@@ -208,7 +218,9 @@ class PartialState(_Shared):
         """The function, run on one process only."""
         return ambient.process().on_process(function, process_index or 0)
 
-    def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int | None = None) -> Any:
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
         """The function, run on one process of each node."""
         return ambient.process().on_local_process(function, local_process_index or 0)
 
@@ -254,7 +266,14 @@ class AcceleratorState(_Shared):
     """PartialState, and what an Accelerator has settled for the whole process."""
 
     _shared_state: dict[str, Any] = AMBIENT.whole
-    _known_attrs = (*PartialState._known_attrs, "deepspeed_plugin", "use_ipex", "torch_tp_plugin", "dynamo_plugin", "fsdp_plugin")
+    _known_attrs = (
+        *PartialState._known_attrs,
+        "deepspeed_plugin",
+        "use_ipex",
+        "torch_tp_plugin",
+        "dynamo_plugin",
+        "fsdp_plugin",
+    )
 
     device: torch.device
     distributed_type: DistributedType

@@ -12,9 +12,8 @@ from accelerate.ambient import AMBIENT, process
 from accelerate.logging import get_logger
 from accelerate.utils.enums import LoggerType
 from hasten.tracking import registry
-from hasten.tracking.base import Entry, Run
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry
 from hasten.tracking.images import as_pixels
-from hasten.tracking.base import ImageEntry, TableEntry
 from hasten.tracking.values import flatten, plain_config
 
 logger = get_logger(__name__)
@@ -82,7 +81,9 @@ class _Backend(GeneralTracker):
     def start(self) -> None:
         self._inner = registry.build(self.name)[0]
         folder = Path(self.logging_dir or "runs")
-        run = Run(project=self.run_name, run_id=self.run_name, directory=folder, config=self._config, options=self.init_kwargs)
+        run = Run(
+            project=self.run_name, run_id=self.run_name, directory=folder, config=self._config, options=self.init_kwargs
+        )
         self._inner.start(run)
 
     @property
@@ -118,12 +119,20 @@ class _Backend(GeneralTracker):
 
     @on_main_process
     def log_table(
-        self, table_name: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None, **kwargs: Any
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
     ) -> None:
         """Record a table."""
         if dataframe is not None:
             columns, data = list(dataframe.columns), dataframe.values.tolist()
-        entry = TableEntry(name=table_name, columns=columns, rows=data, step=step or 0, time_s=time.time(), options=kwargs)
+        entry = TableEntry(
+            name=table_name, columns=columns, rows=data, step=step or 0, time_s=time.time(), options=kwargs
+        )
         self._inner.log_table(entry)
 
     @on_main_process
@@ -251,7 +260,9 @@ def _installed(name: str) -> bool:
     return name in registry.installed()
 
 
-def begin(kinds: list[Any], project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any], logging_dir: Any) -> list[GeneralTracker]:
+def begin(
+    kinds: list[Any], project: str, config: dict[str, Any] | None, init_kwargs: dict[str, Any], logging_dir: Any
+) -> list[GeneralTracker]:
     """The trackers of a run, begun and told its settings. Ranks: every rank."""
     started: list[GeneralTracker] = []
     for kind in kinds:

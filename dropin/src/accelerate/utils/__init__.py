@@ -10,18 +10,10 @@ from accelerate.utils.tqdm import tqdm as tqdm  # before the submodule of that n
 
 _HOMES: Final = MappingProxyType(
     {
-        "accelerate.commands.config.default": (
-            "write_basic_config "
-        ),
-        "accelerate.parallelism_config": (
-            "ParallelismConfig "
-        ),
-        "accelerate.utils.ao": (
-            "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers "
-        ),
-        "accelerate.utils.bnb": (
-            "has_4bit_bnb_layers load_and_quantize_model "
-        ),
+        "accelerate.commands.config.default": ("write_basic_config "),
+        "accelerate.parallelism_config": ("ParallelismConfig "),
+        "accelerate.utils.ao": ("convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers "),
+        "accelerate.utils.bnb": ("has_4bit_bnb_layers load_and_quantize_model "),
         "accelerate.utils.constants": (
             "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME "
             "RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME "
@@ -108,21 +100,13 @@ _HOMES: Final = MappingProxyType(
             "get_module_children_bottom_up get_pretty_name has_compiled_regions is_compiled_module "
             "is_port_in_use load merge_dicts model_has_dtensor recursive_getattr save wait_for_everyone "
         ),
-        "accelerate.utils.random": (
-            "set_seed synchronize_rng_state synchronize_rng_states "
-        ),
-        "accelerate.utils.torch_xla": (
-            "install_xla "
-        ),
-        "accelerate.utils.tqdm": (
-            "tqdm "
-        ),
+        "accelerate.utils.random": ("set_seed synchronize_rng_state synchronize_rng_states "),
+        "accelerate.utils.torch_xla": ("install_xla "),
+        "accelerate.utils.tqdm": ("tqdm "),
         "accelerate.utils.transformer_engine": (
             "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers "
         ),
-        "accelerate.utils.versions": (
-            "compare_versions is_torch_version "
-        ),
+        "accelerate.utils.versions": ("compare_versions is_torch_version "),
     }
 )
 _PUBLIC: Final = MappingProxyType({name: module for module, names in _HOMES.items() for name in names.split()})

@@ -133,7 +133,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")) -> dict[str, Any]:
+    def to_dict(
+        self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
         """The fields DistributedDataParallel itself takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
@@ -199,7 +201,7 @@ class ProfileKwargs(KwargsHandler):
 
     def build(self) -> AbstractContextManager[Any]:
         """The profiler."""
-        from accelerate import ambient  # noqa: PLC0415  the state module reads this one
+        from accelerate import ambient
 
         return profile_block(self.to_hasten(), ambient.start())
 

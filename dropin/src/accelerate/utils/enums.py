@@ -29,8 +29,7 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
         return [member.value for member in cls]
 
 
-
-class DistributedType(str, enum.Enum):
+class DistributedType(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
     """How processes work together."""
 
     NO = "NO"
@@ -49,7 +48,7 @@ class DistributedType(str, enum.Enum):
     MULTI_NEURON = "MULTI_NEURON"
 
 
-class SageMakerDistributedType(str, enum.Enum):
+class SageMakerDistributedType(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
     """How SageMaker trains."""
 
     NO = "NO"
@@ -57,7 +56,7 @@ class SageMakerDistributedType(str, enum.Enum):
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
-class FP8BackendType(str, enum.Enum):
+class FP8BackendType(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
     """What computes in fp8."""
 
     NO = "NO"
@@ -66,7 +65,7 @@ class FP8BackendType(str, enum.Enum):
     AO = "AO"
 
 
-class ComputeEnvironment(str, enum.Enum):
+class ComputeEnvironment(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
     """Where processes are started."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"

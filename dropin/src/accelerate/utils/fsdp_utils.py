@@ -61,7 +61,13 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
 
 
 def save_fsdp_model(
-    fsdp_plugin: Any, accelerator: Any, model: Any, output_dir: Any, model_index: int = 0, adapter_only: bool = False, use_dcp: bool = True
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
     """Write a sharded model's weights, whole, as the Hub has them. Ranks: every rank."""
     folder = Path(output_dir) / (f"{FSDP_MODEL_NAME}_{model_index}")
@@ -69,7 +75,13 @@ def save_fsdp_model(
 
 
 def load_fsdp_model(
-    fsdp_plugin: Any, accelerator: Any, model: Any, input_dir: Any, model_index: int = 0, adapter_only: bool = False, use_dcp: bool = True
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> Any:
     """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank."""
     return load_weights(accelerator.unwrap_model(model), Path(input_dir) / f"{FSDP_MODEL_NAME}_{model_index}")
@@ -79,7 +91,9 @@ save_fsdp_optimizer = notyet.function("utils.save_fsdp_optimizer", _BY_HAND)
 load_fsdp_optimizer = notyet.function("utils.load_fsdp_optimizer", _BY_HAND)
 fsdp2_apply_ac = notyet.function("utils.fsdp2_apply_ac", "FSDP2 by hand (prepare() does it)")
 fsdp2_load_full_state_dict = notyet.function("utils.fsdp2_load_full_state_dict", "FSDP2 by hand (prepare() does it)")
-fsdp2_prepare_auto_wrap_policy = notyet.function("utils.fsdp2_prepare_auto_wrap_policy", "FSDP2 by hand (prepare() does it)")
+fsdp2_prepare_auto_wrap_policy = notyet.function(
+    "utils.fsdp2_prepare_auto_wrap_policy", "FSDP2 by hand (prepare() does it)"
+)
 fsdp2_switch_optimizer_parameters = notyet.function(
     "utils.fsdp2_switch_optimizer_parameters", "FSDP2 by hand (prepare() does it)"
 )
@@ -100,7 +114,7 @@ def merge_fsdp_weights(
     checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
     """Write the weights of a sharded checkpoint as one model. Ranks: any one process, not in a job."""
-    from accelerate.commands.merge import merge_weights  # noqa: PLC0415  the command reads this module
+    from accelerate.commands.merge import merge_weights
 
     merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
 

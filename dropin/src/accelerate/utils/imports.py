@@ -125,7 +125,9 @@ def is_transformer_engine_available() -> bool:
 
 def is_transformer_engine_mxfp8_available() -> bool:
     """Whether Transformer Engine can scale blocks in fp8."""
-    return is_package("transformer_engine") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
+    return (
+        is_package("transformer_engine") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
+    )
 
 
 def is_megatron_lm_available() -> bool:

@@ -14,8 +14,8 @@ from accelerate import ambient, notyet
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate.utils.enums import CustomDtype
 from accelerate.utils.imports import is_peft_available
-from hasten.checkpoint.formats import read_tensors
 from hasten.checkpoint.export import parse_size
+from hasten.checkpoint.formats import read_tensors
 
 __all__ = ["SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME"]
 # Any in this file: device maps and foreign models.
@@ -25,7 +25,7 @@ def is_peft_model(model: Any) -> bool:
     """Whether peft made this model."""
     if not is_peft_available():
         return False
-    from peft import PeftModel  # noqa: PLC0415  an optional package
+    from peft import PeftModel
 
     inner = getattr(model, "module", model)
     return isinstance(getattr(inner, "_orig_mod", inner), PeftModel)
@@ -172,7 +172,9 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
             del device_map[name]
         device_map[module_name] = places[0]
     level = prefix.count(".")
-    children = {".".join(name.split(".")[: level + 1]) for name in device_map if name.startswith(prefix) and name != module_name}
+    children = {
+        ".".join(name.split(".")[: level + 1]) for name in device_map if name.startswith(prefix) and name != module_name
+    }
     for child in children:
         if any(name.startswith(f"{child}.") for name in device_map):
             clean_device_map(device_map, child)
@@ -182,12 +184,15 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
     """Whether a transformers model says that it ties weights."""
     config = getattr(model, "config", None)
-    return bool(getattr(config, "tie_word_embeddings", False)) and getattr(model, "get_output_embeddings", None) is not None
+    return (
+        bool(getattr(config, "tie_word_embeddings", False))
+        and getattr(model, "get_output_embeddings", None) is not None
+    )
 
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of a weights file, in safetensors or torch's format."""
-    from pathlib import Path  # noqa: PLC0415  shadowed by nothing else here
+    from pathlib import Path
 
     if device_map is not None:
         notyet.refuse("utils.load_state_dict(device_map=...)", notyet.BIG_MODELS)

@@ -277,7 +277,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
     _checked("_pad_across_processes", tensor)
     if any(one.is_nested for one in trees.tensors(tensor)):
-        warnings.warn("Cannot pad nested tensors without more information. Leaving unprocessed.", CannotPadNestedTensorWarning)
+        warnings.warn(
+            "Cannot pad nested tensors without more information. Leaving unprocessed.", CannotPadNestedTensorWarning
+        )
         return tensor
     world = _world()
     return tensor if world.size == 1 else ops.pad_across(tensor, world, dim, pad_index, pad_first)

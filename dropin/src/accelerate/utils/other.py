@@ -104,8 +104,11 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         if isinstance(value, torch.Tensor):
             key = (value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
             if value.numel() and key in seen:
-                logger.warning(f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
-                               "that you don't receive any warning while reloading", main_process_only=True)
+                logger.warning(
+                    f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
+                    "that you don't receive any warning while reloading",
+                    main_process_only=True,
+                )
                 continue
             seen[key] = name
         kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value

@@ -10,9 +10,11 @@ from accelerate import ambient
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # Any: tqdm's own arguments and bar
     """tqdm's bar, shown on the local main process only unless asked otherwise."""
     try:
-        from tqdm.auto import tqdm as bar  # noqa: PLC0415  an optional package
+        from tqdm.auto import tqdm as bar
     except ImportError as error:
-        raise ImportError("Accelerate's `tqdm` module requires `tqdm` to be installed. Please run `pip install tqdm`.") from error
+        raise ImportError(
+            "Accelerate's `tqdm` module requires `tqdm` to be installed. Please run `pip install tqdm`."
+        ) from error
     if len(args) > 0 and isinstance(args[0], bool):
         raise ValueError(
             "Passing `True` or `False` as the first argument to Accelerate's `tqdm` wrapper is unsupported. "

@@ -1,0 +1,1 @@
+"""The established commands, each with its parser by name."""

@@ -1,0 +1,77 @@
+"""`accelerate merge-weights`: one model out of a sharded checkpoint, hasten's or torch's."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from accelerate.commands.utils import CustomArgumentParser
+from hasten.checkpoint import merge as hasten_merge
+from hasten.checkpoint.export import save_model
+from hasten.checkpoint.formats import load_torch
+
+# Any in this file: argparse's subparsers and namespaces.
+
+
+def merge_weights(
+    source: str, output: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+) -> None:
+    """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked."""
+    folder = Path(source)
+    shards = next((one for one in (folder, folder / "pytorch_model_fsdp_0") if (one / ".metadata").exists()), None)
+    if shards is not None:
+        with tempfile.TemporaryDirectory() as place:
+            whole = Path(place) / "model.bin"
+            dcp_to_torch_save(shards, whole)
+            state = load_torch(whole)
+        save_model(state.get("model", state), output, "10GB", safe_serialization)
+    elif folder.is_dir():
+        hasten_merge.merge(source, output, safe_serialization=safe_serialization)
+    else:
+        raise ValueError(f"{source} is not a folder, so there is no checkpoint to merge.")
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate merge-weights`."""
+    if subparsers is not None:
+        parser: argparse.ArgumentParser = subparsers.add_parser("merge-weights")
+    else:
+        parser = CustomArgumentParser(description="Merge the weights of a sharded checkpoint into one model.")
+    parser.add_argument("checkpoint_directory", type=str, help="the sharded checkpoint")
+    parser.add_argument("output_path", type=str, help="where the model goes")
+    parser.add_argument(
+        "--unsafe_serialization", "--unsafe-serialization", action="store_true", help="write .bin files"
+    )
+    parser.add_argument(
+        "--remove_checkpoint_dir", "--remove-checkpoint-dir", action="store_true", help="then remove it"
+    )
+    if subparsers is not None:
+        parser.set_defaults(func=merge_command)
+    return parser
+
+
+def merge_command(args: Any) -> None:
+    """Run `accelerate merge-weights`."""
+    merge_weights(
+        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+    )
+
+
+def run(words: Sequence[str]) -> int:
+    """Run `accelerate merge-weights WORDS`."""
+    merge_command(merge_command_parser().parse_args(words))
+    return 0
+
+
+def main() -> NoReturn:
+    """Run the command."""
+    sys.exit(run(sys.argv[1:]))
