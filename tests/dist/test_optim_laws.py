@@ -176,6 +176,7 @@ def test_half_precision_follows_the_float_curve(ctx: ProcessContext) -> None:
     curves: dict[str, list[float]] = {}
     for spec in ("no", "bf16", "fp16"):
         accelerator = Accelerator(context=ctx, mixed_precision=spec)
+        assert (accelerator.scaler is not None) == (spec == "fp16")
         model = toy()
         model, optimizer = accelerator.prepare(model, adam(model))
         curves[spec] = []

@@ -333,6 +333,11 @@ class Accelerator:
         clip.clip_value(chosen, clip_value)
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scaler under fp16, else None."""
+        return self.precision.scaler
+
+    @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether any optimizer's latest step was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
