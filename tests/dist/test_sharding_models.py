@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,6 +85,36 @@ def test_ties_between_groups_hold(ctx: ProcessContext) -> None:
     same(language_losses(net, accelerator), language_losses(model(tied=True)))
     assert isinstance(net.position, FSDPModule)
     assert not isinstance(net.embed, FSDPModule)  # its weight is the head's too
+
+
+@ranks(2)
+def test_what_was_decided_is_said_once(ctx: ProcessContext) -> None:
+    """On the main process: master weights, computing and reducing dtypes, and what was chosen for the user."""
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    logger = logging.getLogger("hasten.strategies.fsdp2")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Ear())
+    apart = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda m: isinstance(m, nn.Embedding), cpu_offload=True)
+    Accelerator(fsdp_plugin=apart, mixed_precision="bf16").prepare(model(tied=True).bfloat16())
+    Accelerator(strategy="fsdp").prepare(Tempered().requires_grad_(False))
+    assert heard == (
+        [
+            "1 of 2 blocks are not sharded on their own, because they share 'head.weight' with another block: they join "
+            "the group around them",
+            "TinyLM is sharded over {'dp_shard': 2} in 2 groups: master weights float32 in host memory, computing in "
+            "bfloat16, reducing in float32",
+            "temperature cannot be sharded (no dimension) and stay whole on every rank",
+            "Tempered is sharded over {'dp_shard': 2} in 1 groups: master weights none (frozen) on the device, computing "
+            "in the same, reducing in the same",
+        ]
+        if ctx.rank == 0
+        else []
+    )
 
 
 class Tempered(nn.Module):

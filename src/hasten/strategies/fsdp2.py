@@ -59,6 +59,7 @@ _DTYPES: Final = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", to
 class Layout:
     """How one model will be sharded, decided before anything is touched."""
 
+    name: str
     blocks: list[nn.Module]
     whole: set[nn.Parameter]
     policy: MixedPrecisionPolicy
@@ -127,7 +128,8 @@ class Shard:
             )
         if zero_dims:
             notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
-        return Layout(blocks, whole, mixed_precision(self._config, precision.spec, self._keep_outputs), notes)
+        policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
+        return Layout(type(model).__name__, blocks, whole, policy, notes)
 
     def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
         inside = replace(layout.policy, output_dtype=None)  # between blocks activations stay in the computing dtype
@@ -293,7 +295,7 @@ def _banner(
     where = "in host memory" if config.cpu_offload else "on the device"
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     text = (
-        f"{type(model).__name__} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
+        f"{layout.name} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
         f"{' and '.join(sorted(trained)) or 'none (frozen)'} {where}, computing in "
         f"{str(compute).removeprefix('torch.')}, reducing in "
         f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
