@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 
 import pytest
@@ -92,5 +93,5 @@ def test_a_bar_shows_loss_memory_and_pace() -> None:
         pulse.reached()
         bar.show(loss=loss)
     assert "train 5/5 100% | loss 0.25" in file.getvalue().splitlines()[-1]
-    assert "mem 0." in file.getvalue()
+    assert re.search(r"mem \d", file.getvalue())
     assert pulse.take() is not None
