@@ -47,15 +47,16 @@ def snapshot(name: str, value: Any) -> Scalar | Deferred:
     """
     if isinstance(value, (bool, int, float, str)):
         return value
+    detach = getattr(value, "detach", None)
     if hasattr(value, "full_tensor"):
         raise TrackerError(
             f"{name!r} is a distributed tensor; reading it on the main process alone would hang. "
             f"Log {name}.full_tensor(), called on every rank, instead."
         )
-    if hasattr(value, "detach"):
+    if detach is not None:
         if value.numel() != 1:
             raise TrackerError(_not_scalar(name, f"a tensor of shape {tuple(value.shape)}"))
-        return Deferred(value.detach().clone())
+        return Deferred(detach().clone())
     if hasattr(value, "item"):
         if getattr(value, "size", 1) != 1:
             raise TrackerError(_not_scalar(name, f"an array of shape {value.shape}"))
