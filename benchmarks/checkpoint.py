@@ -6,7 +6,7 @@
 Each way saves and loads several times in one process, in turn; the median is printed, one JSON line per way. Accelerate
 takes part where it is installed. Reads come
 from the page cache, as when a run resumes on the machine that saved. hasten syncs to the disk before it returns; the
-others do not, so their times leave the disk's own work out.
+others do not, so their times leave the disk's own work out: "torch synced" and "hasten unsynced" show both ways alike.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import itertools
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -92,6 +94,15 @@ class Torch:
         self.optimizer.load_state_dict(state["optimizer"])
 
 
+class TorchSynced(Torch):
+    """torch.save, and then what makes it safe against a power cut: the bytes on the disk."""
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        with (folder / "state.pt").open("rb") as file:
+            os.fsync(file.fileno())
+
+
 class Accelerate:
     """save_state and load_state of Hugging Face Accelerate."""
 
@@ -122,6 +133,14 @@ class Hasten:
 
     def load(self, folder: Path) -> None:
         self.accelerator.load_state(folder)
+
+
+class Unsynced(Hasten):
+    """The same without waiting for the disk, to show what that costs; not an option of the library."""
+
+    def save(self, folder: Path) -> None:
+        with mock.patch("hasten.checkpoint.disk.os.fsync", return_value=None):
+            super().save(folder)
 
 
 @contextlib.contextmanager
@@ -157,6 +176,10 @@ def measure(ways: dict[str, Any], device: torch.device, rounds: int, root: str |
 def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | None) -> dict[str, Any]:
     """How long save_state(blocking=False) holds training up, the first time and later, and how long it writes."""
     stalls, totals = [], []
+    started = time.perf_counter()
+    way.accelerator.saving.reserve()  # a run calls this early; here we wait, to see how long it takes
+    way.accelerator.saving.wait_for_memory()
+    reserved = time.perf_counter() - started
     with scratch(root) as folder:
         for number in range(rounds):
             started = time.perf_counter()
@@ -168,6 +191,7 @@ def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | No
             shutil.rmtree(folder / f"c{number}")
     return {
         "way": "hasten async",
+        "reserve_s": round(reserved, 3),
         "first_stall_s": round(stalls[0], 3),
         "stall_s": round(statistics.median(stalls[1:]), 3),
         "stalls": [round(s, 3) for s in stalls],
@@ -181,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=sorted(PRESETS), default=None, help="default: small on the CPU, else large")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=["torch", "accelerate", "hasten"], default=None)
+    parser.add_argument("--only", nargs="+", default=None, help="torch, accelerate, hasten, ...")
     parser.add_argument("--folder", default=None, help="where to write (default: the temporary folder)")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
@@ -194,11 +218,17 @@ def main() -> None:
         json.dumps({"parameters_m": round(count / 1e6, 1), "device": str(device), "torch": torch.__version__}),
         flush=True,
     )
-    kinds: dict[str, Any] = {"torch": Torch, "accelerate": Accelerate, "hasten": Hasten}
+    kinds: dict[str, Any] = {
+        "torch": Torch,
+        "torch synced": TorchSynced,
+        "accelerate": Accelerate,
+        "hasten": Hasten,
+        "hasten unsynced": Unsynced,
+    }
     ways = {
         name: kind(model, optimizer, device)
         for name, kind in kinds.items()
-        if name in (given.only or kinds) and importlib.util.find_spec(name) is not None
+        if name in (given.only or kinds) and importlib.util.find_spec(name.split()[0]) is not None
     }
     for result in measure(ways, device, given.rounds, given.folder):
         print(json.dumps(result), flush=True)

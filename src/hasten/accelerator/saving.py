@@ -100,6 +100,19 @@ class Saving:
         """Host memory that background saves hold."""
         return self._writer.staging.num_bytes
 
+    def reserve(self) -> None:
+        """Take the host memory for background saves now, while training goes on, so that the first one is fast too.
+
+        To be called when the optimizers have their state: after the first step.
+        """
+        state = collect(self._parts, "safetensors", [None] * len(self._parts.objects.models))
+        size = sum(component.num_bytes for component in state.components.values())
+        self._writer.reserve(size, self._ctx.device if self._ctx.device.type != "cpu" else None)
+
+    def wait_for_memory(self) -> None:
+        """Return when the memory that `reserve` asked for is there."""
+        self._writer.wait_for_memory()
+
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
         """Save and load these objects too, in this order. Ranks: every rank, the same objects."""
         for thing in objects:
@@ -164,7 +177,7 @@ class Saving:
         if blocking:
             self._done(finish(prepared, group, comm, header, retain), place)
             return place
-        staged = self._writer.staging.copy(prepared.blobs)
+        staged = self._writer.stage(prepared.blobs)
         prepared = type(prepared)(staged, prepared.owners, prepared.components)
         self._guard.install()
         self._writer.submit(lambda: self._done(finish(prepared, group, comm, header, retain), place), name)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+import torch
+
+from hasten.checkpoint.base import Blob
 from hasten.checkpoint.staging import Staging
 from hasten.checkpoint.writer import Outcome
 from hasten.comm.base import Comm
@@ -27,6 +30,7 @@ class AsyncWriter:
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
         self._registered = False
+        self._reserving: threading.Thread | None = None
         self.staging = Staging()
 
     @property
@@ -40,6 +44,23 @@ class AsyncWriter:
     def busy(self) -> bool:
         """Whether a save is being written now."""
         return self._thread is not None and self._thread.is_alive()
+
+    def reserve(self, num_bytes: int, device: torch.device | None) -> None:
+        """Take the memory for the first save now, in the background: page-locked memory is slow to get."""
+        self.wait_for_memory()
+        self._reserving = threading.Thread(target=self.staging.reserve, args=(num_bytes, device), name="hasten-reserve")
+        self._reserving.start()
+
+    def wait_for_memory(self) -> None:
+        """Return when memory that is being taken is there."""
+        thread, self._reserving = self._reserving, None
+        if thread is not None:
+            thread.join()
+
+    def stage(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
+        """The same files with every tensor copied to the host; training may go on when this returns."""
+        self.wait_for_memory()
+        return self.staging.copy(blobs)
 
     def submit(self, work: Callable[[], Outcome], name: str) -> None:
         """Run `work` in the background, after the save before it has ended (back-pressure).
@@ -95,4 +116,5 @@ class AsyncWriter:
         try:
             self.wait()
         finally:
+            self.wait_for_memory()
             self.staging.release()
