@@ -63,6 +63,7 @@ def main() -> None:
             bar.show(accuracy=f"{scores[-1]:.2%}")
     seconds = time.perf_counter() - start
 
+    accelerator.save_state(args.out / "checkpoint")
     accelerator.save_model(model, args.out / "model")
     if accelerator.is_main_process:
         draw(args.out / "loss.png", losses, scores)
@@ -146,7 +147,7 @@ def close(
     table.add_row("loss", f"{losses[0]:.3f} → {sum(losses[-20:]) / len(losses[-20:]):.4f}")
     table.add_row("accuracy", f"[bold green]{scores[-1]:.2%}[/] on held-out digits (best {max(scores):.2%})")
     metrics = accelerator.get_tracker("jsonl", unwrap=True)
-    table.add_row("files", f"{metrics}/metrics.jsonl\n{args.out}/loss.png\n{args.out}/model")
+    table.add_row("files", f"{metrics}/metrics.jsonl\n{args.out}/loss.png\n{args.out}/model\n{args.out}/checkpoint")
     Console().print(table)
 
 
