@@ -55,13 +55,13 @@ _HINTS: Final = (
      "the port is taken, often by a run that is still alive: choose another with --main_process_port (0 picks a free one)."),
     (r"(CUDA|HIP|XPU|MPS).{0,40}out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
      "the device is out of memory: lower the batch size and raise gradient accumulation, use bf16, recompute activations or "
-     "shard with FSDP; `hasten plan` estimates what fits."),
+     "shard with FSDP."),
     (r"CUDA driver version is insufficient|no kernel image is available|not compiled with CUDA|libcud(a|art)[^\s]*: cannot open|"
      r"Found no NVIDIA driver|forward compatibility was attempted|CUDA_ERROR_INVALID_PTX|unsupported toolchain|"
      r"CUDA error: invalid device ordinal",
      "torch, the CUDA driver and the device do not match on this machine: compare `hasten env` with a machine that works, "
      "and install the torch build for this driver (or pass --cpu)."),
-    (r"ModuleNotFoundError|ImportError",
+    (r"ModuleNotFoundError",
      "a module is missing on this machine: install it there ({host}) as on the others, in the environment of {python}."),
     (r"Watchdog caught collective operation timeout|collective operation timeout|Timed out waiting \d+ms|"
      r"wait timeout after|Timeout waiting for key|DistStoreError.*timed? ?out|timed out after \d+",

@@ -86,6 +86,14 @@ def test_signals_are_named() -> None:
     assert hint_for(failed(0)) is None
 
 
+def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:
+    assert hint_for(failed(0, "ImportError: cannot import name 'Modle' from 'mine' (/code/mine.py)")) is None
+
+
+def test_hints_name_only_commands_that_exist() -> None:
+    assert "hasten plan" not in (hint_for(failed(0, "torch.OutOfMemoryError: CUDA out of memory")) or "")
+
+
 def test_what_a_rank_wrote_is_read_in_both_forms(tmp_path: Path) -> None:
     ours, torchs, broken = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     ours.write_text(json.dumps({"message": {}, "hasten": {"time": 3.0, "traceback": "T", "summary": "S"}}))
