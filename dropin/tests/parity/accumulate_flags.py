@@ -1,0 +1,22 @@
+"""When gradients are synchronised, also at the loader's end."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+
+
+def run() -> object:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(TensorDataset(torch.ones(16, 1)), batch_size=2))
+    seen = []
+    for _ in range(2):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                seen.append(accelerator.sync_gradients)
+    return seen
+
+
+PROCESSES = (1, 2)

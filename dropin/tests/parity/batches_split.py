@@ -1,0 +1,22 @@
+"""split_batches: the loader's batch size is the global one."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, gather_object
+
+
+def run() -> object:
+    config = DataLoaderConfiguration(split_batches=True)
+    found = []
+    for size in (16, 10, 13):
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(
+            DataLoader(TensorDataset(torch.arange(size)), batch_size=4)
+        )
+        found.append(gather_object([[loader.total_batch_size, [x.tolist() for (x,) in loader]]]))
+    return found
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,27 @@
+"""Messages of wrong constructor arguments."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
+
+
+def run() -> object:
+    found = []
+    wrong = (
+        {"mixed_precision": "fp32"},
+        {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=3)},
+        {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
+        {"kwargs_handlers": ["x"]},
+    )
+    for kwargs in wrong:
+        try:
+            Accelerator(cpu=True, **kwargs)
+        except (ValueError, AssertionError) as error:
+            found.append([type(error).__name__, str(error).replace("accelerate.utils.dataclasses.", "")])
+    return found
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,20 @@
+"""gather_for_metrics on tuples and dicts."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+
+
+def run() -> object:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10), torch.arange(10) * 2), batch_size=4))
+    seen = []
+    for x, y in loader:
+        pair = accelerator.gather_for_metrics((x, {"y": y}))
+        seen.append([pair[0].tolist(), pair[1]["y"].tolist()])
+    return seen
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,23 @@
+"""gather_for_metrics gives each sample once, for tensors and objects."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+
+
+def run() -> object:
+    accelerator = Accelerator(cpu=True)
+    found = []
+    for size in (16, 13, 9):
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=4))
+        seen, words = [], []
+        for (x,) in loader:
+            seen += accelerator.gather_for_metrics(x).tolist()
+            words += accelerator.gather_for_metrics([str(v) for v in x.tolist()], use_gather_object=True)
+        found.append([seen, words])
+    return found
+
+
+PROCESSES = (1, 2)

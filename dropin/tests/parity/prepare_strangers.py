@@ -1,0 +1,16 @@
+"""prepare() lets unknown objects through, in order."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+
+
+def run() -> object:
+    accelerator = Accelerator(cpu=True)
+    model, number, word, nothing = accelerator.prepare(nn.Linear(1, 1), 3, "x", None)
+    return [isinstance(model, nn.Module), number, word, nothing, accelerator.prepare(5)]
+
+
+PROCESSES = (1, 2)

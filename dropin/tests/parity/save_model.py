@@ -1,0 +1,26 @@
+"""A model exported whole and in shards."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+import os
+import tempfile
+
+from accelerate.utils import broadcast_object_list
+
+
+def run() -> object:
+    accelerator = Accelerator(cpu=True)
+    folder = broadcast_object_list([tempfile.mkdtemp()])[0]
+    model = accelerator.prepare(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    accelerator.save_model(model, folder + "/one")
+    accelerator.save_model(model, folder + "/many", max_shard_size="20KB")
+    accelerator.save_model(model, folder + "/bin", safe_serialization=False)
+    accelerator.wait_for_everyone()
+    state = accelerator.get_state_dict(model)
+    return [sorted(os.listdir(folder + name)) for name in ("/one", "/many", "/bin")] + [list(state)]
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,22 @@
+"""Each rank's share of lists, dicts and tensors."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+
+def run() -> object:
+    state = PartialState(cpu=True)
+    found = []
+    for inputs in (list(range(5)), {"a": [1, 2, 3], "b": ["x", "y", "z"]}, torch.arange(3)):
+        for padding in (False, True):
+            with state.split_between_processes(inputs, apply_padding=padding) as mine:
+                found.append(mine.tolist() if isinstance(mine, torch.Tensor) else mine)
+    return gather_object([found])
+
+
+PROCESSES = (1, 2)

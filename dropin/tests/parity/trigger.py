@@ -1,0 +1,18 @@
+"""A flag that any rank may set."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+
+
+def run() -> object:
+    accelerator = Accelerator(cpu=True)
+    before = accelerator.check_trigger()
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    return [before, accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,112 @@
+"""Run the parity scripts under whichever package is installed, and compare with what the other one gave.
+
+python tests/run_parity.py run OUT.json [name …]     # all scripts in this process (or in each rank under torchrun)
+python tests/run_parity.py compare A.json B.json     # differences that DIFFERENCES.md does not explain
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-6
+# Scripts whose outputs differ on purpose; DIFFERENCES.md has a section of the same name for each.
+EXPLAINED: dict[str, str] = {}
+
+
+def names() -> list[str]:
+    """The scripts."""
+    return sorted(path.stem for path in (HERE / "parity").glob("*.py"))
+
+
+def load(name: str) -> Any:
+    """A script as a module."""
+    spec = importlib.util.spec_from_file_location(f"parity_{name}", HERE / "parity" / f"{name}.py")
+    assert spec is not None and spec.loader is not None, f"no script {name}"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def fresh() -> None:
+    """Forget process-wide states and seed everything alike."""
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415  whichever is installed
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    torch.manual_seed(0)
+
+
+def run(chosen: list[str]) -> dict[str, Any]:
+    """What every script gives; an error is its message."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    results: dict[str, Any] = {}
+    for name in chosen:
+        module = load(name)
+        if world not in module.PROCESSES:
+            continue
+        fresh()
+        try:
+            results[name] = json.loads(json.dumps(module.run()))
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+    return results
+
+
+def differences(first: Any, second: Any, place: str = "") -> list[str]:
+    """Where two results differ, numbers within the tolerance aside."""
+    if isinstance(first, float) and isinstance(second, int | float):
+        near = abs(first - second) <= TOLERANCE * max(1.0, abs(first))
+        return [] if near else [f"{place}: {first} and {second}"]
+    if type(first) is not type(second):
+        return [f"{place}: {first!r} and {second!r}"]
+    if isinstance(first, dict):
+        found = [f"{place}/{key}: on one side only" for key in first.keys() ^ second.keys()]
+        return found + [
+            one
+            for key in first.keys() & second.keys()
+            for one in differences(first[key], second[key], f"{place}/{key}")
+        ]
+    if isinstance(first, list):
+        if len(first) != len(second):
+            return [f"{place}: {len(first)} and {len(second)} items: {str(first)[:200]} and {str(second)[:200]}"]
+        return [
+            one
+            for index, (a, b) in enumerate(zip(first, second, strict=True))
+            for one in differences(a, b, f"{place}[{index}]")
+        ]
+    return [] if first == second else [f"{place}: {first!r} and {second!r}"]
+
+
+def unexplained(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """Differences between two runs that no entry of EXPLAINED covers."""
+    return [
+        one
+        for name in sorted(first)
+        if name not in EXPLAINED
+        for one in differences(first[name], second.get(name), name)
+    ]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    if sys.argv[1] == "run":
+        outcome = run(sys.argv[3:] or names())
+        if int(os.environ.get("RANK", "0")) == 0:
+            Path(sys.argv[2]).write_text(json.dumps(outcome, indent=0, sort_keys=True) + "\n")
+    else:
+        found = unexplained(*(json.loads(Path(path).read_text()) for path in sys.argv[2:4]))
+        print("\n".join(found) or "no unexplained differences")  # noqa: T201  the command's answer
+        sys.exit(bool(found))
