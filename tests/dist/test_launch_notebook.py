@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,6 +84,36 @@ def test_cells_train_fail_and_run_again(tmp_path: Path) -> None:
     assert failed[-1]["ename"] == "LaunchError"
     assert failed[-1]["evalue"] == "rank 1 failed: ValueError: boom in the cell (its traceback is in the output above)"
     assert "local_module" in printed(local)
+
+
+INTERRUPTED: Final = """
+import os, sys, time
+from hasten import notebook_launcher
+def work(folder):
+    with open(f"{folder}/draft", "w") as file: file.write(str(os.getpid()))
+    os.rename(f"{folder}/draft", f"{folder}/pid")
+    time.sleep(100)
+try:
+    notebook_launcher(work, (sys.argv[1],), num_processes=1, cpu=True)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_the_stop_button_ends_the_processes(tmp_path: Path) -> None:
+    env = {**os.environ, "HASTEN_HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as notebook:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        worker = int((tmp_path / "pid").read_text())
+        notebook.send_signal(signal.SIGINT)
+        out, _ = notebook.communicate(timeout=60)
+    assert out.endswith("interrupted\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
 
 
 def test_what_cannot_travel_is_told(

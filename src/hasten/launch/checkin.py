@@ -157,11 +157,10 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
         )
 
 
-def rank_table(reports: Sequence[Report], first_ranks: Sequence[int] | None = None) -> str:
-    """The machines and the ranks on each, as aligned text."""
-    first_ranks = first_ranks or _first_ranks(reports)
-    rows = [("machine", "ranks", "host", "address", "device")]
-    for index, (report, first) in enumerate(zip(reports, first_ranks, strict=True)):
+def rank_table(reports: Sequence[Report], unit: str = "machine") -> str:
+    """The machines (or the tasks of another starter) and the ranks on each, as aligned text."""
+    rows = [(unit, "ranks", "host", "address", "device")]
+    for index, (report, first) in enumerate(zip(reports, _first_ranks(reports), strict=True)):
         last = first + report.num_processes - 1
         ranks = str(first) if last == first else f"{first}-{last}"
         rows.append((str(index), ranks, report.host, report.address, report.device))

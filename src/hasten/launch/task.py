@@ -54,7 +54,7 @@ def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
     )
     check_agreement(reports)
     if topology.is_main:
-        say(f"{len(reports)} processes ({topology.source})\n{rank_table(reports)}")
+        say(f"{len(reports)} processes ({topology.source})\n{rank_table(reports, 'task')}")
     return store
 
 
