@@ -55,7 +55,7 @@ def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
     return LaunchPlan(
         launcher="mpi",
         procs=(Proc(argv),),
-        notes=(f"{total} processes, {per_machine} on each of {machines} machines, by {mpi.kind}", *shape.notes),
+        notes=(f"{total} processes, {per_machine} on each machine ({machines}), by {mpi.kind}", *shape.notes),
         supervision=supervision(request, shape),
         target=request.target,
     )

@@ -10,8 +10,7 @@ from hasten.errors import ConfigError
 from hasten.launch.base import Request, Target
 from hasten.launch.cluster import Allocation, read_allocation, split_range
 from hasten.launch.host import Host
-
-_CONFIG_VARIABLE = "HASTEN_CONFIG"
+from hasten.runtime.env import CONFIG
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ def decide(request: Request, host: Host) -> Shape:
     _check_devices(request, host)
     count, expected, why = _processes(request, host, allocation, high, elastic=low != high)
     notes.append(why)
-    env = {_CONFIG_VARIABLE: request.handoff} if request.handoff else {}
+    env = {CONFIG: request.handoff} if request.handoff else {}
     if launch.gpu_ids != "all" and not use_cpu:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, launch.gpu_ids))
     threads, thread_note = _threads(launch, host, count)
@@ -70,7 +69,7 @@ def decide(request: Request, host: Host) -> Shape:
 def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
     """The shape of a job that another launcher starts on its own list of machines: nothing here is counted."""
     threads, note = _threads(request.config.launch, host, per_machine or 1)
-    env = {_CONFIG_VARIABLE: request.handoff} if request.handoff else {}
+    env = {CONFIG: request.handoff} if request.handoff else {}
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     return Shape(num_processes=per_machine or 1, env=tuple(sorted(env.items())), notes=(note,) if note else ())
