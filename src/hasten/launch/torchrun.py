@@ -60,6 +60,8 @@ def _meeting(request: Request, host: Host, shape: Shape, notes: list[str]) -> Me
     run_id = launch.rdzv_id or host.env.get("SLURM_JOB_ID") or "hasten"
     if shape.min_machines != shape.max_machines and launch.max_restarts == 0:
         notes.append("max_restarts=0: losing a machine ends the job; give --max_restarts to go on with the others")
+    if not launch.same_network and shape.max_machines > 1:
+        notes.append(f"same_network=false changes nothing here: every machine must reach {address}:{port}")
     if options and kind == "fixed":
         raise ConfigError(
             f"rdzv_conf has {', '.join(sorted(options))}, which the static meeting does not know; "
