@@ -37,15 +37,15 @@ def load(name: str) -> Any:
 
 def fresh() -> None:
     """Forget process-wide states and seed everything alike."""
-    import numpy as np  # noqa: PLC0415
-    import torch  # noqa: PLC0415
+    import numpy as np
+    import torch
 
-    from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415  whichever is installed
+    from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
+    np.random.seed(0)
     torch.manual_seed(0)
 
 
@@ -57,6 +57,7 @@ def run(chosen: list[str]) -> dict[str, Any]:
         module = load(name)
         if world not in module.PROCESSES:
             continue
+        sys.stderr.write(f"{name}\n")
         fresh()
         try:
             results[name] = json.loads(json.dumps(module.run()))

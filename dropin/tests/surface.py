@@ -58,7 +58,7 @@ def public(module: types.ModuleType) -> dict[str, str]:
 
 def names() -> dict[str, dict[str, str]]:
     """Every public name of the installed package by module."""
-    import accelerate  # noqa: PLC0415  whichever is installed
+    import accelerate
 
     found = {"accelerate": public(accelerate)}
     for one in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
@@ -79,7 +79,7 @@ def reason(module: str) -> str | None:
 
 def state_of(module: str, name: str) -> str:
     """What becomes of a name: works, not yet, or left out."""
-    from accelerate.notyet import _MARK  # noqa: PLC0415  the drop-in's own
+    from accelerate.notyet import _MARK
 
     why = reason(module) or LEFT_NAMES.get(name)
     try:

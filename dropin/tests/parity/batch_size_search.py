@@ -1,10 +1,6 @@
 """Smaller batches while memory runs out."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
 from accelerate.utils import find_executable_batch_size
 
 

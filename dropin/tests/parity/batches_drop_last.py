@@ -1,7 +1,6 @@
 """drop_last leaves the short rest out."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

@@ -1,7 +1,6 @@
 """Which samples each rank reads, and the length."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

@@ -1,7 +1,6 @@
 """split_batches: the loader's batch size is the global one."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

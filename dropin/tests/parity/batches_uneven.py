@@ -1,7 +1,6 @@
 """even_batches=False: the last samples are read once."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

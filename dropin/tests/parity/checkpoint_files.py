@@ -1,13 +1,12 @@
 """Names of a checkpoint's main files, and a run that goes on from one."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from accelerate import Accelerator
 import os
 import tempfile
 
+import torch
+from torch import nn
+
+from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration, broadcast_object_list
 
 

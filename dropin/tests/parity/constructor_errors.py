@@ -1,8 +1,5 @@
 """Messages of wrong constructor arguments."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin

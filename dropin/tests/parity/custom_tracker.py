@@ -1,8 +1,5 @@
 """A tracker of one's own gets settings and values on the main process."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker

@@ -1,10 +1,6 @@
 """Helpers for the environment."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
 import os
 
 from accelerate.utils import (

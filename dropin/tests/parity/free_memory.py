@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 

@@ -1,8 +1,6 @@
 """gather and reduce over nested tensors and 0-dim ones."""
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 

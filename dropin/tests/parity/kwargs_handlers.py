@@ -1,10 +1,6 @@
 """Settings classes and what they hand on."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
 from accelerate import DistributedType
 from accelerate.utils import (
     AutocastKwargs,

@@ -1,7 +1,6 @@
 """GradientState while loaders are read, also nested ones."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

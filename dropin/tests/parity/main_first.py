@@ -1,8 +1,5 @@
 """Who runs a block first; decorators; print."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object

@@ -1,7 +1,6 @@
 """gather_for_metrics on tuples and dicts."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

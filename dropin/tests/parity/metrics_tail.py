@@ -1,7 +1,6 @@
 """gather_for_metrics gives each sample once, for tensors and objects."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

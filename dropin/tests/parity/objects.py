@@ -1,8 +1,5 @@
 """gather_object and broadcast_object_list."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object

@@ -1,8 +1,6 @@
 """Padding to the largest size any rank has."""
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 

@@ -1,8 +1,5 @@
 """A second Accelerator may not change the precision."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 

@@ -1,8 +1,6 @@
 """prepare() lets unknown objects through, in order."""
 
-import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 

@@ -1,13 +1,11 @@
 """A model exported whole and in shards."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from accelerate import Accelerator
 import os
 import tempfile
 
+from torch import nn
+
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 

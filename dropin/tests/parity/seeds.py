@@ -1,8 +1,6 @@
 """set_seed, alike and by device."""
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed

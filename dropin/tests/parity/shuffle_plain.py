@@ -1,7 +1,6 @@
 """Shuffling without a seedable sampler, over two epochs."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

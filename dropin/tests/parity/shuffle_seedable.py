@@ -1,7 +1,6 @@
 """Shuffling with a seedable sampler and a data seed."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator

@@ -1,11 +1,9 @@
 """skip_first_batches on a prepared and on a plain loader."""
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate import skip_first_batches
+from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import gather_object
 
 

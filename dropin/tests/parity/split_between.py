@@ -1,10 +1,7 @@
 """Each rank's share of lists, dicts and tensors."""
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
 from accelerate import PartialState
 from accelerate.utils import gather_object
 

@@ -1,11 +1,7 @@
 """What the process-wide states show."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 
 

@@ -1,12 +1,10 @@
 """A stream is read by the main process and handed out."""
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from torch.utils.data import IterableDataset
 
 
 class Stream(IterableDataset):

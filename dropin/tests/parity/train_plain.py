@@ -25,7 +25,6 @@ def run() -> object:
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x), y)
                 accelerator.backward(loss)
-                pass
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()

@@ -1,10 +1,7 @@
 """Helpers on nested tensors."""
 
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
 from accelerate.utils import (
     concatenate,
     convert_bytes,

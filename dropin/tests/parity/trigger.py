@@ -1,8 +1,5 @@
 """A flag that any rank may set."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel

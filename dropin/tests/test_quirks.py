@@ -1,0 +1,167 @@
+"""Each quirk that is kept, proven; a test says which one by its mark in PROVEN."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from accelerate import Accelerator, PartialState, quirks
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.logging import get_logger
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, gather_object
+
+# Quirks that the recorded scripts prove on one and two processes, by the script's name.
+RECORDED = {
+    quirks.SHUFFLE_FOLLOWS_TORCH: "shuffle_plain",
+    quirks.SEEDABLE_ORDER: "shuffle_seedable",
+    quirks.LAST_BATCH_IS_FULL: "batches_sequential",
+    quirks.LAST_BATCH_IS_CUT: "metrics_tail",
+    quirks.NESTED_FIRST: "main_first",
+    quirks.GATHER_OBJECT_JOINS: "objects",
+    quirks.FLAT_RESULTS: "gather_kinds",
+    quirks.STRANGERS_PASS: "prepare_strangers",
+    quirks.PRECISION_IS_FIXED: "precision_fixed",
+    quirks.ESTABLISHED_NAMES: "checkpoint_files",
+    quirks.FREE_MEMORY_GIVES_LIST: "free_memory",
+    quirks.SCHEDULER_TIMES_PROCESSES: "train_plain",
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def _trained(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer, AcceleratedScheduler]:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    prepared = accelerator.prepare(model, optimizer, scheduler)
+    return prepared[0], prepared[1], prepared[2]
+
+
+def test_every_quirk_has_a_proof() -> None:
+    here = Path(__file__)
+    marked = set(re.findall(r"quirks\.([A-Z_]+)", here.read_text()))
+    names = {name for name, value in vars(quirks).items() if isinstance(value, quirks.Quirk)}
+    assert names <= marked
+    assert all((here.parent / "parity" / f"{script}.py").exists() for script in RECORDED.values())
+    assert all(quirk.reason for quirk in quirks.ALL)
+
+
+def test_states_are_process_wide() -> None:
+    assert quirks.kept(quirks.SINGLETONS)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    assert AcceleratorState().device == accelerator.device == PartialState().device
+    assert GradientState().num_steps == 3
+    with pytest.raises(ValueError, match="properly initialize"):
+        AcceleratorState._reset_state()
+        AcceleratorState()
+
+
+def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
+    assert quirks.kept(quirks.ZERO_GRAD_WAITS) and quirks.kept(quirks.SCHEDULER_COUNTS_MICRO_STEPS)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, scheduler = _trained(accelerator)
+    counts, rates = [], []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            weight = next(iter(model.parameters()))
+            counts.append(weight.grad is None)
+            rates.append(scheduler.get_last_lr()[0])
+    assert counts == [False, True, False, True]
+    assert rates == [1.0, 0.5, 0.5, 0.25]
+
+
+def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:
+    assert quirks.kept(quirks.LOGGER_NEEDS_STATE)
+    logger = get_logger("quirk")
+    with pytest.raises(RuntimeError, match="initialize the accelerate state"):
+        logger.warning("too early")
+    PartialState(cpu=True)
+    with caplog.at_level(logging.INFO):
+        logger.info("now")
+    assert "now" in caplog.text
+    assert logging.getLogger().level != logging.DEBUG
+
+
+def test_streams_are_dispatched() -> None:
+    assert quirks.kept(quirks.STREAMS_ARE_DISPATCHED)
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    loader = Accelerator(cpu=True).prepare(DataLoader(Stream(), batch_size=2))
+    assert isinstance(loader, DataLoaderDispatcher)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
+
+
+def test_numbering_and_blank_trackers_are_opt_in(tmp_path: Path) -> None:
+    assert quirks.kept(quirks.AUTOMATIC_NAMING_OPT_IN) and quirks.kept(quirks.MISSING_TRACKER_IS_BLANK)
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
+    with pytest.raises(TypeError):
+        accelerator.save_state()
+    with pytest.raises(ValueError, match="automatic checkpoint naming is disabled"):
+        accelerator.load_state()
+    accelerator.get_tracker("wandb").log({"x": 1})
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_position_is_opt_in_and_the_epoch_is_always_restored(tmp_path: Path, stateful: bool) -> None:
+    assert quirks.kept(quirks.POSITION_IS_OPT_IN)
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=4)
+
+    def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:
+        AcceleratorState._reset_state(True)
+        made = Accelerator(cpu=True, dataloader_config=config, project_config=ProjectConfiguration(str(tmp_path)))
+        return made, made.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True))
+
+    accelerator, loader = make()
+    list(loader)
+    order = []
+    for number, (x,) in enumerate(loader):
+        order.append(x.tolist())
+        if number == 1:
+            accelerator.save_state(str(tmp_path / "saved"))
+    accelerator, loader = make()
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert [x.tolist() for (x,) in loader] == (order[2:] if stateful else order)
+
+
+def test_samplers_follow_their_laws() -> None:
+    for size in range(1, 20):
+        for ranks in (1, 2, 3):
+            for batch in (1, 2, 4):
+                batches = torch.utils.data.BatchSampler(range(size), batch, False)
+                shards = [list(BatchSamplerShard(batches, ranks, rank)) for rank in range(ranks)]
+                assert len({len(shard) for shard in shards}) == 1
+                assert {row for shard in shards for rows in shard for row in rows} == set(range(size))
+                assert all(
+                    len(shard) == len(BatchSamplerShard(batches, ranks, rank)) for rank, shard in enumerate(shards)
+                )
+                uneven = [list(BatchSamplerShard(batches, ranks, rank, even_batches=False)) for rank in range(ranks)]
+                rows = sorted(row for shard in uneven for rows in shard for row in rows)
+                assert rows == list(range(size))
+    sampler = SeedableRandomSampler(range(6), data_seed=2)
+    first, second = list(sampler), list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first != second
+    assert gather_object([1]) == [1]

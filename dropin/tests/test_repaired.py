@@ -1,0 +1,129 @@
+"""Defects of the original that are repaired here, not copied (DIFFERENCES.md lists them)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, ParallelismConfig, skip_first_batches
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser, words_of
+from accelerate.commands.to_fsdp2 import convert
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration, find_executable_batch_size, write_basic_config
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def test_a_break_leaves_no_loader_active() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
+    for _ in loader:
+        assert GradientState().in_dataloader
+        break
+    assert not GradientState().in_dataloader
+
+
+def test_a_short_window_is_the_mean_of_its_own_steps() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1)
+    )
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.unwrap_model(model).weight.item() == pytest.approx(-1.0)
+
+
+def test_skipping_keeps_every_setting() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2, drop_last=True))
+    skipped = skip_first_batches(loader, 1)
+    assert isinstance(skipped, DataLoaderShard)
+    assert (skipped._drop_last, skipped.device, len(skipped)) == (loader._drop_last, loader.device, 3)
+
+
+def test_the_counter_of_checkpoints_comes_back(tmp_path: Path) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    accelerator.prepare(nn.Linear(1, 1))
+    accelerator.save_state()
+    accelerator.save_state()
+    AcceleratorState._reset_state(True)
+    again = Accelerator(cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True))
+    again.prepare(nn.Linear(1, 1))
+    again.load_state()
+    assert again.save_iteration == 2
+    assert Path(again.save_state()).name == "checkpoint_2"
+
+
+def test_a_reduction_given_in_parentheses_is_used() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda size: size // 4)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if batch_size > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return batch_size
+
+    assert train() == 2
+    assert tried == [8, 2]
+
+
+def test_sizes_of_a_mesh_go_to_json() -> None:
+    assert json.loads(ParallelismConfig(dp_shard_size=2, tp_size=2).to_json())["tp_size"] == 2
+
+
+def test_no_word_of_a_flag_means_yes_by_mistake() -> None:
+    parser = launch_command_parser()
+    given = parser.parse_args(
+        ["--megatron_lm_sequence_parallelism", "False", "--num-processes", "2", "--cpu", "run.py", "--x", "1"]
+    )
+    assert words_of(given) == [
+        "--cpu=true",
+        "--num_processes=2",
+        "--megatron_lm_sequence_parallelism=False",
+        "run.py",
+        "--x",
+        "1",
+    ]
+    parent = argparse.ArgumentParser()
+    assert launch_command_parser(parent.add_subparsers()).get_default("func") is not None
+
+
+def test_settings_files_round_trip_and_convert(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    assert write_basic_config("bf16", str(file)) == file
+    assert write_basic_config("bf16", str(file)) is False
+    assert load_config_from_file(str(file)).mixed_precision == "bf16"
+    file.write_text(yaml.safe_dump({"distributed_type": "NO", "typo": 1}))
+    with pytest.raises(ValueError, match="unknown keys"):
+        load_config_from_file(str(file))
+    made, said = convert(
+        {
+            "distributed_type": "FSDP",
+            "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_use_orig_params": True},
+        }
+    )
+    assert made["fsdp_config"] == {"fsdp_reshard_after_forward": False, "fsdp_version": 2}
+    assert len(said) == 1

@@ -1,0 +1,69 @@
+"""Every public name of Accelerate 1.15 resolves here, says "not yet", or is left out with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def _surface() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("surface", HERE / "surface.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_name_is_missing_and_the_table_is_committed() -> None:
+    surface = _surface()
+    states = surface.table()
+    missing = [
+        f"{module}.{name}" for module, found in states.items() for name, state in found.items() if state == "missing"
+    ]
+    assert missing == []
+    assert (HERE.parent / "SURFACE.md").read_text() == surface.render(states), (
+        "run `python dropin/tests/surface.py write`"
+    )
+
+
+def test_not_yet_says_so() -> None:
+    from accelerate import dispatch_model
+    from accelerate.hooks import AlignDevicesHook
+
+    with pytest.raises(NotImplementedError, match="not in this version"):
+        dispatch_model(None, {})
+    with pytest.raises(NotImplementedError, match="big models"):
+        AlignDevicesHook()
+
+
+def test_importing_the_face_is_cheap() -> None:
+    code = "import sys, accelerate; print('torch' in sys.modules, accelerate.__version__)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["False", "1.15.0+hasten"]
+
+
+def test_the_original_beside_it_is_refused(tmp_path: Path) -> None:
+    info = tmp_path / "accelerate-1.15.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.15.0\n")
+    code = textwrap.dedent(
+        f"""
+        import sys
+        sys.path.append({str(tmp_path)!r})
+        try:
+            import accelerate
+        except ImportError as error:
+            print("pip uninstall accelerate" in str(error), "1.15.0" in str(error))
+        """
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert said == ["True", "True"]
