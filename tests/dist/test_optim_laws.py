@@ -191,3 +191,31 @@ def test_half_precision_follows_the_float_curve(ctx: ProcessContext) -> None:
             curves[spec].append(accelerator.reduce(loss.detach(), "mean").item())
     torch.testing.assert_close(curves["bf16"], curves["no"], rtol=2e-2, atol=0)
     torch.testing.assert_close(curves["fp16"], curves["no"], rtol=2e-3, atol=0)
+
+
+@ranks(1, 2)
+def test_a_failed_micro_step_leaves_no_trace(ctx: ProcessContext) -> None:
+    """An error inside accumulate(), cleared or not by the except block, and training goes on with true means."""
+    for clears in (False, True):
+        accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
+        model = toy()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        reference = toy()
+        plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for step in (0, 1, 2):
+            x, y = batch(4, step)
+            try:
+                with accelerator.accumulate(model):
+                    if step == 1:
+                        raise MemoryError
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except MemoryError:
+                if clears:
+                    optimizer.zero_grad()
+        kept = [batch(4, 2)] if clears else [batch(4, 0), batch(4, 2)]
+        for x, y in kept:
+            torch.autograd.backward(nn.functional.cross_entropy(reference(x), y) / len(kept))
+        plain.step()
+        assert_same(model, reference, clears)

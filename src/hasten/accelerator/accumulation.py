@@ -44,3 +44,5 @@ class Accumulation:
     ) -> None:
         if self._quiet is not None:
             self._quiet.__exit__(kind, error, trace)
+        if error is not None:
+            self._clock.interrupt(self._key)

@@ -91,6 +91,8 @@ class StepClock:
     sync_with_dataloader: bool = True
     boundary: bool = True
     """The current micro-step ends its window: gradients are synchronised and optimizers act."""
+    interrupted: bool = False
+    """The current micro-step ended with an error and was taken back."""
     pending: bool = False
     """The current window's gradients must be multiplied by `correction()` before use."""
     unit: float | None = None
@@ -132,7 +134,7 @@ class StepClock:
         other micro-steps' gradients away.
         """
         window = self._current
-        return self.boundary and (window.losses == 0 or window.losses > window.before)
+        return self.interrupted or (self.boundary and (window.losses == 0 or window.losses > window.before))
 
     def watching(self, cursor: LoaderCursor) -> _Watch:
         """A context in which `cursor` is the active loader, until a loader inside it starts."""
@@ -149,6 +151,7 @@ class StepClock:
         window.micro += 1
         window.before = window.losses
         self._current = window
+        self.interrupted = False
         cursors = self._cursors
         if window.micro >= window.every:
             window.closed = self.boundary = True
@@ -156,6 +159,22 @@ class StepClock:
             window.closed = self.boundary = bool(cursors and self.sync_with_dataloader and cursors[-1].at_end)
         self.pending = self.boundary and self.correction_due()
         return self.boundary
+
+    def interrupt(self, key: Key = ()) -> None:
+        """Take a micro-step back: it ended with an error, and its window goes on without it."""
+        window = self._current = self._windows[key]
+        window.micro -= 1
+        window.closed = self.pending = False
+        window.losses = window.before
+        self.interrupted = True
+
+    def forget(self) -> None:
+        """Say that the gradients gathered before an interruption were cleared: the window goes on without them too."""
+        window = self._current
+        window.missing = window.micro
+        window.losses = window.before = 0
+        window.weight, window.weighted = 0, None
+        self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> Tensor:
         """The loss to backpropagate: divided by the window's length, or multiplied by its share of the weight.

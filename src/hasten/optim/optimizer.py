@@ -138,9 +138,12 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window that is still open needs them."""
-        if self._spent or self._clock.may_clear:
+        clock = self._clock
+        if self._spent or clock.may_clear:
             self._spent = False
             self.optimizer.zero_grad(set_to_none)
+            if clock.interrupted:
+                clock.forget()
 
     @property
     def due(self) -> bool:

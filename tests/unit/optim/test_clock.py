@@ -205,3 +205,34 @@ def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
     clock.used()
     assert may_clear(clock)
     assert clock.in_flight == 0
+
+
+@pytest.mark.parametrize("weight", [None, 2])
+def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
+    clock = StepClock(2)
+    clock.tick()
+    clock.weigh(torch.tensor(1.0), weight)
+    clock.tick()  # the last of the window, but it fails before its backward
+    clock.interrupt()
+    assert may_clear(clock), "an except block may clear"
+    assert clock.tick(), "and may as well go on: the next micro-step takes its place"
+    clock.weigh(torch.tensor(1.0), weight)
+    assert clock.micro == 2
+    assert clock.pending == (weight is not None)
+    clock.used()
+    assert not clock.tick()
+
+
+@pytest.mark.parametrize("weight", [None, 2])
+def test_gradients_cleared_after_an_interruption_are_missing(weight: int | None) -> None:
+    clock = StepClock(2)
+    clock.tick()
+    clock.weigh(torch.tensor(1.0), weight)
+    clock.tick()
+    clock.interrupt()
+    clock.forget()
+    assert clock.tick()
+    share = clock.weigh(torch.tensor(1.0), weight)
+    factor = clock.correction()
+    assert factor is not None
+    assert float(share * factor) == pytest.approx(1.0)
