@@ -28,6 +28,15 @@ def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext) -> None
             assert torch.cat(gathered).tolist() == list(range(size)), (dispatch, size, batch, type(data))
 
 
+@ranks(2, 3)
+def test_items_without_rows_are_counted_once_too(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(cpu=True)
+    for data in (torch.arange(7), Numbers(7)):
+        user: DataLoader[Any] = DataLoader(data, batch_size=None, collate_fn=torch.as_tensor)  # type: ignore[arg-type]
+        gathered = [accelerator.gather_for_metrics(x) for x in accelerator.prepare(user)]
+        assert torch.cat(gathered).tolist() == list(range(7)), type(data)
+
+
 def part_of_a_run(ctx: ProcessContext, folder: Path, stop: int, batch: int, resume: bool) -> list[list[int]]:
     """The samples of each step that all ranks took together, from the beginning or from a checkpoint."""
     torch.manual_seed(3 if not resume else 99)  # a resumed run takes its seed from the checkpoint

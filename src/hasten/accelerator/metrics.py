@@ -31,7 +31,9 @@ def real_rows(data: Tree, cursor: LoaderCursor | None) -> Tree:
     real, rows = cursor.num_real, cursor.num_rows
 
     def cut(x: Tensor) -> Tensor:
-        padded = x.ndim > 0 and (x.shape[0] == rows if rows is not None else x.shape[0] > real)
+        if x.ndim == 0:  # one number for the whole batch: gone where all of it is padding
+            return x.reshape(1)[:real]
+        padded = x.shape[0] == rows if rows is not None else x.shape[0] > real
         return x[:real] if padded else x
 
     return trees.map_tensors(cut, data)
