@@ -229,12 +229,13 @@ def judge_overwriting(root: Path) -> str | None:
     return None if (root / "best" / "notes.txt").read_text() == "mine" else "the user's file was lost"
 
 
-def main() -> None:
+def main(which: str) -> None:
     torch.set_num_threads(1)
-    first, problems = kill_everywhere(before_numbered, save_numbered, judge_numbered)
-    second, more = kill_everywhere(before_overwriting, save_overwriting, judge_overwriting)
-    json.dump({"kills": first + second, "problems": problems + more}, sys.stdout)
+    numbered_ones = (before_numbered, save_numbered, judge_numbered)
+    same_ones = (before_overwriting, save_overwriting, judge_overwriting)
+    kills, problems = kill_everywhere(*(numbered_ones if which == "numbered" else same_ones))
+    json.dump({"kills": kills, "problems": problems}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

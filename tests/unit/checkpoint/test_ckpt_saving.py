@@ -242,36 +242,43 @@ PREEMPTED = """
 import os, signal, sys, torch
 from torch.utils.data import DataLoader, TensorDataset
 from hasten import PREEMPTED_EXIT_CODE, Accelerator
-torch.manual_seed(0)
-accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
-model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-data = DataLoader(TensorDataset(torch.arange(12.0).reshape(-1, 1)), shuffle=True)
-model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
-if sys.argv[2] == "again":
-    accelerator.load_state()
-for (x,) in loader:
-    loss = model(x).pow(2).mean()
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(int(x), loss.item(), flush=True)
-    if sys.argv[2] == "stop" and optimizer.num_updates == 5:
-        os.kill(os.getpid(), signal.SIGTERM)
-    if accelerator.preempted:
-        accelerator.save_state()
-        sys.exit(PREEMPTED_EXIT_CODE)
+
+def train(folder, how):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, project_dir=folder)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    data = DataLoader(TensorDataset(torch.arange(12.0).reshape(-1, 1)), shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    if how == "again":
+        accelerator.load_state()
+    for (x,) in loader:
+        loss = model(x).pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(int(x), loss.item(), flush=True)
+        if how == "stop" and optimizer.num_updates == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if accelerator.preempted:
+            accelerator.save_state()
+            sys.exit(PREEMPTED_EXIT_CODE)
+
+for how in sys.argv[2:]:
+    train(sys.argv[1], how)
+    print("--")
 """
 
 
 def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
-    def run(how: str, folder: str) -> tuple[int, str]:
-        command = [sys.executable, "-W", "ignore", "-c", PREEMPTED, str(tmp_path / folder), how]
+    def run(*how: str) -> tuple[int, str]:
+        command = [sys.executable, "-W", "ignore", "-c", PREEMPTED, str(tmp_path), *how]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
         return done.returncode, done.stdout
 
-    code, first = run("stop", "run")
+    code, first = run("stop")
     assert code == 85
-    code, second = run("again", "run")
-    assert code == 0
     assert first.count("\n") == 5
-    assert first + second == run("whole", "other")[1], "sample by sample and loss by loss as if never stopped"
+    code, then = run("again", "whole")
+    assert code == 0
+    second, whole, _ = then.split("--\n")
+    assert first + second == whole, "sample by sample and loss by loss as if never stopped"
