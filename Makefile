@@ -14,12 +14,12 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from: a second call installs nothing.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt dropin/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hasten needs Python 3.11 or newer, found: $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11."; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing hasten and its tools into $(VENV) (the first time takes minutes, torch is large)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients]' --editable ./dropin
 	@rm -rf .mypy_cache  # it remembers packages as missing that are there now
 	@touch $@
 
@@ -49,6 +49,15 @@ unit: $(READY)
 
 names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
+
+PARITY := .parity
+parity: $(READY) ## run the drop-in's scripts under the original package too, and compare
+	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
+	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt torch transformers peft trl datasets accelerate==1.15.0
+	dropin/tests/record.sh $(abspath $(PARITY))/bin/python $(abspath runs)/parity/original
+	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin
+	@for file in parity_1 parity_2 trainer_1 trainer_2 lora_1 lora_2 sft_1 sft_2; do echo "== $$file"; \
+		$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original/$$file.json runs/parity/dropin/$$file.json || exit 1; done
 
 bench: $(READY) ## run every script in benchmarks/
 	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

@@ -33,6 +33,7 @@ RECORDED = {
     quirks.ESTABLISHED_NAMES: "checkpoint_files",
     quirks.FREE_MEMORY_GIVES_LIST: "free_memory",
     quirks.SCHEDULER_TIMES_PROCESSES: "train_plain",
+    quirks.SCALE_IS_FOR_XLA: "gather_kinds",
 }
 
 

@@ -25,6 +25,7 @@ from accelerate.quirks import (
     FREE_MEMORY_GIVES_LIST,
     LAST_BATCH_IS_CUT,
     MISSING_TRACKER_IS_BLANK,
+    SCALE_IS_FOR_XLA,
     kept,
 )
 from accelerate.state import AcceleratorState, GradientState, PartialState, fill_partial
@@ -235,11 +236,12 @@ class Accelerator(Mirrors, hasten.Accelerator):
         return super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]
-        """Tensors summed or averaged over processes, times `scale`."""
+        """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
         _checked("_reduce_across_processes", tensor)
         if reduction == "none" or (self.num_processes == 1 and kept(FLAT_RESULTS)):
             return tensor
-        return super().reduce(tensor, reduction, scale)  # type: ignore[arg-type]  # checked there
+        assert kept(SCALE_IS_FOR_XLA)
+        return super().reduce(tensor, reduction)  # type: ignore[arg-type]  # checked there
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Tensors padded along `dim` to the largest size any process has."""

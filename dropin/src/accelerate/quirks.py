@@ -84,6 +84,10 @@ FLAT_RESULTS: Final = Quirk(
     "gather and reduce leave a single process's tensors alone",
     "On one process the very same object comes back, 0-dim tensors included: scripts call .item() on it.",
 )
+SCALE_IS_FOR_XLA: Final = Quirk(
+    "reduce(scale=...) acts on TPUs only",
+    "Documented so; scripts that pass it elsewhere have recorded results without it.",
+)
 FREE_MEMORY_GIVES_LIST: Final = Quirk(
     "free_memory gives a list",
     "`model, = accelerator.free_memory(model)` unpacks it, so one object gives a list of one None.",

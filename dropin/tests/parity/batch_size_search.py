@@ -1,6 +1,5 @@
 """Smaller batches while memory runs out."""
 
-
 from accelerate.utils import find_executable_batch_size
 
 

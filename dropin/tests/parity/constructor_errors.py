@@ -1,6 +1,5 @@
 """Messages of wrong constructor arguments."""
 
-
 from accelerate import Accelerator
 from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
 

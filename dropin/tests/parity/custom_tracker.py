@@ -1,6 +1,5 @@
 """A tracker of one's own gets settings and values on the main process."""
 
-
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 

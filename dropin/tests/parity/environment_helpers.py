@@ -1,6 +1,5 @@
 """Helpers for the environment."""
 
-
 import os
 
 from accelerate.utils import (

@@ -1,6 +1,5 @@
 """Settings classes and what they hand on."""
 
-
 from accelerate import DistributedType
 from accelerate.utils import (
     AutocastKwargs,

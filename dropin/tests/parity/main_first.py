@@ -1,6 +1,5 @@
 """Who runs a block first; decorators; print."""
 
-
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 

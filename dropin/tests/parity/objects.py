@@ -1,6 +1,5 @@
 """gather_object and broadcast_object_list."""
 
-
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 

@@ -1,6 +1,5 @@
 """A second Accelerator may not change the precision."""
 
-
 from accelerate import Accelerator
 
 

@@ -5,10 +5,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
 
 def run() -> object:
-    accelerator = Accelerator(cpu=True, split_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

@@ -1,6 +1,5 @@
 """A flag that any rank may set."""
 
-
 from accelerate import Accelerator
 
 

@@ -263,14 +263,14 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Tensors summed or averaged over processes, times `scale`. Ranks: every rank."""
+    """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
     _checked("_reduce_across_processes", tensor)
     world = _world()
     if reduction == "none":
         return tensor
     if world.size == 1:
         return tensor
-    return ops.reduce(tensor, world, reduction, scale)  # type: ignore[arg-type]  # checked there
+    return ops.reduce(tensor, world, reduction)  # type: ignore[arg-type]  # checked there
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
