@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 def run(strategy: str, seed: int) -> tuple[Accelerator, nn.Module, Optimizer]:
     accelerator = Accelerator(strategy=strategy)
     net: nn.Module = seeded(lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True))
     return accelerator, net, optimizer
 
 
@@ -34,12 +34,17 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
 
 
 def whole(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> State:
-    """Every weight and moment, gathered."""
-    found: State = {}
+    """Every weight and moment; shards, which are rows in order of rank, travel in one message."""
+    held: State = {}
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
         for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
-            found[f"{name}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-    return found
+            held[f"{name}/{key}"] = value
+    shards = {name: value.to_local() for name, value in held.items() if isinstance(value, DTensor)}
+    everyone: list[State] = accelerator.comm.all_gather_object(shards)
+    return {
+        name: torch.cat([shards[name] for shards in everyone]) if name in shards else value.clone()
+        for name, value in held.items()
+    }
 
 
 def save(ctx: ProcessContext, strategy: str, folder: Path) -> State:
@@ -56,7 +61,7 @@ def load(ctx: ProcessContext, strategy: str, folders: list[Path]) -> list[State]
         accelerator, net, optimizer = run(strategy, seed=2)
         accelerator.load_state(folder)
         found.append(whole(accelerator, net, optimizer))
-        step(accelerator, net, optimizer)  # and it goes on from there
+    step(accelerator, net, optimizer)  # and it goes on from there
     return found
 
 
