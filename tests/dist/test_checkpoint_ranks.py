@@ -23,6 +23,7 @@ from hasten.checkpoint.local_store import LocalDraft, LocalStore
 from hasten.checkpoint.manifest import FileRecord, Manifest
 from hasten.checkpoint.places import newest, number_of, numbered
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.remote_store import RemoteStore
 from hasten.checkpoint.retention import Retention
 from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
@@ -188,6 +189,33 @@ def test_machines_without_a_shared_disk_are_detected(ctx: ProcessContext, tmp_pa
         assert checkpoint.manifest.ranks == group.ranks
         assert checkpoint.component("mine", ctx.rank).data == {"rank": ctx.rank}
         assert torch.equal(checkpoint.component("model").pieces["w"][0].data, tensors["w"])
+
+
+@ranks(2, 3)
+def test_a_url_is_downloaded_once_per_machine(ctx: ProcessContext, tmp_path: Path) -> None:
+    accelerator = Accelerator(context=ctx, project_dir=f"local://{tmp_path}/run")
+    model, optimizer = trained(accelerator)
+    before = whole_state(accelerator, model, optimizer)
+    for blocking in (True, False):
+        accelerator.save_state(blocking=blocking)
+    accelerator.wait_for_saves()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    fetched: list[str] = []
+    original = RemoteStore.fetch
+
+    def counting(self: RemoteStore, name: str, files: Any) -> Any:
+        fetched.append(name)
+        return original(self, name, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteStore, "fetch", counting)
+        accelerator.load_state()
+    assert ctx.world.all_gather_object(fetched) == [["checkpoint_1"], *([[]] * (ctx.world.size - 1))]
+    for a, b in zip(whole_state(accelerator, model, optimizer), before, strict=True):
+        assert torch.equal(a, b)
+    accelerator.end_training()
 
 
 @ranks(1, 2)

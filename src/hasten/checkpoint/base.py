@@ -136,6 +136,11 @@ class CheckpointStore(Protocol):
         """The folder or URL, for messages."""
         ...
 
+    @property
+    def remote(self) -> bool:
+        """Whether files have to be downloaded to be read."""
+        ...
+
     def begin(self, name: str) -> Draft:
         """A new draft, after clearing away what earlier crashes of this name left. Ranks: main only."""
         ...

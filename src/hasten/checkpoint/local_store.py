@@ -122,6 +122,10 @@ class LocalStore:
     def address(self) -> str:
         return str(self._root)
 
+    @property
+    def remote(self) -> bool:
+        return False
+
     def path(self, name: str) -> Path:
         """The folder of a checkpoint."""
         return self._root / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -133,14 +134,48 @@ def open_checkpoint(
     with ExitStack() as stack:
         folder = None
         try:
-            folder = stack.enter_context(store.fetch(name, manifest.files))
+            if not store.remote or comm.rank == _first_of_host(comm):
+                folder = stack.enter_context(store.fetch(name, manifest.files))
         except (HastenError, OSError) as problem:
             error = problem
         settle(comm, error, f"fetching {name!r} from {store.address}")
-        assert folder is not None, "the vote passed"
+        folder = _shared_folder(store, name, manifest, comm, folder, stack)
         if verify:
             _verify_together(folder, manifest, comm)
         yield Checkpoint(name, manifest, folder, allow_pickle)
+
+
+def _first_of_host(comm: Comm) -> int:
+    """The first rank of the group on this machine, which downloads for the others. Ranks: every rank."""
+    if comm.size == 1:
+        return 0
+    hosts: list[str] = comm.all_gather_object(platform.node())
+    return hosts.index(hosts[comm.rank])
+
+
+def _shared_folder(
+    store: CheckpointStore, name: str, manifest: Manifest, comm: Comm, mine: Path | None, stack: ExitStack
+) -> Path:
+    """The folder to read from: one's own, else that of the machine's first rank, else a download after all.
+
+    Mapped files stay readable when the rank that downloaded them has cleared up. Ranks: every rank.
+    """
+    if not store.remote or comm.size == 1:
+        assert mine is not None, "the vote passed"
+        return mine
+    folders: list[tuple[str, str | None]] = comm.all_gather_object(
+        (platform.node(), None if mine is None else str(mine))
+    )
+    error: BaseException | None = None
+    if mine is None:
+        mine = next(Path(place) for host, place in folders if host == platform.node() and place is not None)
+        try:
+            if not all((mine / file.name).exists() for file in manifest.files):  # same name, another file system
+                mine = stack.enter_context(store.fetch(name, manifest.files))
+        except (HastenError, OSError) as problem:
+            error = problem
+    settle(comm, error, f"fetching {name!r} from {store.address}")
+    return mine
 
 
 def _verify_together(folder: Path, manifest: Manifest, comm: Comm) -> None:

@@ -132,6 +132,10 @@ class RemoteStore:
     def address(self) -> str:
         return self._url
 
+    @property
+    def remote(self) -> bool:
+        return True
+
     def join_path(self, *parts: str) -> str:
         """A path inside the store, as the file system spells it."""
         return "/".join((self._root.rstrip("/"), *parts))
