@@ -1,0 +1,82 @@
+"""Fabricate a Hub cache, so that scripts written against the Hub run unchanged and offline: make_hub.py FOLDER
+
+It holds a tiny random `bert-base-uncased` with its tokenizer and a small made-up `glue/mrpc`.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+from datasets import ClassLabel, Features, Value
+from datasets.arrow_writer import ArrowWriter
+from datasets.info import DatasetInfo
+from datasets.splits import SplitDict, SplitInfo
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, set_seed
+
+WORDS = [f"word{number}" for number in range(80)]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+HASH = "fedcba9876543210fedcba9876543210fedcba98"
+
+
+def make_model(home: Path) -> None:
+    """A random BERT of two small layers."""
+    folder = home / "hub" / "models--bert-base-uncased"
+    snapshot = folder / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(REVISION)
+    set_seed(0)
+    config = BertConfig(
+        vocab_size=len(SPECIAL) + len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    BertForSequenceClassification(config).bert.save_pretrained(snapshot)
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
+    made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    BertTokenizerFast(tokenizer_object=made, vocab=vocabulary, do_lower_case=True).save_pretrained(snapshot)
+
+
+def make_data(home: Path) -> None:
+    """Pairs of sentences: equal ones are paraphrases."""
+    folder = home / "datasets" / "glue" / "mrpc" / "0.0.0" / HASH
+    folder.mkdir(parents=True)
+    features = Features(
+        {
+            "sentence1": Value("string"),
+            "sentence2": Value("string"),
+            "label": ClassLabel(names=["not_equivalent", "equivalent"]),
+            "idx": Value("int32"),
+        }
+    )
+    chance = random.Random(0)
+    splits = SplitDict(dataset_name="glue")
+    for name, size in (("train", 66), ("validation", 22), ("test", 10)):
+        with ArrowWriter(features=features, path=str(folder / f"glue-{name}.arrow")) as writer:
+            for number in range(size):
+                first = [chance.choice(WORDS) for _ in range(chance.randint(4, 10))]
+                same = chance.random() < 0.5
+                second = first if same else [chance.choice(WORDS) for _ in range(chance.randint(4, 10))]
+                writer.write(
+                    {"sentence1": " ".join(first), "sentence2": " ".join(second), "label": int(same), "idx": number}
+                )
+            count, size_bytes = writer.finalize()
+        splits.add(SplitInfo(name=name, num_bytes=size_bytes, num_examples=count, dataset_name="glue"))
+    info = DatasetInfo(
+        features=features, builder_name="glue", dataset_name="glue", config_name="mrpc", version="0.0.0", splits=splits
+    )
+    info.write_to_directory(str(folder))
+    json.loads((folder / "dataset_info.json").read_text())
+
+
+if __name__ == "__main__":
+    home = Path(sys.argv[1])
+    make_model(home)
+    make_data(home)
