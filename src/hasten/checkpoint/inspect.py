@@ -37,14 +37,20 @@ class Row:
 
 def list_checkpoints(place: str) -> list[Row]:
     """Everything in a folder or URL that looks like a checkpoint, oldest first; `checkpoints` inside it counts too."""
-    store = open_store(place)
-    if not store.names() and not is_url(place) and (Path(place) / "checkpoints").is_dir():
-        store = open_store(Path(place) / "checkpoints")
-    names = sorted(store.names(), key=lambda name: (number_of(name) or -1, name))
-    return [_row(store, name) for name in names]
+    return [row(store, name) for store, name in everything(place)]
 
 
-def _row(store: CheckpointStore, name: str) -> Row:
+def everything(place: str) -> list[tuple[CheckpointStore, str]]:
+    """Every checkpoint in a folder or URL and in `checkpoints` inside it, with its store, oldest first."""
+    found: list[tuple[CheckpointStore, str]] = []
+    for store in (open_store(place), open_store(f"{place.rstrip('/')}/checkpoints")):
+        names = sorted(store.names(), key=lambda name: (number_of(name) or -1, name))
+        found += [(store, name) for name in names]
+    return found
+
+
+def row(store: CheckpointStore, name: str) -> Row:
+    """What a list says about a checkpoint, also about a damaged one."""
     try:
         m = store.manifest(name)
     except CheckpointError as error:
@@ -71,7 +77,10 @@ def find(place: str) -> tuple[CheckpointStore, str]:
 
 def verify(store: CheckpointStore, name: str, progress: Progress | None = None) -> list[str]:
     """What is wrong with a checkpoint, one line each; sizes, checksums and the structure of every file are read."""
-    manifest = store.manifest(name)
+    try:
+        manifest = store.manifest(name)
+    except CheckpointError as error:
+        return [str(error)]
     with store.fetch(name, manifest.files) as folder:
         problems = verify_files(folder, manifest.files, manifest.chunk_bytes, progress)
         if problems:

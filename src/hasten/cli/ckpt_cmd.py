@@ -91,15 +91,11 @@ def _list(given: argparse.Namespace) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    inspect, places = _tools("inspect"), _tools("places")
-    if given.all:
-        store = places.open_store(given.folder)
-        wanted = [(store, row.name) for row in inspect.list_checkpoints(given.folder)]
-    else:
-        wanted = [inspect.find(given.folder)]
+    inspect = _tools("inspect")
+    wanted = (inspect.everything(given.folder) if given.all else []) or [inspect.find(given.folder)]
     bad = 0
     for store, name in wanted:
-        with _bar(f"verifying {name}", store.manifest(name).num_bytes) as advance:
+        with _bar(f"verifying {name}", inspect.row(store, name).num_bytes) as advance:
             problems = inspect.verify(store, name, advance)
         _write(f"{name}: {'sound' if not problems else 'DAMAGED'}")
         for problem in problems:

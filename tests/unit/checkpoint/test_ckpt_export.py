@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,22 @@ def test_list_show_and_verify(run_folder: Path, capsys: pytest.CaptureFixture[st
     assert "optimizer.bin has a wrong checksum" in text
     file.unlink()
     assert "INCOMPLETE" in ckpt(capsys, "list", run_folder)[1]
+
+
+def test_the_folder_of_a_run_shows_numbered_and_named_checkpoints(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder.parent
+    assert ckpt(capsys, "verify", run, "--all") == (0, "checkpoint_0: sound\ncheckpoint_1: sound\n")
+    assert ckpt(capsys, "verify", run_folder / "absent", "--all")[0] == 1, "nothing there is not sound"
+    shutil.copytree(run_folder / "checkpoint_0", run / "best")
+    names = [row["name"] for row in json.loads(ckpt(capsys, "list", run, "--json")[1])]
+    assert names == ["best", "checkpoint_0", "checkpoint_1"]
+    (run_folder / "checkpoint_0" / "manifest.json").write_text("{")
+    code, text = ckpt(capsys, "verify", run, "--all")
+    assert code == 1
+    assert "checkpoint_0: DAMAGED" in text
+    assert "checkpoint_1: sound" in text, "one damaged checkpoint does not hide the others"
 
 
 def test_diff_and_merge(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
