@@ -22,6 +22,7 @@ from accelerate.utils.constants import (
     SCHEDULER_NAME,
     WEIGHTS_NAME,
 )
+from accelerate.utils.modeling import load_state_dict
 from accelerate.utils.other import load, save
 from hasten.checkpoint.export import read_model
 from hasten.errors import UnsafeCheckpointError
@@ -96,11 +97,9 @@ def load_accelerator_state(
 
 
 def _weights(folder: Path, index: int) -> dict[str, Any]:
-    from hasten.checkpoint.formats import read_tensors
-
     for name in (_numbered(SAFE_MODEL_NAME, index, "safetensors"), _numbered(MODEL_NAME, index)):
         if (folder / name).exists():
-            return dict(read_tensors(folder / name).tensors)
+            return load_state_dict(folder / name)
     return read_model(folder)
 
 

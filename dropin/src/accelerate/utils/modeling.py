@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -192,11 +193,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of a weights file, in safetensors or torch's format."""
-    from pathlib import Path
-
     if device_map is not None:
         notyet.refuse("utils.load_state_dict(device_map=...)", notyet.BIG_MODELS)
-    return dict(read_tensors(Path(checkpoint_file)).tensors)
+    found = read_tensors(Path(checkpoint_file))
+    state = {name: piece.data for name, piece in found.pieces.items()}
+    return {**state, **{name: state[target] for name, target in found.aliases.items()}}
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
