@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten import PREEMPTED_EXIT_CODE
 from hasten.launch.failure import Failure, end_words, first_failure, hint_for, read_failure, render_failure
 
 GLOO_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12962."
@@ -84,6 +85,11 @@ def test_signals_are_named() -> None:
     assert "out-of-memory killer" in (hint_for(killed) or "")
     assert killed.exit_code == 137
     assert hint_for(failed(0)) is None
+
+
+def test_a_preempted_run_is_told_apart_from_a_failure() -> None:
+    preempted = Failure(0, "h", PREEMPTED_EXIT_CODE, 0.0, pid=1, summary="", traceback="")
+    assert "told to stop" in (hint_for(preempted) or "")
 
 
 def test_a_name_that_is_not_in_a_module_is_no_missing_module() -> None:
