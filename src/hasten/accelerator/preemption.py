@@ -66,9 +66,7 @@ class Preemption:
             mine = bool(self._comm.all_reduce(torch.tensor([mine], dtype=torch.int32), "max").item())
         if mine:
             self._agreed = True
-            log.warning(
-                "told to stop (signal %s on this rank); save and exit with code %d", self._received, PREEMPTED_EXIT_CODE
-            )
+            log.warning("told to stop by %s; save and exit with code %d", told_by(self._received), PREEMPTED_EXIT_CODE)
         return mine
 
     def close(self) -> None:
@@ -108,3 +106,10 @@ class FinishFirst:
             self._installed = False
             if signal.getsignal(signal.SIGTERM) == self._receive:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def told_by(received: int | None) -> str:
+    """Who asked for the stop, given what this process received."""
+    if received is None:
+        return "another rank"
+    return "this program" if received < 0 else signal.Signals(received).name

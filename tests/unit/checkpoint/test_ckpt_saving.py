@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
+from hasten.accelerator.preemption import told_by
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.places import newest
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
@@ -267,6 +268,11 @@ for how in sys.argv[2:]:
     train(sys.argv[1], how)
     print("--")
 """
+
+
+def test_who_told_the_run_to_stop_is_said_in_words() -> None:
+    said = [told_by(number) for number in (None, -1, signal.SIGTERM)]
+    assert said == ["another rank", "this program", "SIGTERM"]
 
 
 def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
