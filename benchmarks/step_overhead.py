@@ -21,8 +21,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -259,15 +259,34 @@ CONTENDERS: dict[str, Callable[[Case, torch.device], Step]] = {
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
+@contextmanager
+def computing() -> Iterator[set[torch.dtype]]:
+    """The dtypes in which linear layers compute inside the block."""
+    seen: set[torch.dtype] = set()
+
+    def look(module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor):
+            seen.add(output.dtype)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
 def build(case: Case, device: torch.device, only: list[str]) -> dict[str, Step]:
     steps = {}
     for name, make in CONTENDERS.items():
         if only and name not in only:
             continue
         try:
-            steps[name] = make(case, device)
-            for i in range(case.every * 2):
-                steps[name](i)
+            with computing() as seen:
+                steps[name] = make(case, device)
+                for i in range(case.every * 2):
+                    steps[name](i)
+            if case.precision != "no" and DTYPES[case.precision] not in seen:
+                raise RuntimeError(f"asked for {case.precision}, it computes in {', '.join(map(str, seen))}")
         except Exception as error:
             if name in ("bare torch", "hasten"):
                 raise
@@ -279,8 +298,8 @@ def build(case: Case, device: torch.device, only: list[str]) -> dict[str, Step]:
 def measure(case: Case, device: torch.device, steps: dict[str, Step], rounds: int, block: int) -> dict[str, Any]:
     """Rounds of turns: the seconds one step took in each."""
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
-    # alone on a CPU, time spent by the process: other programs on the machine do not count
-    clock = time.process_time if device.type == "cpu" and case.processes == 1 else time.perf_counter
+    # on a CPU, time spent by the process (all its threads): other programs on the machine do not count
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     gc.collect()
@@ -314,8 +333,8 @@ def sizes(case: Case, device: torch.device, quick: bool) -> tuple[int, int]:
     if case.model.startswith("gpt"):
         return (4, 3) if quick else (12, 5)
     if case.processes > 1:
-        return (20, 20) if quick else (120, 20)
-    return (20, 40) if quick else (150, 40)
+        return (20, 20) if quick else (60, 20)
+    return (20, 40) if quick else (100, 30)
 
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -379,10 +398,12 @@ def cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def markdown(results: list[dict[str, Any]], known: dict[str, str]) -> str:
+def markdown(results: list[dict[str, Any]], known: dict[str, str], device: str) -> str:
+    spent = "of processor time" if device == "cpu" else "on the clock"
+    how = f"Median microseconds {spent} per (micro-)step, and the median ratio to bare torch in the same rounds."
     names = [name for name in CONTENDERS if any(name in r["contenders"] for r in results)]
     lines = ["# Cost of a training step", "", ", ".join(f"{key} {value}" for key, value in known.items()), ""]
-    lines += ["Median microseconds per (micro-)step, and the ratio to bare torch in the same rounds.", ""]
+    lines += [how, ""]
     lines += ["| step | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for result in results:
         cells = []
@@ -395,6 +416,17 @@ def markdown(results: list[dict[str, Any]], known: dict[str, str]) -> str:
             cells.append(f"{row['microseconds']:.0f} µs (× {row['ratio']:.3f}{speed})")
         lines.append(f"| {result['case']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def keep(result: dict[str, Any], stem: Path, known: dict[str, str], order: list[str]) -> None:
+    """Put one case's result among those of the same versions in the result files."""
+    path = stem.with_suffix(".json")
+    old = json.loads(path.read_text()) if path.exists() else {"versions": known, "results": []}
+    rows = {r["case"]: r for r in old["results"]} if old["versions"] == known else {}
+    rows[result["case"]] = result
+    results = [rows[name] for name in order if name in rows]
+    path.write_text(json.dumps({"versions": known, "results": results}, indent=1) + "\n")
+    stem.with_suffix(".md").write_text(markdown(results, known, stem.name.rpartition("_")[2]))
 
 
 def main() -> None:
@@ -411,20 +443,16 @@ def main() -> None:
         print(json.dumps(run_case(next(c for c in cases if c.name == args.case), args)))
         return
     chosen = [c for c in cases if not args.cases or any(word in c.name for word in args.cases)]
-    results = []
-    for case in chosen:
-        result = spawn(case, args)
-        if result is not None:
-            results.append(result)
-            line = ", ".join(
-                f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})" for n, r in result["contenders"].items()
-            )
-            print(f"{case.name}: {line}", flush=True)
-    known = {**versions(args.device), "date": datetime.now(UTC).strftime("%Y-%m-%d")}
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"step_overhead_{args.device}"
-    stem.with_suffix(".json").write_text(json.dumps({"versions": known, "results": results}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(markdown(results, known))
+    known = {**versions(args.device), "date": datetime.now(UTC).strftime("%Y-%m-%d")}
+    for case in chosen:
+        result = spawn(case, args)
+        if result is None:
+            continue
+        rows = [f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})" for n, r in result["contenders"].items()]
+        print(f"{case.name}: {', '.join(rows)}", flush=True)
+        keep(result, stem, known, [c.name for c in cases])
     print(f"written: {stem}.md")
 
 
