@@ -127,3 +127,13 @@ def test_settings_files_round_trip_and_convert(tmp_path: Path) -> None:
     )
     assert made["fsdp_config"] == {"fsdp_reshard_after_forward": False, "fsdp_version": 2}
     assert len(said) == 1
+
+
+def test_a_built_in_tracker_records_settings_and_values(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+    accelerator.init_trackers("run", config={"lr": 0.1})
+    accelerator.log({"loss": torch.tensor(1.5), "nested": {"accuracy": 0.5}}, step=1)
+    assert accelerator.get_tracker("tensorboard").name == "tensorboard"
+    accelerator.end_training()
+    assert any(path.name.startswith("events.out") for path in tmp_path.rglob("*"))

@@ -108,13 +108,13 @@ class _Backend(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self._step = self._step + 1 if step is None else int(step)
-        plain = {key: value.item() if hasattr(value, "item") else value for key, value in flatten(values).items()}
+        plain = {key: value.item() if hasattr(value, "item") else value for key, value in flatten(values)}
         self._inner.log(Entry(values=plain, step=self._step, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images."""
-        images = {key: [as_pixels(image) for image in value] for key, value in values.items()}
+        images = {key: as_pixels(key, value) for key, value in values.items()}
         self._inner.log_images(ImageEntry(images=images, step=step or 0, time_s=time.time(), options=kwargs))
 
     @on_main_process
@@ -269,7 +269,7 @@ def begin(
         if isinstance(kind, GeneralTracker):
             tracker = kind
         else:
-            made = LOGGER_TYPE_TO_CLASS[str(kind)]
+            made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
             kwargs = dict(init_kwargs.get(str(kind), {}))
             if getattr(made, "requires_logging_directory", False):
                 kwargs["logging_dir"] = logging_dir
