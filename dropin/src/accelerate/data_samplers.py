@@ -53,7 +53,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # unknown for some
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)  # None for samplers of varying size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
         if split_batches and self.batch_size is not None and self.batch_size % num_processes:

@@ -52,7 +52,10 @@ def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> 
         pattern = re.compile(modules)
         modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     chosen: Iterable[nn.Module] = modules
-    return {parameter.to(device) for module in chosen for parameter in module.parameters()}
+    found = {parameter for module in chosen for parameter in module.parameters()}
+    for parameter in found:
+        parameter.data = parameter.data.to(device)
+    return found
 
 
 def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> Any:
