@@ -19,6 +19,7 @@ from hasten.config.compiling import TorchDynamoPlugin
 from hasten.config.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -293,6 +294,19 @@ def test_compiled_and_recomputed_models_give_the_same_gradients(ctx: ProcessCont
             torch.testing.assert_close(got, wanted)
     with pytest.raises(ConfigError, match="names Blok"):
         Accelerator(recompute=("Blok",)).prepare(blocks())
+
+
+@ranks(1, 2)
+def test_collectives_on_the_accelerator(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    me, world = ctx.rank, ctx.world.size
+    assert (accelerator.mixed_precision, accelerator.project_dir) == ("bf16", None)
+    assert accelerator.gather_ragged(torch.full((me + 1,), me)).shape == (sum(range(1, world + 1)),)
+    assert accelerator.scatter([f"part {r}" for r in range(world)] if me == 0 else None) == f"part {me}"
+    assert accelerator.gather_object([me]) == list(range(world))
+    assert accelerator.broadcast_object_list([me, "x"]) == [0, "x"]
+    assert accelerator.broadcast(torch.tensor([me]), axes=tuple(Axis)).tolist() == [0]
+    assert accelerator.pad_across_processes(torch.ones(me + 1)).shape == (world,)
 
 
 def test_profile_leaves_a_trace_and_memory_is_freed(tmp_path: Any) -> None:

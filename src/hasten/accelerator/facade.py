@@ -160,6 +160,16 @@ class Accelerator:
         return self.process.num_processes > 1
 
     @property
+    def mixed_precision(self) -> str:
+        """The precision of this run: no, bf16, fp16 or fp8."""
+        return self.precision.spec
+
+    @property
+    def project_dir(self) -> str | None:
+        """The folder of this run."""
+        return self.config.project.project_dir
+
+    @property
     def comm(self) -> Comm:
         """The world's communicator."""
         return self.ctx.world
@@ -363,13 +373,38 @@ class Accelerator:
         """Tensors summed, averaged, or their min or max taken over processes, times `scale`."""
         return ops.reduce(tensor, self._over(axes), reduction, scale)
 
-    def broadcast(self, tensor: Tree, from_process: int = 0) -> Tree:
-        """The tensors of one process."""
-        return ops.broadcast(tensor, self.ctx.world, from_process)
+    def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
+        """Like `gather`, for processes whose tensors differ in their number of rows."""
+        return ops.gather_ragged(tensor, self._over(axes))
 
-    def pad_across_processes(self, tensor: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
+    def broadcast(self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
+        """The tensors of one process."""
+        return ops.broadcast(tensor, self._over(axes), from_process)
+
+    def scatter(self, parts: Sequence[Tree] | None, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
+        """This process's tree of the list that one process gives; the others pass None."""
+        return ops.scatter(parts, self._over(axes), from_process)
+
+    def pad_across_processes(
+        self,
+        tensor: Tree,
+        dim: int = 0,
+        pad_index: float = 0,
+        pad_first: bool = False,
+        axes: Sequence[Axis] | None = None,
+    ) -> Tree:
         """Tensors padded along `dim` to the largest size any process has."""
-        return ops.pad_across(tensor, self.ctx.world, dim, pad_index, pad_first)
+        return ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
+
+    def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:  # Any: the user's objects
+        """Every process's object in a list; when every process gives a list, those lists joined."""
+        return ops.gather_object(obj, self._over(axes))
+
+    def broadcast_object_list(
+        self, objects: list[Any], from_process: int = 0, axes: Sequence[Axis] | None = None
+    ) -> list[Any]:  # Any: the user's objects
+        """The list, its items replaced in place by those of one process."""
+        return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The results of every process for the current batch, each real sample once. Any: tensors or objects."""
