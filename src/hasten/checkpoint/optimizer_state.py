@@ -81,7 +81,13 @@ class OptimizerPlan:
 
         torch casts state to the parameter's dtype on the way in; the exact tensors are put in place afterwards.
         """
-        self.optimizer.load_state_dict(self.state)
+        try:
+            self.optimizer.load_state_dict(self.state)
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CorruptCheckpointError(
+                f"{type(self.optimizer).__name__} does not accept the stored state ({type(error).__name__}: {error}): it "
+                "was edited, or belongs to another optimizer. The run is half loaded; load another checkpoint."
+            ) from error
         for index, values in self.state["state"].items():
             held = self.optimizer.state.get(self.parameters[index])
             if held is None or not isinstance(values, dict):
