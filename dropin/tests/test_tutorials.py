@@ -28,7 +28,6 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [
-        ("course_mrpc.py", ()),
         ("course_mrpc.py", LAUNCH),
         ("course_trainer.py", LAUNCH),
         ("notebook_vision.py", ()),
