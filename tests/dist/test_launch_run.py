@@ -291,3 +291,30 @@ def test_a_stopped_launcher_leaves_no_orphans(
     assert int((folder / "said.code").read_text()) == 128 + number
     assert f"{number.name}: all processes of this machine were ended" in said.read_text()
     assert not wait_until_gone(children)
+
+
+SAVES_WHEN_TOLD: Final = """
+def save_and_leave(*_):
+    open(f'saved-{rank}', 'w').close()
+    sys.exit(85)
+signal.signal(signal.SIGTERM, save_and_leave)
+open(f'ready-{rank}', 'w').close()
+time.sleep(100)
+"""
+
+
+def test_a_launcher_told_to_stop_says_that_all_have_saved(zygote: subprocess.Popen[str], folder: Path) -> None:
+    """The exit code of a preempted run reaches the scheduler, which then knows to start it again."""
+    argv = ["launch", "--cpu", "--num_processes=2", write(folder, SAVES_WHEN_TOLD)]
+    order = {"namespace": "", "host": "", "folder": str(folder), "output": str(folder / "said"), "argv": argv}
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    zygote.stdin.write(json.dumps(order) + "\n")
+    zygote.stdin.flush()
+    launcher = int(zygote.stdout.readline())
+    wait_until(lambda: len(list(folder.glob("ready-?"))) == 2)
+    os.kill(launcher, signal.SIGTERM)
+    assert not wait_until_gone([launcher])
+    assert len(list(folder.glob("saved-?"))) == 2
+    assert int((folder / "said.code").read_text()) == 85
+    assert "have saved and ended; start again to go on" in (folder / "said").read_text()

@@ -29,7 +29,7 @@ from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
-from hasten.launch.failure import Failure, first_failure, read_failure, render_failure
+from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
 from hasten.launch.guard import Interrupted, SignalGuard, kill_groups
 from hasten.launch.peers import PeerMachineFailed, Peers
 from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
@@ -77,6 +77,11 @@ class Agent(LocalElasticAgent):
                 self._tell_restart()
         return result
 
+    def all_saved(self) -> bool:
+        """Whether every process of this machine ended with the code of a preempted run that has saved."""
+        started = getattr(self._pcontext, "subprocess_handlers", {})  # torch keeps the exit codes nowhere else
+        return bool(started) and all(handler.proc.poll() == PREEMPTED for handler in started.values())
+
     def _tell_restart(self) -> None:
         most = self._worker_group.spec.max_restarts
         number = most - self._remaining_restarts + 1
@@ -110,7 +115,11 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
                 return code
             except (SignalException, Interrupted) as stop:
                 number = stop.sigval if isinstance(stop, SignalException) else stop.number
-                say(f"{signal.Signals(number).name}: all processes of this machine were ended")
+                name = signal.Signals(number).name
+                if agent is not None and agent.all_saved():
+                    say(f"{name}: all processes of this machine have saved and ended; start again to go on")
+                    return PREEMPTED
+                say(f"{name}: all processes of this machine were ended")
                 return 128 + number
             finally:
                 if agent is not None:

@@ -49,7 +49,7 @@ _SECONDARY: Final = re.compile(
     r"Connection refused|failed to recv, got 0 bytes",
 )
 
-_PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
+PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
 
 # (what the traceback or the log says, what to do)
 _HINTS: Final = (
@@ -107,7 +107,7 @@ def hint_for(failure: Failure, python: str = "python") -> str | None:
     for pattern, words in _HINTS:
         if text and re.search(pattern, text):
             return words.format(host=failure.host, python=python)
-    if failure.code == _PREEMPTED:
+    if failure.code == PREEMPTED:
         return (
             "exit code 85 means that the run was told to stop and saved: start it again (--max_restarts does) to go on."
         )
