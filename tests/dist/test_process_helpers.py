@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from hasten.accelerator.process import Process, bounds, share
-from hasten.errors import DataError, PeerFailedError
+from hasten.errors import CommError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -54,6 +54,16 @@ def test_an_error_inside_leaves_nobody_waiting(ctx: ProcessContext, failing: int
     with pytest.raises(expected), process.main_process_first():
         fail_if(ctx.rank == failing)
     process.wait_for_everyone()  # and the group is still usable
+
+
+@ranks(2, 3)
+def test_blocks_nest_when_they_are_of_one_kind(ctx: ProcessContext) -> None:
+    process = Process(ctx)
+    with process.main_process_first(), process.main_process_first():
+        pass
+    with pytest.raises((CommError, PeerFailedError)), process.main_process_first():
+        process.local_main_process_first().__enter__()
+    process.wait_for_everyone()
 
 
 def fail_if(here: bool) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset
 from hasten import trees
 from hasten.comm.agreement import vote
 from hasten.comm.flag import Flag
-from hasten.errors import DataError
+from hasten.errors import CommError, DataError
 from hasten.runtime import bootstrap, env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
@@ -31,6 +31,7 @@ class Process:
     def __init__(self, ctx: ProcessContext | None = None, cpu: bool = False) -> None:
         self.ctx = ctx or start_here(cpu)
         self._trigger = Flag(self.ctx.world)
+        self._ordering: str | None = None
 
     @property
     def num_processes(self) -> int:
@@ -90,13 +91,24 @@ class Process:
 
     @contextmanager
     def _first(self, first: bool, label: str) -> Iterator[None]:
+        if self._ordering == label:  # inside a block of the same kind the order holds already
+            yield
+            return
+        if self._ordering is not None:
+            raise CommError(
+                f"{label} was entered inside {self._ordering}; the processes would wait for each other for ever. "
+                "Leave the outer block first, or use the same one for both."
+            )
         if not first:  # the first may prepare data for hours: no timeout, but a word in the log
             self._together(None, f"{label}: the first")
         error: Exception | None = None
+        self._ordering = label
         try:
             yield
         except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
             error = caught
+        finally:
+            self._ordering = None
         if first:
             self._together(error, f"{label}: the first")
         self._together(error, f"{label}: the others")
