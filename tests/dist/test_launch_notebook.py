@@ -87,7 +87,8 @@ def test_cells_train_fail_and_run_again(tmp_path: Path) -> None:
 
 
 INTERRUPTED: Final = """
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a kernel, whatever this run inherited
 from hasten import notebook_launcher
 def work(folder):
     with open(f"{folder}/draft", "w") as file: file.write(str(os.getpid()))
