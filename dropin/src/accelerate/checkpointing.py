@@ -114,9 +114,9 @@ def _random_states(file: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(safe):
             states = torch.load(file, weights_only=True)
-    except Exception as error:
+    except Exception as error:  # torch.load raises any type for a damaged or hostile file; all end in one refusal
         raise UnsafeCheckpointError(
-            f"{file} can only be read by running code from it ({error}); random states were not restored. Remove the "
+            f"{file} is damaged or can only be read by running code from it ({error}); random states were not restored. Remove the "
             "file to go on without them."
         ) from error
     if "random_state" in states:
