@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,11 +15,10 @@ from pathlib import Path
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
+from hasten.checkpoint.checksum import PIECE_BYTES, Checksum, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
-from hasten.checkpoint.transfer import PinnedBuffer, as_bytes, byte_view, device_of, worker_pool
+from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, worker_pool
 
-_MAX_BUFFERS = 1000  # below the system's IOV_MAX of 1024
-_READ_BYTES = 512 * 1024
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 
 
@@ -36,9 +34,9 @@ class Disk:
         """A descriptor of a new, empty file."""
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
 
-    def write_at(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
         """Bytes written, which may be fewer than given."""
-        return os.pwritev(fd, buffers, offset) if hasattr(os, "pwritev") else os.pwrite(fd, b"".join(buffers), offset)
+        return os.pwrite(fd, data, offset)
 
     def sync(self, fd: int) -> None:
         """Return when the file's bytes are on the disk."""
@@ -93,11 +91,13 @@ def segment_starts(blob: Blob) -> list[int]:
     return starts
 
 
-def host_views(parts: Sequence[bytes | Tensor], buffer: PinnedBuffer) -> list[memoryview | bytes]:
-    """The parts as host memory; device tensors pass through the thread's buffer."""
-    if any(isinstance(part, Tensor) and part.device.type != "cpu" for part in parts):
-        return [buffer.to_host(parts)]
-    return [byte_view(part) if isinstance(part, Tensor) else part for part in parts]
+def host_view(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> memoryview:
+    """The parts as one stretch of host memory: where they lie, if there is one, else in the thread's buffer."""
+    if len(parts) == 1 and isinstance(parts[0], bytes):
+        return memoryview(parts[0])
+    if len(parts) == 1 and isinstance(parts[0], Tensor) and parts[0].device.type == "cpu":
+        return byte_view(parts[0])
+    return buffer.to_host(parts)
 
 
 class BlobWriter:
@@ -109,7 +109,7 @@ class BlobWriter:
 
     def write(self, folder: Path, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
         """Write and sync files; they are whole and on the disk when this returns."""
-        buffer = PinnedBuffer()
+        buffer = HostBuffer()
         opened: dict[str, int] = {}
         try:
             for name in files:
@@ -127,14 +127,14 @@ class BlobWriter:
             name: FileRecord(
                 name=name,
                 size=blob.size,
-                crc32=tuple(f"{sums[name, i]:08x}" for i in range(-(-blob.size // CHUNK_BYTES))),
+                sums=tuple(sums[name, i] for i in range(-(-blob.size // CHUNK_BYTES))),
             )
             for name, blob in files.items()
         }
 
     def _jobs(
-        self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: PinnedBuffer
-    ) -> list[Callable[[], tuple[tuple[str, int], int]]]:
+        self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: HostBuffer
+    ) -> list[Callable[[], tuple[tuple[str, int], str]]]:
         """One job per chunk, round-robin over the files, since the system locks a file while it is written to."""
         numbered = []
         for name, blob in files.items():
@@ -143,31 +143,24 @@ class BlobWriter:
                 numbered.append((index, name, blob, starts))
         numbered.sort(key=lambda item: item[0])
 
-        def job(index: int, name: str, blob: Blob, starts: list[int]) -> Callable[[], tuple[tuple[str, int], int]]:
+        def job(index: int, name: str, blob: Blob, starts: list[int]) -> Callable[[], tuple[tuple[str, int], str]]:
             return lambda: ((name, index), self._chunk(opened[name], blob, starts, index, buffer))
 
         return [job(*item) for item in numbered]
 
-    def _chunk(self, fd: int, blob: Blob, starts: Sequence[int], index: int, buffer: PinnedBuffer) -> int:
+    def _chunk(self, fd: int, blob: Blob, starts: Sequence[int], index: int, buffer: HostBuffer) -> str:
         start = index * CHUNK_BYTES
         stop = min(start + CHUNK_BYTES, blob.size)
-        views = host_views(chunk_parts(blob, start, stop, starts), buffer)
-        crc = 0
-        for view in views:
-            crc = zlib.crc32(view, crc)
-        self._write_all(fd, views, start)
+        view = host_view(chunk_parts(blob, start, stop, starts), buffer)
+        sums = checksum(view)
+        self._write_all(fd, view, start)
         start_writeback(fd, start, stop - start)
-        return crc
+        return sums
 
-    def _write_all(self, fd: int, views: list[memoryview | bytes], offset: int) -> None:
-        rest = [memoryview(view) for view in views]
-        while rest:
-            written = self._disk.write_at(fd, rest[:_MAX_BUFFERS], offset)
-            offset += written
-            while rest and written >= len(rest[0]):
-                written -= len(rest.pop(0))
-            if written:
-                rest[0] = rest[0][written:]
+    def _write_all(self, fd: int, view: memoryview, offset: int) -> None:
+        while view:
+            written = self._disk.write_at(fd, view, offset)
+            offset, view = offset + written, view[written:]
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
@@ -182,23 +175,33 @@ class _ReadBuffer(threading.local):
     """One small buffer per thread, which stays in the processor's cache."""
 
     def __init__(self) -> None:
-        self.view = memoryview(bytearray(_READ_BYTES))
+        self.view = memoryview(bytearray(PIECE_BYTES))
 
 
 def file_checksums(path: Path, size: int, chunk_bytes: int, pool: ThreadPoolExecutor) -> list[str]:
-    """The CRC-32 of every chunk of a file, read on several threads."""
+    """The checksum of every chunk of a file, read on several threads; reading errors are raised, not mapped away."""
     buffer = _ReadBuffer()
     with path.open("rb") as file:
         fd = file.fileno()
 
-        def checksum(start: int) -> str:
-            crc, at, stop = 0, start, min(start + chunk_bytes, size)
+        def one(start: int) -> str:
+            total, at, stop = Checksum(), start, min(start + chunk_bytes, size)
             while at < stop:
-                count = os.preadv(fd, [buffer.view[: min(_READ_BYTES, stop - at)]], at)
-                if not count:
-                    break
-                crc = zlib.crc32(buffer.view[:count], crc)
-                at += count
-            return f"{crc:08x}"
+                wanted = min(PIECE_BYTES, stop - at)
+                count = _read_all(fd, buffer.view[:wanted], at)
+                total.update(buffer.view[:count])
+                at += wanted
+            return total.digest()
 
-        return list(pool.map(checksum, range(0, size, chunk_bytes)))
+        return list(pool.map(one, range(0, size, chunk_bytes)))
+
+
+def _read_all(fd: int, view: memoryview, offset: int) -> int:
+    """Bytes read: all that were asked for, unless the file ends before."""
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done

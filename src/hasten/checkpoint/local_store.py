@@ -87,7 +87,7 @@ class LocalDraft:
         size = path.stat().st_size
         with ThreadPoolExecutor(self._threads or default_threads()) as pool:
             sums = file_checksums(path, size, CHUNK_BYTES, pool)
-        return FileRecord(name=name, size=size, crc32=tuple(sums))
+        return FileRecord(name=name, size=size, sums=tuple(sums))
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync, and give the folder its final name."""

@@ -11,18 +11,18 @@ import msgspec
 from hasten.errors import CheckpointVersionError, CorruptCheckpointError, UnsafeCheckpointError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_MANIFEST_BYTES = 256 * 1024**2
 CHUNK_BYTES = 16 * 1024**2
 """Checksums are taken over chunks of this size, so that many threads can write and verify one file."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file: its path inside the checkpoint, its size and the CRC-32 of each chunk, as 8 hex digits."""
+    """One file: its path inside the checkpoint, its size and the checksum of each chunk (`checksum.py`), as 16 hex digits."""
 
     name: str
     size: int
-    crc32: tuple[str, ...]
+    sums: tuple[str, ...]
     component: str | None = None
     rank: int | None = None
 
@@ -129,8 +129,8 @@ def _problem(manifest: Manifest) -> str | None:
         if folded in names or folded == MANIFEST_NAME:
             return f"file {file.name!r} is listed twice"
         names.add(folded)
-        if file.size < 0 or len(file.crc32) != -(-file.size // manifest.chunk_bytes):
-            return f"file {file.name!r} has size {file.size} but {len(file.crc32)} chunk checksums"
+        if file.size < 0 or len(file.sums) != -(-file.size // manifest.chunk_bytes):
+            return f"file {file.name!r} has size {file.size} but {len(file.sums)} chunk checksums"
         if file.component is not None and file.component not in manifest.components:
             return f"file {file.name!r} belongs to the unknown component {file.component!r}"
         if file.rank is not None and not 0 <= file.rank < manifest.world_size:

@@ -18,7 +18,7 @@ from hasten.checkpoint.disk import default_threads, file_checksums
 from hasten.checkpoint.formats import Piece, read_tensors
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, inside
 from hasten.checkpoint.reshard import Copy
-from hasten.checkpoint.transfer import PinnedBuffer, as_bytes, device_of, worker_pool
+from hasten.checkpoint.transfer import HostBuffer, as_bytes, device_of, worker_pool
 from hasten.checkpoint.writer import settle
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, IncompleteCheckpointError
@@ -110,7 +110,7 @@ def _verify_file(folder: Path, file: FileRecord, chunk_bytes: int, pool: ThreadP
         sums = file_checksums(path, size, chunk_bytes, pool)
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
-    bad = [i for i, (now, then) in enumerate(zip(sums, file.crc32, strict=True)) if now != then]
+    bad = [i for i, (now, then) in enumerate(zip(sums, file.sums, strict=True)) if now != then]
     return f"{file.name} has a wrong checksum in chunks {bad[:4]} of {len(sums)}" if bad else None
 
 
@@ -211,28 +211,43 @@ def share_out(files: Sequence[FileRecord], rank: int, size: int) -> list[FileRec
 
 
 def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
-    """Fill live tensors from mapped files on several threads, straight to their device, chunk by chunk."""
-    buffer = PinnedBuffer()
-    jobs: list[Callable[[], None]] = []
-    for copy in copies:
-        jobs += _chunked(copy, buffer)
+    """Fill live tensors from mapped files on several threads, straight to their device, a chunk's worth at a time."""
+    buffer = HostBuffer()
     device = device_of(copy.target for copy in copies)
     with worker_pool(threads or default_threads(), device, "hasten-read") as pool:
-        for problem in pool.map(_guarded, jobs):
+        for problem in pool.map(_guarded, _errands(copies, buffer)):
             if problem is not None:
                 raise problem
 
 
-def _guarded(job: Callable[[], None]) -> CheckpointError | None:
+def _errands(copies: Sequence[Copy], buffer: HostBuffer) -> Iterator[list[Callable[[], None]]]:
+    """The copies in portions of about one chunk: large tensors are cut, small ones go together."""
+    portion: list[Callable[[], None]] = []
+    size = 0
+    for copy in copies:
+        steps = _chunked(copy, buffer)
+        if len(steps) > 1:
+            yield from ([step] for step in steps)
+            continue
+        portion += steps
+        size += copy.target.numel() * copy.target.element_size()
+        if size >= CHUNK_BYTES:
+            yield portion
+            portion, size = [], 0
+    yield portion
+
+
+def _guarded(errand: Sequence[Callable[[], None]]) -> CheckpointError | None:
     try:
         with torch.no_grad():
-            job()
+            for step in errand:
+                step()
     except RuntimeError as error:
         return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
     return None
 
 
-def _chunked(copy: Copy, buffer: PinnedBuffer) -> list[Callable[[], None]]:
+def _chunked(copy: Copy, buffer: HostBuffer) -> list[Callable[[], None]]:
     target, source = copy.target, copy.source
     if not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
         return [partial(_copy, target, source)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.disk import chunk_parts, default_threads, host_views, segment_starts
+from hasten.checkpoint.checksum import checksum
+from hasten.checkpoint.disk import chunk_parts, default_threads, host_view, segment_starts
 from hasten.checkpoint.local_store import same_family
 from hasten.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -25,7 +25,7 @@ from hasten.checkpoint.manifest import (
     inside,
     safe_name,
 )
-from hasten.checkpoint.transfer import PinnedBuffer
+from hasten.checkpoint.transfer import HostBuffer
 from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 
@@ -74,16 +74,14 @@ class RemoteDraft:
             return dict(zip(files, records, strict=True))
 
     def _upload(self, file: str, blob: Blob) -> FileRecord:
-        buffer, starts, sums = PinnedBuffer(), segment_starts(blob), []
+        buffer, starts, sums = HostBuffer(), segment_starts(blob), []
         with self._store.fs.open(self._store.join_path(self._name, self._placed(file)), "wb") as out:
             for start in range(0, blob.size, CHUNK_BYTES):
                 parts = chunk_parts(blob, start, min(start + CHUNK_BYTES, blob.size), starts)
-                crc = 0
-                for view in host_views(parts, buffer):
-                    crc = zlib.crc32(view, crc)
-                    out.write(view)
-                sums.append(f"{crc:08x}")
-        return FileRecord(name=self._placed(file), size=blob.size, crc32=tuple(sums))
+                view = host_view(parts, buffer)
+                sums.append(checksum(view))
+                out.write(view)
+        return FileRecord(name=self._placed(file), size=blob.size, sums=tuple(sums))
 
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:
         """Upload what hooks left in the local folder."""

@@ -39,36 +39,36 @@ def _own_stream(device: torch.device) -> None:
     torch.accelerator.set_stream(torch.Stream(device))
 
 
-class PinnedBuffer(threading.local):
-    """One page-locked buffer per thread, through which device tensors pass chunk by chunk."""
+class HostBuffer(threading.local):
+    """One buffer per thread, through which tensors pass chunk by chunk; page-locked where a device takes part."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def take(self, size: int) -> Tensor:
+    def take(self, size: int, pinned: bool) -> Tensor:
         """The first `size` bytes of this thread's buffer."""
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=True)
+        if self._buffer is None or self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
+            self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[:size]
 
     def to_host(self, parts: Sequence[bytes | Tensor]) -> memoryview:
         """The parts one after another, in this thread's buffer."""
         sizes = [len(part) if isinstance(part, bytes) else part.numel() for part in parts]
-        buffer, at, device = self.take(sum(sizes)), 0, None
+        device = device_of(part for part in parts if isinstance(part, Tensor))
+        buffer, at = self.take(sum(sizes), device is not None), 0
         for part, size in zip(parts, sizes, strict=True):
             if isinstance(part, bytes):
                 byte_view(buffer)[at : at + size] = part
             else:
                 buffer[at : at + size].copy_(part, non_blocking=True)
-                device = part.device if part.device.type != "cpu" else device
             at += size
-        assert device is not None, "host memory needs no buffer"
-        torch.accelerator.current_stream(device).synchronize()
+        if device is not None:
+            torch.accelerator.current_stream(device).synchronize()
         return byte_view(buffer)
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Copy mapped bytes to a device by way of this thread's buffer."""
-        buffer = self.take(source.numel())
+        buffer = self.take(source.numel(), pinned=True)
         buffer.copy_(source)
         target.copy_(buffer, non_blocking=True)
         torch.accelerator.current_stream(target.device).synchronize()

@@ -30,6 +30,7 @@ import torch
 
 from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.run_state import RunParts, collect, plan_restore
+from hasten.checkpoint.checksum import checksum
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, decode, encode
 from hasten.checkpoint.reader import open_checkpoint
@@ -82,8 +83,8 @@ def reseal(folder: Path, edit: Callable[[dict[str, Any]], None] | None = None) -
     files = []
     for file in manifest.files:
         raw = (folder / file.name).read_bytes()
-        sums = tuple(f"{zlib.crc32(raw[i : i + CHUNK_BYTES]):08x}" for i in range(0, len(raw), CHUNK_BYTES))
-        files.append(msgspec.structs.replace(file, size=len(raw), crc32=sums))
+        sums = tuple(checksum(raw[i : i + CHUNK_BYTES]) for i in range(0, len(raw), CHUNK_BYTES))
+        files.append(msgspec.structs.replace(file, size=len(raw), sums=sums))
     manifest = msgspec.structs.replace(manifest, files=tuple(files))
     if edit is None:
         path.write_bytes(encode(manifest))
@@ -302,7 +303,7 @@ def manifests() -> Iterator[Mutation]:
         yield f"manifest path {name!r}", partial(_rename_in_manifest, name)
     huge = 2**62
     edits: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "version 2": lambda m: m.update(version=2),
+        "version 1": lambda m: m.update(version=1),
         "version text": lambda m: m.update(version="1"),
         "no version": lambda m: m.pop("version"),
         "unknown key": lambda m: m.update(surprise=1),
@@ -314,8 +315,8 @@ def manifests() -> Iterator[Mutation]:
         "chunk huge": lambda m: m.update(chunk_bytes=huge),
         "size huge": lambda m: m["files"][0].update(size=huge),
         "size negative": lambda m: m["files"][0].update(size=-1),
-        "crc short": lambda m: m["files"][0].update(crc32=[]),
-        "crc number": lambda m: m["files"][0].update(crc32=[1]),
+        "sums short": lambda m: m["files"][0].update(sums=[]),
+        "sums number": lambda m: m["files"][0].update(sums=[1]),
         "file twice": lambda m: m["files"].append(m["files"][0]),
         "file case": lambda m: m["files"].append({**m["files"][0], "name": m["files"][0]["name"].upper()}),
         "file is manifest": lambda m: m["files"][0].update(name=MANIFEST_NAME),

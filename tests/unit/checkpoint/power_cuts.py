@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -77,12 +77,11 @@ class DeadlyDisk(Disk):
         self._lost.add(path)
         return made[0]
 
-    def write_at(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        joined = b"".join(buffers)
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
         done: list[int] = []
         self._turn(
-            lambda: done.append(Disk.write_at(self, fd, [joined], offset)),
-            lambda: done.append(Disk.write_at(self, fd, [joined[: len(joined) // 2]], offset)),
+            lambda: done.append(Disk.write_at(self, fd, data, offset)),
+            lambda: done.append(Disk.write_at(self, fd, data[: len(data) // 2], offset)),
         )
         return done[0]
 

@@ -8,7 +8,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,12 @@ class FullDisk(Disk):
         self._room = room
         self._error = error
 
-    def write_at(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
-        data = b"".join(buffers)[: max(self._room, 0)]
-        if not data:
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+        fits = data[: max(self._room, 0)]
+        if not fits:
             raise OSError(self._error, os.strerror(self._error))
-        self._room -= len(data)
-        return super().write_at(fd, [data], offset)
+        self._room -= len(fits)
+        return super().write_at(fd, fits, offset)
 
 
 @pytest.mark.parametrize("room", [0, 1, 1000, 400_000, 800_200])
@@ -131,9 +130,9 @@ class Recorder(Disk):
         self.log.append(("create", path.name))
         return fd
 
-    def write_at(self, fd: int, buffers: Sequence[memoryview | bytes], offset: int) -> int:
+    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
         self.log.append(("write", self._names[fd]))
-        return super().write_at(fd, buffers, offset)
+        return super().write_at(fd, data, offset)
 
     def sync(self, fd: int) -> None:
         self.log.append(("sync", self._names.get(fd, "folder")))
