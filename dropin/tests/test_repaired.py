@@ -19,7 +19,8 @@ from accelerate.commands.launch import launch_command_parser, words_of
 from accelerate.commands.to_fsdp2 import convert
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration, find_executable_batch_size, write_basic_config
+from accelerate.utils import ProjectConfiguration, write_basic_config
+from accelerate.utils.memory import find_executable_batch_size
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,8 @@ logger = get_logger(__name__)
 class Accelerator(Mirrors, hasten.Accelerator):
     """Runs a plain training loop on any number of processes and devices."""
 
+    profile_handler: ProfileKwargs | None
+
     def __init__(
         self,
         device_placement: bool = True,
@@ -86,7 +88,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         self.flag_tensor = None
         self.has_lomo_optimizer = False
         self.delayed_fp8_autocast = False
-        self._trackers: list[GeneralTracker] = []
+        self._trackers: list[Any] = []  # Any: users' own classes among them
         self._preparer = EstablishedPreparer(self)
         self._publish(sorted_.fsdp, sorted_.dynamo, parallelism_config, torch_tp_plugin)
         self.state = AcceleratorState()
@@ -190,7 +192,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
-    def backward(self, loss: Any, **kwargs: Any) -> None:
+    def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
         """Backpropagate the loss, divided by the window's length."""
         if kwargs.pop("learning_rate", None) is not None:
             notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
@@ -200,7 +202,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         """Backward fused with LOMO's update."""
         notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block that computes in this run's precision."""
         return super().autocast(None if autocast_handler is None else autocast_handler.to_hasten())
 
@@ -228,14 +230,14 @@ class Accelerator(Mirrors, hasten.Accelerator):
         notyet.refuse("Accelerator.deepspeed_ulysses_dl_adapter", notyet.DEEPSPEED)
 
     # -- collectives ----------------------------------------------------------------------------------------------
-    def gather(self, tensor: Any) -> Any:  # type: ignore[override]
+    def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
         """Every process's tensors joined along the first dimension."""
         if self.num_processes == 1 and kept(FLAT_RESULTS):
             return tensor
         _checked("_gpu_gather_one", tensor)
         return super().gather(tensor)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]  # other kinds
         """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
         _checked("_reduce_across_processes", tensor)
         if reduction == "none" or (self.num_processes == 1 and kept(FLAT_RESULTS)):
@@ -243,7 +245,9 @@ class Accelerator(Mirrors, hasten.Accelerator):
         assert kept(SCALE_IS_FOR_XLA)
         return super().reduce(tensor, reduction)  # type: ignore[arg-type]  # checked there
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(  # type: ignore[override]  # no axes here
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
         """Tensors padded along `dim` to the largest size any process has."""
         return tensor if self.num_processes == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -273,8 +277,8 @@ class Accelerator(Mirrors, hasten.Accelerator):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name, or its package's own object; a blank one away from the main process."""
         for tracker in self._trackers:
-            if tracker.name == name:  # type: ignore[attr-defined]  # every finished tracker class has a name
-                return tracker.tracker if unwrap else tracker  # type: ignore[attr-defined]
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
         if self._trackers and self.is_main_process:
             raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
         assert kept(MISSING_TRACKER_IS_BLANK)
@@ -288,7 +292,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Record values with every tracker."""
         for tracker in self._trackers:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[attr-defined]
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
         """Finish saves in flight and close the trackers. Ranks: every rank."""
@@ -298,7 +302,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         super().end_training()
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:  # type: ignore[override]
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:  # type: ignore[override]  # the established keywords
         """Save everything the run needs to go on; where it lies. Ranks: every rank."""
         automatic = self.project_configuration.automatic_checkpoint_naming
         if output_dir is None and not automatic and kept(AUTOMATIC_NAMING_OPT_IN):
@@ -310,7 +314,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         self.project_configuration.iteration = self.saving.iteration
         return place
 
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
         """Put the run back to where a checkpoint was saved. Ranks: every rank."""
         if input_dir is None:
             if not self.project_configuration.automatic_checkpoint_naming:
@@ -365,7 +369,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
             return super().get_state_dict(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block under torch.profiler."""
         chosen = profile_handler or self.profile_handler or ProfileKwargs()
         return super().profile(chosen.to_hasten())

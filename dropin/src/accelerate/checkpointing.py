@@ -110,7 +110,7 @@ def _random_states(file: Path) -> dict[str, Any]:
             f"{file.name} is not in the checkpoint, so random states were not restored", main_process_only=False
         )
         return {}
-    safe = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    safe: list[Any] = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     try:
         with torch.serialization.safe_globals(safe):
             states = torch.load(file, weights_only=True)

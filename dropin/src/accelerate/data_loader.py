@@ -164,19 +164,17 @@ class _Prepared(DataLoaderStateMixin, DataLoaderAdapter):
     def set_epoch(self, epoch: int) -> None:
         """Begin at `epoch` when iterated next."""
         self.progress.iteration = epoch
-        for target in (get_sampler(self), self.batch_sampler, self.dataset):
+        targets: tuple[Any, ...] = (get_sampler(self), self.batch_sampler, self.dataset)
+        for target in targets:
             if callable(getattr(target, "set_epoch", None)) and not isinstance(target, BatchSamplerShard):
                 target.set_epoch(epoch)
 
     @property
     def total_dataset_length(self) -> int | None:
         """The samples in the dataset, when that is known."""
+        whole: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         try:
-            return len(
-                getattr(self.dataset, "dataset", self.dataset)
-                if isinstance(self.dataset, IterableDatasetShard)
-                else self.dataset
-            )
+            return len(whole)
         except TypeError:
             return None
 
@@ -420,13 +418,13 @@ class SkipDataLoader(DataLoaderAdapter):
         super().__init__(dataset, use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
         for index, batch in enumerate(super().__iter__()):
             if index >= self.skip_batches:
                 yield batch
 
     def __len__(self) -> int:
-        return len(self.dataset) and max(super().__len__() - self.skip_batches, 0)
+        return max(super().__len__() - self.skip_batches, 0)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -553,7 +551,8 @@ def _shared_generator(dataloader: DataLoader[Any], sampler: Any, size: int, stat
     if sampler.generator is None and (size > 1 or stateful):
         sampler.generator = torch.Generator(device=torch.get_default_device())
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return sampler.generator
+    generator: torch.Generator | None = sampler.generator
+    return generator
 
 
 def _sharded(

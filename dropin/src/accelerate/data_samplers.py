@@ -55,7 +55,7 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)  # None for samplers of varying size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
         if split_batches and self.batch_size is not None and self.batch_size % num_processes:
             raise ValueError(
                 f"To use `BatchSamplerShard` in `split_batches` mode, the batch size ({self.batch_size}) needs to be a "
@@ -191,9 +191,9 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
         self.skip_batches = skip_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # None where it varies
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -218,6 +218,6 @@ def sampler_of(batch_sampler: Any) -> Any:
 def replace_sampler(batch_sampler: Any, sampler: Iterable[int]) -> None:
     """Put a sampler below any number of batch samplers."""
     while isinstance(batch_sampler, (BatchSamplerShard, SkipBatchSampler)):
-        batch_sampler.sampler = sampler  # type: ignore[assignment]
+        batch_sampler.sampler = sampler
         batch_sampler = batch_sampler.batch_sampler
     batch_sampler.sampler = sampler

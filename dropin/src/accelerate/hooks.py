@@ -83,16 +83,16 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     elif before is not None:
         remove_hook_from_module(module)
     module = hook.init_hook(module)
-    module._hf_hook = hook  # type: ignore[assignment]
+    module.__dict__["_hf_hook"] = hook
     forwarding.replace(module, _Hooked(hook))
     return module
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """The module without its hook."""
-    if hasattr(module, "_hf_hook"):
-        module._hf_hook.detach_hook(module)  # type: ignore[operator,union-attr]
-        delattr(module, "_hf_hook")
+    if "_hf_hook" in module.__dict__:
+        hook: ModelHook = module.__dict__.pop("_hf_hook")
+        hook.detach_hook(module)
         forwarding.restore(module, _Hooked.tag)
     if recurse:
         for child in module.children():
@@ -105,8 +105,10 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-for _name in ("AlignDevicesHook", "CpuOffload", "LayerwiseCastingHook"):
-    globals()[_name] = notyet.klass(f"hooks.{_name}", notyet.BIG_MODELS, ModelHook)
+AlignDevicesHook = notyet.klass("hooks.AlignDevicesHook", notyet.BIG_MODELS, ModelHook)
+CpuOffload = notyet.klass("hooks.CpuOffload", notyet.BIG_MODELS, ModelHook)
+LayerwiseCastingHook = notyet.klass("hooks.LayerwiseCastingHook", notyet.BIG_MODELS, ModelHook)
 UserCpuOffloadHook = notyet.klass("hooks.UserCpuOffloadHook", notyet.BIG_MODELS)
-for _name in ("attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"):
-    globals()[_name] = notyet.function(f"hooks.{_name}", notyet.BIG_MODELS)
+attach_align_device_hook = notyet.function("hooks.attach_align_device_hook", notyet.BIG_MODELS)
+attach_align_device_hook_on_blocks = notyet.function("hooks.attach_align_device_hook_on_blocks", notyet.BIG_MODELS)
+attach_execution_device_hook = notyet.function("hooks.attach_execution_device_hook", notyet.BIG_MODELS)

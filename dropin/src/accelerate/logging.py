@@ -14,7 +14,7 @@ class MultiProcessAdapter(RankLogger):
     def __init__(self, logger: logging.Logger, extra: object = None) -> None:
         super().__init__(logger)
 
-    def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
+    def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: object) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
         if kept(LOGGER_NEEDS_STATE):
             from accelerate.ambient import AMBIENT
@@ -24,8 +24,7 @@ class MultiProcessAdapter(RankLogger):
                     "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
                     "using the logging utility."
                 )
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # type: ignore[operator]
-        super().log(level, msg, *args, **kwargs)
+        super().log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -198,15 +198,15 @@ class Mirrors(Base):
 
     @property
     def _optimizers(self) -> list[Any]:
-        return self.prepared.optimizers  # type: ignore[return-value]
+        return self.prepared.optimizers
 
     @property
     def _schedulers(self) -> list[Any]:
-        return self.prepared.schedulers  # type: ignore[return-value]
+        return self.prepared.schedulers
 
     @property
     def _dataloaders(self) -> list[Any]:
-        return self.prepared.loaders  # type: ignore[return-value]
+        return self.prepared.loaders
 
     @property
     def _custom_objects(self) -> list[Any]:

@@ -193,7 +193,7 @@ class ParallelismConfig:
 
     def to_hasten(self) -> hasten.ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled."""
-        sizes = {
+        sizes: dict[str, Any] = {
             f"{axis}_size": self._size(axis)
             for axis in ("dp_replicate", "dp_shard", "tp", "cp")
             if self._size(axis) > 1

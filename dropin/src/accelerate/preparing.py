@@ -78,7 +78,7 @@ class EstablishedPreparer(Preparer):
         """The loader, reading this process's share."""
         if isinstance(loader, _Prepared):
             if not any(loader is known for known in self.done.loaders):
-                self.done.loaders.append(loader)  # type: ignore[arg-type]
+                self.done.loaders.append(loader)  # type: ignore[arg-type]  # not hasten's Loader, but as good
             return loader
         config = self._accelerator.dataloader_config
         prepared = prepare_data_loader(
@@ -97,8 +97,8 @@ class EstablishedPreparer(Preparer):
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
-        prepared.clock = self._clock  # type: ignore[attr-defined]
-        self.done.loaders.append(prepared)  # type: ignore[arg-type]
+        prepared.clock = self._clock
+        self.done.loaders.append(prepared)  # type: ignore[arg-type]  # not hasten's Loader, but as good
         return prepared
 
     def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Any:
@@ -118,7 +118,8 @@ class _Join:
     def __enter__(self) -> None:
         if self._even is not None:
             for loader in self._loaders:
-                for target in (loader, loader.batch_sampler):
+                targets: tuple[Any, ...] = (loader, loader.batch_sampler)
+                for target in targets:
                     if hasattr(target, "even_batches"):
                         self._before.append((target, target.even_batches))
                         target.even_batches = self._even

@@ -140,12 +140,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def to_hasten(self) -> hasten.DistributedDataParallelKwargs:
-        return hasten.DistributedDataParallelKwargs(
-            **self.to_dict(),
-            comm_hook=DDPCommunicationHookType(self.comm_hook).value,
-            comm_wrapper=DDPCommunicationHookType(self.comm_wrapper).value,
-            comm_state_option=dict(self.comm_state_option),
-        )
+        values = self.to_dict() | {
+            "comm_hook": DDPCommunicationHookType(self.comm_hook).value,
+            "comm_wrapper": DDPCommunicationHookType(self.comm_wrapper).value,
+            "comm_state_option": dict(self.comm_state_option),
+        }
+        return hasten.DistributedDataParallelKwargs(**values)
 
 
 @dataclass
@@ -279,7 +279,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
             stacklevel=3,
         )
-        self.backend = (self.backend or "TE").upper()  # type: ignore[assignment]
+        self.backend = "MSAMP" if (self.backend or "TE").upper() == "MSAMP" else "TE"
 
     def to_hasten(self) -> hasten.TERecipeKwargs:
         names = [name for name in self.__dict__ if name not in ("backend", "opt_level")]

@@ -219,7 +219,7 @@ def is_habana_gaudi1() -> bool:
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Whether the device computes in bfloat16."""
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     return not is_mps_available()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -13,6 +13,7 @@ from hasten.optim import batch_size
 from hasten.optim.batch_size import should_reduce_batch_size
 
 __all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"]
+Result = TypeVar("Result")
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -31,6 +32,16 @@ def release_memory(*objects: Any) -> list[None]:  # Any: the caller's objects
     return [None] * count
 
 
+@overload
+def find_executable_batch_size(
+    function: Callable[..., Result],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[..., Result]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

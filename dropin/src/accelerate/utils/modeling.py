@@ -36,11 +36,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     """Whether two devices are one; an index that is not given is the current one's."""
     if first_device.type != second_device.type:
         return False
-    if first_device.type != "cpu" and first_device.index is None:
-        first_device = torch.device(first_device.type, 0)
-    if second_device.type != "cpu" and second_device.index is None:
-        second_device = torch.device(second_device.type, 0)
-    return first_device == second_device
+    return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
 
 
 def convert_file_size_to_int(size: int | str) -> int:

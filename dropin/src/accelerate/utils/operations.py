@@ -85,7 +85,7 @@ def recursively_apply(
         if isinstance(part, tuple | list):
             return honor_type(part, (walk(item) for item in part))
         if isinstance(part, Mapping):
-            return type(part)({key: walk(value) for key, value in part.items()})  # type: ignore[call-arg]
+            return type(part)({key: walk(value) for key, value in part.items()})  # type: ignore[call-arg]  # a mapping's class is expected to take one
         if test_type(part):
             return func(part, *args, **kwargs)
         if error_on_other_type:
@@ -164,7 +164,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if isinstance(first, tuple | list):
         return honor_type(first, (concatenate([one[index] for one in data], dim) for index in range(len(first))))
     if isinstance(first, Mapping):
-        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]
+        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]  # a mapping's class is expected to take one
     if not isinstance(first, Tensor):
         raise TypeError(f"Can only concatenate tensors but got {type(first)}")
     return torch.cat(data, dim=dim)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import reduce as fold
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from packaging.version import parse
@@ -55,7 +55,8 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """The module with its repeated blocks compiled one by one, or compiled whole where it has none."""
     blocks = {id(block) for _, block in repeated_blocks(module)}
     if not blocks:
-        return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
+        whole: Any = torch.compile(module, **compile_kwargs)
+        return cast("nn.Module", whole)
     for part in module.modules():
         if id(part) in blocks:
             part.compile(**compile_kwargs)
