@@ -1,6 +1,6 @@
 """A warm launcher for tests: torch is loaded once, then each command becomes `hasten launch` in a fork, if asked on its own host.
 
-Reads one JSON object per line: {namespace, host, folder, argv, output}; answers with the fork's pid. The fork's output goes to
+Reads one JSON object per line: {namespace, host, folder, argv, output, variables?}; answers with the fork's pid. The fork's output goes to
 the file `output`, its exit code to `output`.code.
 """
 
@@ -30,7 +30,7 @@ def become_host(namespace: str, name: str) -> None:
     socket.sethostname(name)
 
 
-def run(order: dict[str, str], argv: list[str]) -> int:
+def run(order: dict[str, str], argv: list[str], variables: dict[str, str]) -> int:
     """Run the command as a launcher of its own would."""
     os.setsid()
     output = os.open(order["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -40,6 +40,7 @@ def run(order: dict[str, str], argv: list[str]) -> int:
     os.chdir(order["folder"])
     if order["namespace"]:
         become_host(order["namespace"], order["host"])
+    os.environ.update(variables)
     return main(argv)
 
 
@@ -55,7 +56,7 @@ def serve() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = 99
         try:
-            code = run(order, order["argv"])
+            code = run(order, order["argv"], order.get("variables", {}))
         finally:
             sys.stdout.flush()
             sys.stderr.flush()

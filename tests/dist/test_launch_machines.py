@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import cloudpickle
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -32,14 +33,14 @@ class Machine:
     address: str
     output: Path = Path()
 
-    def start(self, folder: Path, words: list[str]) -> None:
+    def start(self, folder: Path, words: list[str], **variables: str) -> None:
         """Start `hasten launch` on this host."""
         self.output = folder / f"{self.name}-{time.monotonic_ns()}"
         argv = ["launch", "--cpu", *words]
         names = {"namespace": self.namespace, "host": self.name, "folder": str(folder), "output": str(self.output)}
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None
-        self.zygote.stdin.write(json.dumps({**names, "argv": argv}) + "\n")
+        self.zygote.stdin.write(json.dumps({**names, "argv": argv, "variables": variables}) + "\n")
         self.zygote.stdin.flush()
         assert self.zygote.stdout.readline()
 
@@ -252,3 +253,85 @@ def test_an_elastic_job_goes_on_without_a_lost_machine(zygote: Zygote, tmp_path:
     assert "restart 1 of 2" in text
     assert "1 process on 1 machine" in text
     assert "rank 0 of 1" in text
+
+
+NOTEBOOK: Final = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+cells = [nbformat.v4.new_code_cell(text) for text in json.loads(sys.argv[1])]
+notebook = nbformat.v4.new_notebook(cells=cells)
+NotebookClient(notebook, timeout=100, kernel_name="python3", allow_errors=True).execute()
+print(json.dumps([cell["outputs"] for cell in notebook.cells]))
+"""
+CELLS: Final = (
+    """
+import os
+from hasten import notebook_launcher
+def total(scale):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.tensor([scale * dist.get_rank()])
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return x.item()
+def launch(node_rank):
+    return notebook_launcher(
+        total, (10,), 2, master_addr="10.77.0.1", node_rank=node_rank, num_nodes=2, use_port=29519, cpu=True)
+""",
+    "print('result', launch(NODE))",
+    "launch(NODE + 2)",
+)
+
+
+def test_the_same_notebook_on_two_machines(zygote: Zygote, tmp_path: Path) -> None:
+    """A real kernel on each host; two processes of each work together, and the first host gets the result."""
+    env = {**os.environ, "HASTEN_HOME": str(tmp_path), "HF_HOME": str(tmp_path), "IPYTHONDIR": str(tmp_path)}
+    kernels = []
+    with machines(zygote, 2) as hosts:
+        for node, m in enumerate(hosts):
+            cells = json.dumps([cell.replace("NODE", str(node)) for cell in CELLS])
+            shell = f'ip netns exec {m.namespace} unshare --uts sh -c "hostname {m.name} && exec \\"\\$@\\"" - "$@"'
+            command = ["sh", "-c", shell, "-", sys.executable, "-W", "ignore", "-c", NOTEBOOK, cells]
+            kernels.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True))
+        books = [json.loads(kernel.communicate(timeout=110)[0]) for kernel in kernels]
+    for node, (setup, worked, wrong) in enumerate(books):
+        assert setup == []
+        said = "".join("".join(output.get("text", "")) for output in worked)
+        assert f"result {60 if node == 0 else None}\n" in said
+        assert wrong[-1]["ename"] == "LaunchError"
+        assert "give a machine_rank from 0 to 1. (In a notebook --machine_rank is node_rank" in wrong[-1]["evalue"]
+
+
+def write_call(folder: Path, function: Callable[[], object], source: str) -> str:
+    """A notebook's function on its way to the processes; the folder it lies in."""
+    folder.mkdir()
+    (folder / "call.pkl").write_bytes(cloudpickle.dumps((function, (), {})))
+    (folder / "source.txt").write_text(source)
+    return folder.name
+
+
+def test_every_notebook_of_a_job_is_told_why_it_failed(zygote: Zygote, tmp_path: Path) -> None:
+    def boom() -> None:
+        if os.environ["RANK"] == "3":
+            raise ValueError("boom in the cell")
+        time.sleep(60)
+
+    def verdicts(hosts: list[Machine], words: list[list[str]]) -> list[str]:
+        """What the launchers leave for their notebooks; all of them fail."""
+        files = [f"verdict-{time.monotonic_ns()}" for _ in hosts]
+        for m, more, file in zip(hosts, words, files, strict=True):
+            m.start(tmp_path, [*meet(2), *more], HASTEN_VERDICT_FILE=file)
+        assert [m.end()[0] for m in hosts] == [1] * len(hosts), [m.said for m in hosts]
+        return [(tmp_path / file).read_text() for file in files]
+
+    cell = ["--processes_per_machine=2", "-m", "hasten.launch.cell"]
+    one, two = (write_call(tmp_path / name, boom, name) for name in ("one", "two"))
+    with machines(zygote, 2) as hosts:
+        raised = verdicts(hosts, [[*cell, one], [*cell, one]])
+        other = verdicts(hosts, [[*cell, one], [*cell, two]])
+        (missing,) = verdicts(hosts[:1], [["--machine_rank=0", "--rdzv_conf=join_timeout=1", *cell, one]])
+    words = "rank 3 on host-b failed: ValueError: boom in the cell (its traceback is in the output above)"
+    assert raised == [words, words]
+    assert ["the code of the notebook's function: " in words for words in other] == [True, True]
+    assert "machine 1 of 2 did not check in within 1 s" in missing

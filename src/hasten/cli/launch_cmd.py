@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Final
 
 from hasten.cli.flags import SettingsParser
+from hasten.errors import HastenError
 
 DESCRIPTION: Final = (
     "Start a script on all devices of this machine, or of many. On many machines run the same command on each, with the same "
@@ -21,13 +22,16 @@ def main(argv: Sequence[str]) -> int:
     """Run `hasten launch …` and return the exit code of the job."""
     given = make_parser().parse_args(argv)
     words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
+    try:
+        return _launch(given, words, argv[: len(argv) - len(given.script)])
+    except HastenError as error:
+        import_module("hasten.launch.verdict").leave(str(error))
+        raise
+
+
+def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
-    job = job_module.prepare(
-        words,
-        settings=given.settings,
-        config_file=given.config_file,
-        typed=argv[: len(argv) - len(given.script)],
-    )
+    job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from hasten.errors import LaunchError
-from hasten.launch import network
+from hasten.launch import network, verdict
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
@@ -133,7 +133,9 @@ def _outcome(agent: Agent, handler: Handler, supervision: Supervision, say: Say)
     except PeerMachineFailed as error:
         return _tell_failure(agent.failures + list(error.failures), handler.peers, supervision, say)
     except (LaunchError, RendezvousError, DistError) as error:
-        say(f"{error}" if isinstance(error, LaunchError) else f"the machines could not meet: {error}")
+        words = f"{error}" if isinstance(error, LaunchError) else f"the machines could not meet: {error}"
+        say(words)
+        verdict.leave(words)
         if agent.failures:
             say(render_failure(agent.failures, python=sys.executable))
         return 1
@@ -147,7 +149,9 @@ def _outcome(agent: Agent, handler: Handler, supervision: Supervision, say: Say)
 def _tell_failure(failures: Sequence[Failure], peers: Peers | None, supervision: Supervision, say: Say) -> int:
     failures, silent = _with_others(list(failures), peers)
     say(render_failure(failures, python=sys.executable, full=supervision.debug, lost=silent))
-    return first_failure(failures).exit_code or 1
+    first = first_failure(failures)
+    verdict.leave(verdict.failure_words(first, many_machines=peers is not None and len(peers.hosts) > 1))
+    return first.exit_code or 1
 
 
 def _with_others(failures: list[Failure], peers: Peers | None) -> tuple[list[Failure], list[str]]:

@@ -14,7 +14,6 @@ from typing import Final
 import cloudpickle
 
 from hasten.errors import LaunchError
-from hasten.launch.worker import without_bootstrap, write_error
 from hasten.runtime import env as environment
 from hasten.runtime.topology import Topology
 
@@ -22,24 +21,14 @@ CALL: Final = "call.pkl"
 RESULT: Final = "result.pkl"
 
 
-def error_name(rank: int) -> str:
-    """The file in which a failing rank leaves its error for the notebook."""
-    return f"error-{rank}.json"
-
-
 def run(folder: Path) -> None:
     """Call the notebook's function; the first rank leaves what it returned."""
-    rank = Topology.from_env(environment.snapshot()).rank
-    try:
-        # Written by the notebook's own process into a folder that only its user can open.
-        function, args, sources = pickle.loads((folder / CALL).read_bytes())
-        linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in sources.items()})
-        result = function(*args)
-        if rank == 0:
-            _keep(result, folder / RESULT)
-    except BaseException as error:  # noted for the notebook, then raised as it was
-        write_error(folder / error_name(rank), error, without_bootstrap(error.__traceback__))
-        raise
+    # Written by the notebook's own process into a folder that only its user can open.
+    function, args, sources = pickle.loads((folder / CALL).read_bytes())
+    linecache.cache.update({name: (len(lines), None, lines, name) for name, lines in sources.items()})
+    result = function(*args)
+    if Topology.from_env(environment.snapshot()).is_main:
+        _keep(result, folder / RESULT)
 
 
 def _keep(result: object, path: Path) -> None:

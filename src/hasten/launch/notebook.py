@@ -6,7 +6,7 @@ Nothing is forked, so CUDA may already be in use in the notebook, and a failed o
 from __future__ import annotations
 
 import codecs
-import json
+import inspect
 import linecache
 import pickle
 import signal
@@ -21,11 +21,20 @@ from typing import Any, Final
 import cloudpickle
 
 from hasten.errors import LaunchError
+from hasten.launch import verdict
 from hasten.launch.cell import CALL, RESULT
+from hasten.launch.report import CELL, SOURCE
 from hasten.launch.run import PARENT_PID
 from hasten.runtime import env as environment
 
 _STOP_S: Final = 25.0
+_VERDICT: Final = "verdict.txt"
+# The launcher speaks of its own settings; here they have other names.
+_NAMES_HERE: Final = (
+    ("--main_process_ip", "master_addr"),
+    ("--machine_rank", "node_rank"),
+    ("num_machines", "num_nodes"),
+)
 
 
 def notebook_launcher(
@@ -49,18 +58,20 @@ def notebook_launcher(
     """What `function(*args)` returns on the first rank, after it has run in `num_processes` new processes.
 
     Settings that are not given come from the settings file, as under `hasten launch`; without `num_processes` every
-    device gets a process. On many machines the same cell is run on each, with `num_nodes` and `master_addr`; machines
-    other than the first get None.
-    Raises: LaunchError when a process fails (its traceback is printed in the cell), or when the function or its result
-    cannot travel.
+    device gets a process. On many machines the same cell is run on each, with `num_nodes` and `master_addr`;
+    `num_processes` then counts those of the cell's own machine, and machines other than the first get None.
+    Raises: LaunchError when a process of any machine fails (its traceback is printed in the cell), when the machines
+    cannot meet, or when the function or its result cannot travel.
     """
+    many = num_nodes > 1
     flags = _flags(
-        num_processes=num_processes,
+        num_processes=None if many else num_processes,
+        processes_per_machine=num_processes if many else None,
         mixed_precision=mixed_precision,
         main_process_port=use_port,
         main_process_ip=master_addr,
-        machine_rank=node_rank if num_nodes > 1 else None,
-        num_machines=num_nodes if num_nodes > 1 else None,
+        machine_rank=node_rank if many or node_rank else None,
+        num_machines=num_nodes if many else None,
         rdzv_backend=rdzv_backend,
         rdzv_endpoint=rdzv_endpoint or None,
         rdzv_conf=_pairs(rdzv_conf),
@@ -69,15 +80,16 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         config_file=config_file,
         cpu="true" if cpu else None,
-        quiet="true" if num_nodes == 1 else None,
+        quiet=None if many else "true",
     )
     with tempfile.TemporaryDirectory(prefix="hasten-notebook-") as folder:
         home = Path(folder)
         (home / CALL).write_bytes(_packed(function, tuple(args)))
-        command = [sys.executable, "-m", "hasten.cli.main", "launch", *flags, "-m", "hasten.launch.cell", folder]
-        code = _run(command)
+        (home / SOURCE).write_text(_source_of(function))
+        command = [sys.executable, "-m", "hasten.cli.main", "launch", *flags, "-m", CELL, folder]
+        code = _run(command, home / _VERDICT)
         if code != 0:
-            raise LaunchError(_failure_words(home, code))
+            raise LaunchError(_failure_words(home / _VERDICT, code))
         result = home / RESULT
         # Written by the process that this call started, into a folder that only this user can open.
         return pickle.loads(result.read_bytes()) if result.exists() else None
@@ -111,17 +123,29 @@ def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
+def _source_of(function: Callable[..., Any]) -> str:
+    """The function's text, which other machines compare with theirs; empty where Python does not keep it."""
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
+
+
 def _cell_sources() -> dict[str, list[str]]:
     """The text of the notebook's cells, which exist in no file, so that tracebacks elsewhere can show their lines."""
     entries = [(name, entry) for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None]
     return {name: entry[2] for name, entry in entries if not Path(name).exists()}
 
 
-def _run(command: Sequence[str]) -> int:
+def _run(command: Sequence[str], verdict_file: Path) -> int:
     """Run the launcher and copy what it prints into the cell while it runs; Ctrl-C and the stop button end it."""
     env = environment.snapshot()
     folders = [entry for entry in sys.path if entry]
-    variables = {"PYTHONPATH": ":".join(dict.fromkeys(folders)), PARENT_PID: str(getpid())}
+    variables = {
+        "PYTHONPATH": ":".join(dict.fromkeys(folders)),
+        PARENT_PID: str(getpid()),
+        verdict.VARIABLE: str(verdict_file),
+    }
     with subprocess.Popen(
         command,
         env={**env, **variables},
@@ -156,10 +180,10 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait()
 
 
-def _failure_words(folder: Path, code: int) -> str:
-    """The first error that a rank left, in one sentence."""
-    errors = [(json.loads(file.read_text())["hasten"], file.stem) for file in folder.glob("error-*.json")]
-    if not errors:
+def _failure_words(verdict_file: Path, code: int) -> str:
+    """Why the launch failed, as the launcher left it, with the names that settings have in a notebook."""
+    if not verdict_file.exists():
         return f"the processes ended with exit code {code} before an error could be noted; see the output above."
-    first, name = min(errors, key=lambda item: float(item[0]["time"]))
-    return f"rank {name.removeprefix('error-')} failed: {first['summary']} (its traceback is in the output above)"
+    words = verdict_file.read_text()
+    names = [f"{theirs} is {ours}" for theirs, ours in _NAMES_HERE if theirs in words]
+    return f"{words} (In a notebook {', '.join(names)}.)" if names else words

@@ -46,6 +46,10 @@ _LOCAL: Final = frozenset(
     )
 )
 _MAX_FILES: Final = 500
+CELL: Final = "hasten.launch.cell"
+"""The program that runs a notebook's function; its one argument is a folder."""
+SOURCE: Final = "source.txt"
+"""The function's own text in that folder, by which machines compare their cells."""
 
 
 def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) -> Report:
@@ -63,7 +67,7 @@ def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) ->
         machine_rank=plan.meeting.machine_rank if plan.meeting else None,
         config=_digest(repr(sorted(settings.items())).encode()),
         code=code_digest(plan.target),
-        program=plan.target.name,
+        program="the notebook's function" if plan.target.name == CELL else plan.target.name,
         versions=package_versions(),
         settings=settings,
     )
@@ -111,6 +115,8 @@ def code_digest(target: Target) -> str:
 def _program_file(target: Target) -> Path | None:
     if target.no_python:
         return None
+    if target.module and target.name == CELL and target.args:
+        return Path(target.args[0], SOURCE)
     if target.module:
         try:
             spec = importlib.util.find_spec(target.name)

@@ -18,7 +18,7 @@ from typing import Final, assert_never
 
 from hasten.config.root import Config
 from hasten.errors import LaunchError
-from hasten.launch import network
+from hasten.launch import network, verdict
 from hasten.launch.base import LaunchPlan, Proc
 from hasten.launch.checkin import Report
 from hasten.launch.failure import end_words, read_failure, render_failure
@@ -107,6 +107,7 @@ def _run_watched(proc: Proc) -> int:
             return 0
         failure = read_failure(0, socket.gethostname(), code, pid, error_file=error_file, time=time.time())
         failure = replace(failure, stopped=False)
+        verdict.leave(verdict.failure_words(failure))
         if failure.traceback or code < 0:
             say(render_failure([failure], python=sys.executable))
         return failure.exit_code
