@@ -25,6 +25,8 @@ IMMUTABLE_MAKERS: Final = frozenset(
     """MappingProxyType frozenset tuple TypeVar ParamSpec TypeVarTuple NewType compile getLogger get_logger namedtuple
     NamedTuple TypedDict Path PurePosixPath cast object Version int float str bool bytes Fraction""".split()  # noqa: SIM905
 )
+MOST_LINES: Final = 400
+MOST_LINES_OF_A_BODY: Final = 50
 MARK: Final = "TO" + "DO"  # written so that this file does not complain about itself
 
 
@@ -225,6 +227,27 @@ def do_no_work_at_import(source: Source) -> Iterator[str]:
             yield source.say(node, f"work at import: {ast.unparse(node.value)[:60]}")
 
 
+def give_reasons_for_late_imports(source: Source) -> Iterator[str]:
+    """An import inside a function says on its line why it is not at the top."""
+    for function in ast.walk(source.tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Import | ast.ImportFrom) and not source.comment_on(node.lineno):
+                yield source.say(node, f"`{ast.unparse(node)}` inside {function.name}() without a reason on the line")
+
+
+def stay_short(source: Source) -> Iterator[str]:
+    """A file has fewer than 400 lines, a function's body at most 50."""
+    if (length := len(source.text.splitlines())) >= MOST_LINES:
+        yield f"{source.path}:1: {length} lines; split it by purpose"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or 0) - node.body[0].lineno + 1
+            if lines > MOST_LINES_OF_A_BODY:
+                yield source.say(node, f"{node.name}() has {lines} lines; split it")
+
+
 LIBRARY_RULES: Final[tuple[Rule, ...]] = (
     read_environment_in_one_place,
     keep_no_ambient_state,
@@ -235,6 +258,13 @@ LIBRARY_RULES: Final[tuple[Rule, ...]] = (
     name_what_it_is,
     keep_inner_packages_empty,
     do_no_work_at_import,
+)
+DROPIN_RULES: Final[tuple[Rule, ...]] = (
+    catch_narrowly,
+    number_what_is_left_to_do,
+    begin_with_a_docstring,
+    give_reasons_for_late_imports,
+    stay_short,
 )
 EVERYWHERE_RULES: Final[tuple[Rule, ...]] = (number_what_is_left_to_do, begin_with_a_docstring)
 
@@ -249,6 +279,12 @@ def sources(*folders: str) -> tuple[Source, ...]:
 @pytest.mark.parametrize("rule", LIBRARY_RULES, ids=lambda rule: rule.__name__)
 def test_library_obeys(rule: Rule) -> None:
     complaints = [complaint for source in sources("src") for complaint in rule(source)]
+    assert not complaints, f"{rule.__doc__}\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("rule", DROPIN_RULES, ids=lambda rule: rule.__name__)
+def test_dropin_obeys(rule: Rule) -> None:
+    complaints = [complaint for source in sources("dropin/src") for complaint in rule(source)]
     assert not complaints, f"{rule.__doc__}\n" + "\n".join(complaints)
 
 
@@ -282,6 +318,9 @@ BAD: Final[tuple[tuple[Rule, str], ...]] = (
     (import_at_the_top, "def f():\n    import deepspeed"),
     (import_at_the_top, "def f():\n    m = importlib.import_module('x')"),
     (do_no_work_at_import, "setup_logging()"),
+    (give_reasons_for_late_imports, "def f():\n    x = 1\n    from deepspeed import ops\n    return ops"),
+    (stay_short, "\n" * 400),
+    (stay_short, "def f():\n" + "    x = 1\n" * 51),
 )
 GOOD: Final[tuple[tuple[Rule, str], ...]] = (
     (keep_no_ambient_state, "TABLE: Final = MappingProxyType({'a': 1})"),
@@ -296,6 +335,8 @@ GOOD: Final[tuple[tuple[Rule, str], ...]] = (
     (catch_narrowly, "try: ...\nexcept BaseException:\n    undo()\n    raise"),
     (number_what_is_left_to_do, f"# {MARK}(#12): later"),
     (import_at_the_top, "if TYPE_CHECKING:\n    import torch"),
+    (give_reasons_for_late_imports, "def f():\n    import deepspeed  # an optional package"),
+    (stay_short, "def f():\n" + "    x = 1\n" * 50),
 )
 
 

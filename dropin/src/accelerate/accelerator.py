@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hasten
-from accelerate import ambient, notyet, tracking
+from accelerate import ambient, checkpointing, notyet, tracking
 from accelerate.ambient import AMBIENT
 from accelerate.constructing import HANDLERS, UNSET, sort_arguments
 from accelerate.data_loader import skip_first_batches
@@ -329,8 +329,6 @@ class Accelerator(Mirrors, hasten.Accelerator):
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
-        from accelerate import checkpointing
-
         models = [self.unwrap_model(model) for model in self.prepared.models]
         for hook in list(self.saving._load_hooks.values()):
             hook(models, folder)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accelerate.ambient import AMBIENT
+from accelerate.state import PartialState
 from accelerate.utils.constants import ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION
 from accelerate.utils.environment import environment, patch_environment
 from hasten.launch import notebook
@@ -18,8 +19,6 @@ __all__ = ["ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION", "debug_launcher",
 
 def test_launch() -> None:
     """Say where this process is."""
-    from accelerate.state import PartialState
-
     _ = PartialState()
 
 

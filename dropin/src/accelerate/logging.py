@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from accelerate.ambient import AMBIENT
 from accelerate.quirks import LOGGER_NEEDS_STATE, kept
+from accelerate.utils.environment import environment
 from hasten.runtime.logs import RankLogger
 
 
@@ -16,21 +18,16 @@ class MultiProcessAdapter(RankLogger):
 
     def log(self, level: int, msg: object, *args: object, stacklevel: int = 1, **kwargs: object) -> None:
         """Log on the main process, or as `main_process_only` and `in_order` say."""
-        if kept(LOGGER_NEEDS_STATE):
-            from accelerate.ambient import AMBIENT
-
-            if not AMBIENT.partial:
-                raise RuntimeError(
-                    "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
-                    "using the logging utility."
-                )
+        if not AMBIENT.partial and kept(LOGGER_NEEDS_STATE):
+            raise RuntimeError(
+                "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
+                "using the logging utility."
+            )
         super().log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """The logger `name`; its level is `log_level`, else ACCELERATE_LOG_LEVEL. The root logger is left alone."""
-    from accelerate.utils.environment import environment
-
     level = log_level or environment().get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if level is not None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from accelerate.data_loader import DataLoaderShard, _Prepared, prepare_data_loader
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.loader_base import PreparedLoader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.quirks import STRANGERS_PASS, kept
 from accelerate.scheduler import AcceleratedScheduler
@@ -76,7 +77,7 @@ class EstablishedPreparer(Preparer):
 
     def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Any:
         """The loader, reading this process's share."""
-        if isinstance(loader, _Prepared):
+        if isinstance(loader, PreparedLoader):
             if not any(loader is known for known in self.done.loaders):
                 self.done.loaders.append(loader)  # type: ignore[arg-type]  # not hasten's Loader, but as good
             return loader

@@ -1,12 +1,11 @@
-"""PartialState, AcceleratorState and GradientState: process-wide views on the one ambient context."""
+"""PartialState and AcceleratorState: process-wide views on the one ambient context."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -15,13 +14,25 @@ import torch.distributed as dist
 
 from accelerate import ambient
 from accelerate.ambient import AMBIENT
-from accelerate.quirks import NESTED_FIRST, kept
+from accelerate.gradient_state import GradientState
+from accelerate.process_blocks import goes_first, split_between_processes
 from accelerate.utils.enums import DistributedType, PrecisionType
 from accelerate.utils.environment import environment, parse_flag_from_env
-from hasten.comm.agreement import vote
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.devices import use_device
 
+__all__ = [
+    "AcceleratorState",
+    "GradientState",
+    "PartialState",
+    "ThreadLocalSharedDict",
+    "distributed_type_of",
+    "do_nothing",
+    "fill_partial",
+    "goes_first",
+    "is_initialized",
+    "split_between_processes",
+]
 logger = logging.getLogger(__name__)
 # Any in this file: plugins, and the functions that decorators take.
 
@@ -99,37 +110,6 @@ class _Shared:
         """End the talk between processes."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-@contextmanager
-def goes_first(first: bool) -> Iterator[None]:
-    """A block that some ranks run before the others; blocks may be nested. Ranks: every rank.
-
-    Each rank meets the others once per block, so that the first rank's inner block meets the others' outer one. An error
-    of the first rank is raised on all.
-    """
-    assert kept(NESTED_FIRST)
-    world = ambient.start().world
-    if not first:
-        world.barrier("process_first", math.inf)
-        vote(world, None, "process_first")
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
-        if not first:
-            raise
-        error = caught
-    if first:
-        world.barrier("process_first", math.inf)
-        vote(world, error, "process_first")
-
-
-def split_between_processes(inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-    """This process's share of a list, tuple, dict of those, tensor or dataset."""
-    if ambient.process().num_processes == 1:
-        return nullcontext(inputs)
-    return ambient.process().split_between_processes(inputs, apply_padding)
 
 
 class PartialState(_Shared):
@@ -379,105 +359,3 @@ class AcceleratorState(_Shared):
                 "called and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
-
-
-class GradientState:
-    """Where the latest Accelerator's accumulation window and loaders stand."""
-
-    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
-        if gradient_accumulation_plugin is not None:
-            AMBIENT.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
-
-    @property
-    def _shared_state(self) -> dict[str, Any]:
-        return {"sync_gradients": self.sync_gradients, "plugin_kwargs": self.plugin_kwargs}
-
-    @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """The options of accumulation that were given."""
-        return AMBIENT.plugin_kwargs
-
-    @property
-    def initialized(self) -> bool:
-        """Always: the view needs no start."""
-        return True
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its window."""
-        return ambient.clock().boundary
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        ambient.clock().force(value)
-
-    def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        ambient.clock().force(sync_gradients)
-
-    @property
-    def num_steps(self) -> int:
-        """Micro-steps per update."""
-        return int(self.plugin_kwargs.get("num_steps", 1))
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Whether schedulers count updates."""
-        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether a window ends with its loader."""
-        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The innermost loader being iterated, or None."""
-        return AMBIENT.loaders[-1] if AMBIENT.loaders else None
-
-    @property
-    def dataloader_references(self) -> list[Any]:
-        """The loaders being iterated, after a None."""
-        return [None, *AMBIENT.loaders]
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a loader is being iterated."""
-        return self.active_dataloader is not None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch in hand is the loader's last."""
-        return bool(self.in_dataloader and self.active_dataloader.end_of_dataloader)
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the last global batch; -1 where that is not known."""
-        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Whether XLA has reduced gradients: it is not in use."""
-        return False
-
-    def _add_dataloader(self, dataloader: Any) -> None:
-        AMBIENT.loaders.append(dataloader)
-
-    def _remove_dataloader(self, dataloader: Any) -> None:
-        for index in range(len(AMBIENT.loaders) - 1, -1, -1):
-            if AMBIENT.loaders[index] is dataloader:
-                del AMBIENT.loaders[index]
-                return
-
-    @staticmethod
-    def _reset_state() -> None:
-        AMBIENT.clock = None
-        AMBIENT.plugin_kwargs = {}
-        AMBIENT.loaders.clear()
-
-    def __repr__(self) -> str:
-        return (
-            f"Sync Gradients: {self.sync_gradients}\n"
-            f"At end of current dataloader: {self.end_of_dataloader}\n"
-            f"Extra samples added: {self.remainder}\n"
-            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
-        )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import accelerate
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import imports
 from accelerate.utils.environment import parse_flag_from_env
@@ -66,7 +67,7 @@ def slow(test_case: Any) -> Any:
 def run_first(test_case: Any) -> Any:
     """A test that is marked to run before others."""
     try:
-        import pytest
+        import pytest  # an optional package
     except ImportError:
         return test_case
     return pytest.mark.order(1)(test_case)
@@ -257,8 +258,6 @@ def get_torch_dist_unique_port() -> int:
 
 def path_in_accelerate_package(*components: str) -> Path:
     """A path below the installed package."""
-    import accelerate
-
     return Path(inspect.getfile(accelerate)).parent.joinpath(*components)
 
 

@@ -41,7 +41,7 @@ def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[..., bool] | None = None
 ) -> None:
     """Convert a model's linear layers to fp8, in place."""
-    from torchao.float8 import convert_to_float8_training
+    from torchao.float8 import convert_to_float8_training  # an optional package
 
     ends = [name for name in find_first_last_linear_layers(model) if name]
     chosen = module_filter_func or (lambda part, name: filter_linear_layers(part, name, ends))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelerate import notyet
+from accelerate.commands.merge import merge_weights
 from accelerate.logging import get_logger
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from hasten.checkpoint import export
@@ -117,8 +118,6 @@ def merge_fsdp_weights(
     checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
     """Write the weights of a sharded checkpoint as one model. Ranks: any one process, not in a job."""
-    from accelerate.commands.merge import merge_weights
-
     merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
 
 

@@ -26,7 +26,7 @@ def is_peft_model(model: Any) -> bool:
     """Whether peft made this model."""
     if not is_peft_available():
         return False
-    from peft import PeftModel
+    from peft import PeftModel  # an optional package
 
     inner = getattr(model, "module", model)
     return isinstance(getattr(inner, "_orig_mod", inner), PeftModel)

@@ -10,7 +10,7 @@ from accelerate import ambient
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # Any: tqdm's own arguments and bar
     """tqdm's bar, shown on the local main process only unless asked otherwise."""
     try:
-        from tqdm.auto import tqdm as bar
+        from tqdm.auto import tqdm as bar  # an optional package
     except ImportError as error:
         raise ImportError(
             "Accelerate's `tqdm` module requires `tqdm` to be installed. Please run `pip install tqdm`."

@@ -1,0 +1,112 @@
+"""GradientState: a process-wide view on the latest Accelerator's window and the loaders being read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import ambient
+from accelerate.ambient import AMBIENT
+
+# Any in this file: loaders, and options as they were given.
+
+
+class GradientState:
+    """Where the latest Accelerator's accumulation window and loaders stand."""
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        if gradient_accumulation_plugin is not None:
+            AMBIENT.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @property
+    def _shared_state(self) -> dict[str, Any]:
+        return {"sync_gradients": self.sync_gradients, "plugin_kwargs": self.plugin_kwargs}
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The options of accumulation that were given."""
+        return AMBIENT.plugin_kwargs
+
+    @property
+    def initialized(self) -> bool:
+        """Always: the view needs no start."""
+        return True
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends its window."""
+        return ambient.clock().boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        ambient.clock().force(value)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        ambient.clock().force(sync_gradients)
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-steps per update."""
+        return int(self.plugin_kwargs.get("num_steps", 1))
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count updates."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a window ends with its loader."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader being iterated, or None."""
+        return AMBIENT.loaders[-1] if AMBIENT.loaders else None
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders being iterated, after a None."""
+        return [None, *AMBIENT.loaders]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in hand is the loader's last."""
+        return bool(self.in_dataloader and self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last global batch; -1 where that is not known."""
+        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Whether XLA has reduced gradients: it is not in use."""
+        return False
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        AMBIENT.loaders.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        for index in range(len(AMBIENT.loaders) - 1, -1, -1):
+            if AMBIENT.loaders[index] is dataloader:
+                del AMBIENT.loaders[index]
+                return
+
+    @staticmethod
+    def _reset_state() -> None:
+        AMBIENT.clock = None
+        AMBIENT.plugin_kwargs = {}
+        AMBIENT.loaders.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
