@@ -31,6 +31,8 @@ class Machine:
     namespace: str
     name: str
     address: str
+    cable: tuple[str, str]
+    """The namespace of the switch and the port in it."""
     output: Path = Path()
 
     def start(self, folder: Path, words: list[str], **variables: str) -> None:
@@ -64,14 +66,23 @@ class Machine:
             time.sleep(0.02)
         return int(code.read_text()), self.said
 
+    @property
+    def processes(self) -> list[int]:
+        """Everything that runs on this host."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
     def kill(self) -> None:
         """Kill everything that runs on this host, as if its power went."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
-        for pid in listed.stdout.split():
+        for pid in self.processes:
             try:
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:  # ended meanwhile
                 continue
+
+    def unplug(self) -> None:
+        """Cut the link between this host and the others; nobody is told, packets just go nowhere."""
+        ip("-n", self.cable[0], "link", "set", self.cable[1], "nomaster")
 
 
 def ip(*words: str) -> None:
@@ -83,8 +94,11 @@ def ip(*words: str) -> None:
 def machines(zygote: subprocess.Popen[str], count: int) -> Iterator[list[Machine]]:
     """`count` hosts that reach each other; everything on them is killed at the end."""
     tag = f"hst{os.getpid()}"
-    made = [Machine(zygote, f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}") for i in range(count)]
     switch = f"{tag}-switch"
+    made = [
+        Machine(zygote, f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}", (switch, f"port{i}"))
+        for i in range(count)
+    ]
     try:
         for space in (switch, *(m.namespace for m in made)):
             ip("netns", "add", space)
@@ -140,33 +154,6 @@ def write(folder: Path, text: str) -> str:
         "import os, sys, time\nrank, world = int(os.environ['RANK']), int(os.environ['WORLD_SIZE'])\n" + text
     )
     return "script.py"
-
-
-SUM: Final = """
-import torch, torch.distributed as dist
-from datetime import timedelta
-dist.init_process_group('gloo', timeout=timedelta(seconds=60))
-total = torch.tensor([float(rank)])
-dist.all_reduce(total)
-print('rank', rank, 'of', world, 'sum', int(total), flush=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-def test_two_machines_with_the_same_command_and_different_counts(zygote: Zygote, tmp_path: Path) -> None:
-    with machines(zygote, 2) as (a, b):
-        script = write(tmp_path, SUM)
-        a.start(tmp_path, [*meet(2), "--processes_per_machine=1", script])
-        b.start(tmp_path, [*meet(2), "--processes_per_machine=2", script])
-        (code_a, text_a), (code_b, text_b) = a.end(), b.end()
-    assert (code_a, code_b) == (0, 0), text_a + text_b
-    assert "3 processes on 2 machines" in text_a
-    assert re.search(r"^0 +0 +host-a +10\.77\.0\.1 ", text_a, re.MULTILINE)
-    assert re.search(r"^1 +1-2 +host-b +10\.77\.0\.2 ", text_a, re.MULTILINE)
-    assert "rank 0 of 3 sum 3" in text_a
-    assert "rank 1 of 3 sum 3" in text_b
-    assert "rank 2 of 3 sum 3" in text_b
 
 
 def test_three_machines_in_the_order_of_their_ranks_then_a_wrong_rank(zygote: Zygote, tmp_path: Path) -> None:
@@ -236,6 +223,45 @@ def test_a_machine_that_dies_is_named_by_the_others(zygote: Zygote, tmp_path: Pa
     assert "machine 1 (host-b) does not answer any more: probably lost first, look there" in text
     assert "rank 0 on host-a" in text
     assert text.count("Traceback") == 1
+
+
+WORK: Final = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+dist.init_process_group('gloo', timeout=timedelta(seconds=2))
+for step in range(10_000):
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    if step == 5: print('rank', rank, 'of', world, 'sum', int(total), flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_two_machines_with_the_same_command_and_different_counts_until_their_link_is_cut(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, WORK)
+        a.start(tmp_path, [*meet(2), "--processes_per_machine=1", script])
+        b.start(tmp_path, [*meet(2), "--processes_per_machine=2", script])
+        for m, rank in ((a, 0), (b, 1), (b, 2)):
+            m.wait_for(f"rank {rank} of 3 sum 3")
+        b.unplug()
+        start = time.monotonic()
+        ends = [a.end(), b.end()]
+        took = time.monotonic() - start
+        left = a.processes + b.processes
+    table = a.said
+    assert "3 processes on 2 machines" in table
+    assert re.search(r"^0 +0 +host-a +10\.77\.0\.1 ", table, re.MULTILINE)
+    assert re.search(r"^1 +1-2 +host-b +10\.77\.0\.2 ", table, re.MULTILINE)
+    for (code, text), lost, here in zip(ends, ("machine 1 (host-b)", "machine 0 (host-a)"), "ab", strict=True):
+        assert code == 1
+        assert f"{lost} does not answer any more: probably lost first, look there" in text
+        assert re.search(rf"rank \d on host-{here} \(pid \d+\) failed first", text)
+        assert text.count("Traceback") == 1
+    assert left == []
+    assert took < 2 + 15  # the group's timeout, and a moment to ask the others why
 
 
 def test_an_elastic_job_goes_on_without_a_lost_machine(zygote: Zygote, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])
     except HastenError as error:
-        import_module("hasten.launch.verdict").leave(str(error))
+        import_module("hasten.launch.verdict").leave(str(error))  # only a launch that failed needs it
         raise
 
 

@@ -166,9 +166,11 @@ def _with_others(failures: list[Failure], peers: Peers | None) -> tuple[list[Fai
         peers.publish([f for f in failures if f.host == socket.gethostname()])
         others.extend(f for f in peers.collect(_COLLECT_S) if (f.host, f.rank) not in known)
         silent[:] = peers.silent()
-        peers.leave(_COLLECT_S)
+        if not silent:
+            peers.leave(_COLLECT_S)
 
-    _try_within(3 * _COLLECT_S, exchange)
+    # Machine 0 collects, then serves until the others have read; for them a late answer is an answer from nobody.
+    _try_within((2 if peers.index == 0 else 1) * _COLLECT_S + 1, exchange)
     return failures + others, silent
 
 
