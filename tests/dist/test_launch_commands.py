@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +137,27 @@ def test_a_double_rank_of_srun_is_told_by_both(tmp_path: Path) -> None:
         assert code == 1
         assert "both say they are rank 0 of 2" in text
         assert "sum" not in text
+
+
+UNDER_MPIRUN: Final = """
+import torch
+from hasten import Accelerator
+accelerator = Accelerator(cpu=True)
+total = accelerator.reduce(torch.tensor([accelerator.process_index + 1]), "sum").item()
+place = accelerator.process_index, accelerator.local_process_index, accelerator.num_processes
+open(f"rank-{place[0]}", "w").write(f"{place} {total} {torch.distributed.get_backend()}")
+"""
+
+
+def test_a_script_under_mpirun_finds_its_ranks(tmp_path: Path) -> None:
+    """Plain `mpirun python script.py`: ranks, and a port of the job's own, come from Open MPI's variables."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed")
+    (tmp_path / "script.py").write_text(UNDER_MPIRUN)
+    env = {**os.environ, "HASTEN_HOME": str(tmp_path), "HF_HOME": str(tmp_path)}
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True).stdout
+    extra = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in version else []
+    command = ["mpirun", *extra, "-n", "2", sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank-{i}").read_text() for i in range(2)] == ["(0, 0, 2) 3 gloo", "(1, 1, 2) 3 gloo"]

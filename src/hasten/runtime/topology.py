@@ -172,6 +172,7 @@ _MPI: Final = (
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
+_OPEN_MPI_JOB: Final = "OMPI_MCA_ess_base_jobid"
 _JSM: Final = _Names("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
 
 
@@ -216,13 +217,15 @@ def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topolo
             f"its node is unknown. Export both, or use torchrun, srun or `hasten launch`."
         )
     node_rank = first(env, "NODE_RANK", "GROUP_RANK")
+    # Open MPI numbers its jobs, so that two of them on one machine do not meet at the same port.
+    port = _job_port(env, _OPEN_MPI_JOB, None) if _OPEN_MPI_JOB in env else DEFAULT_PORT
     return Topology(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         node_rank=rank // max(local_world_size, 1) if node_rank is None else node_rank,
-        rendezvous=_rendezvous(env, alone=local_world_size == world_size),
+        rendezvous=_address(env, "127.0.0.1" if local_world_size == world_size else None, port),
         source=source,
     )
 

@@ -366,3 +366,13 @@ def test_pure_rooms_load_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_two_jobs_of_open_mpi_on_one_machine_meet_apart() -> None:
+    here = {**without(OPENMPI, "MASTER_ADDR"), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
+    jobs = [Topology.from_env({**here, "OMPI_MCA_ess_base_jobid": job}).rendezvous for job in ("24248321", "24313857")]
+    assert [place and place.rpartition(":")[0] for place in jobs] == ["tcp://127.0.0.1"] * 2
+    assert len(set(jobs)) == 2
+    assert Topology.from_env({**here, "OMPI_MCA_ess_base_jobid": "1", "MASTER_PORT": "4000"}).rendezvous == (
+        "tcp://127.0.0.1:4000"
+    )
