@@ -99,10 +99,13 @@ def test_shards_load_on_another_number_of_processes(rank_pool: Pool, tmp_path: P
 def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
-    saving = Saving(ctx, ProjectConfiguration(project_dir=str(tmp_path)), accelerator.saving._parts, arrival_s=0.5)
+    project = ProjectConfiguration(project_dir=str(tmp_path), checkpoint_arrival_s=0.5)
+    saving = Saving(ctx, project, accelerator.saving._parts)
     if ctx.rank != 1:
         started = time.monotonic()
-        with pytest.raises(MissingRanksError, match="rank 1 has not arrived") as caught:
+        with pytest.raises(
+            MissingRanksError, match=r"waited 0\.5 s .*rank 1 has not arrived.*raise checkpoint_arrival_s"
+        ) as caught:
             saving.save_state()
         assert caught.value.missing == (1,)
         assert time.monotonic() - started < 5

@@ -26,7 +26,6 @@ from hasten.checkpoint.places import join_place, locate, newest, next_number, nu
 from hasten.checkpoint.reader import Checkpoint, open_checkpoint
 from hasten.checkpoint.retention import Retention
 from hasten.checkpoint.writer import (
-    ARRIVAL_S,
     DiskGroup,
     Outcome,
     finish,
@@ -36,7 +35,7 @@ from hasten.checkpoint.writer import (
     start,
 )
 from hasten.config.checkpoint import ProjectConfiguration
-from hasten.errors import CheckpointError, ConfigError, HastenError
+from hasten.errors import CheckpointError, ConfigError, HastenError, MissingRanksError
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 
@@ -69,7 +68,6 @@ class Saving:
         *,
         notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
         sizes: Sizes | None = None,
-        arrival_s: float = ARRIVAL_S,
         whole: bool = False,
     ) -> None:
         self._ctx = ctx
@@ -77,7 +75,6 @@ class Saving:
         self._parts = parts
         self._notes = dict(notes or {})
         self._sizes = sizes
-        self._arrival_s = arrival_s
         self._whole = whole
         self._iteration = project.iteration
         self._save_hooks: dict[int, SaveHook] = {}
@@ -137,6 +134,16 @@ class Saving:
         self._load_hooks[self._hook_count] = hook
         return HookHandle(self._load_hooks, self._hook_count)
 
+    def _assemble(self, label: str) -> None:
+        """Return when every rank has made this call."""
+        try:
+            self._ctx.world.barrier(label, self._project.checkpoint_arrival_s)
+        except MissingRanksError as error:
+            raise MissingRanksError(
+                f"{error} If they do come, only later, raise checkpoint_arrival_s in ProjectConfiguration.",
+                error.missing,
+            ) from None
+
     # -- saving ---------------------------------------------------------------------------------------------------
     def save_state(
         self,
@@ -151,7 +158,7 @@ class Saving:
         goes on while it is written; a failure is raised by the next save, `wait_for_saves` or `close`.
         Ranks: every rank. Raises: MissingRanksError when some ranks do not come; CheckpointError when one failed.
         """
-        self._ctx.world.barrier("save_state", self._arrival_s)
+        self._assemble("save_state")
         self.wait_for_saves()
         store, name = self._target(output_dir)
         comm = self._ctx.world if blocking else self._writer.comm
@@ -300,7 +307,7 @@ class Saving:
         verified on every rank before anything in memory changes.
         Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
         """
-        self._ctx.world.barrier("load_state", self._arrival_s)
+        self._assemble("load_state")
         self.wait_for_saves()
         store, name = self._source(input_dir)
         with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:

@@ -21,8 +21,6 @@ from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, HastenError, MismatchError, PeerFailedError
 
 log = logging.getLogger(__name__)
-ARRIVAL_S = 60.0
-"""How long the ranks that call save wait for those that do not."""
 
 
 def settle(comm: Comm, error: BaseException | None, label: str) -> None:
