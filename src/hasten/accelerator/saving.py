@@ -177,13 +177,14 @@ class Saving:
         if self._whole:
             tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
         tree = tree | own_buffers(self._parts.plain_models(), self._ctx.world)
-        prepared = prepare(tree, group, self._ctx.world, self._sizes)
         header = self._header(name, metrics)
         retain = self._retention(store, output_dir)
         place = join_place(store.address, name)
         if blocking:
+            prepared = prepare(tree, group, self._ctx.world, self._sizes)
             self._done(finish(prepared, group, comm, header, retain), place)
             return place
+        prepared = prepare(tree, group, self._ctx.world, self._sizes, self._writer.begin)
         staged = self._writer.stage(prepared.blobs)
         prepared = type(prepared)(staged, prepared.owners, prepared.components)
         self._guard.install()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.staging import Staging
@@ -57,10 +58,14 @@ class AsyncWriter:
         if thread is not None:
             thread.join()
 
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Start to copy what will be written to the host."""
+        self.wait_for_memory()
+        self.staging.begin(tensors)
+
     def stage(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
         """The same files with every tensor copied to the host; training may go on when this returns."""
-        self.wait_for_memory()
-        return self.staging.copy(blobs)
+        return self.staging.end(blobs)
 
     def submit(self, work: Callable[[], Outcome], name: str) -> None:
         """Run `work` in the background, after the save before it has ended (back-pressure).

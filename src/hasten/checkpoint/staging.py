@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -13,64 +15,96 @@ from hasten.checkpoint.disk import default_threads
 from hasten.checkpoint.manifest import CHUNK_BYTES
 from hasten.checkpoint.transfer import as_bytes, device_of, worker_pool
 
+Memory = tuple[torch.device, int, int]
 BLOCK_BYTES = 1024**3
 """Host memory is taken in blocks of this size: page-locked memory is rounded up to a power of two."""
 
 
 class Staging:
-    """Blocks of host memory, page-locked when the tensors come from a device, reused from save to save."""
+    """Blocks of host memory, page-locked when the tensors come from a device, reused from save to save.
+
+    `begin` starts the copies, so that the files can be laid out meanwhile; `end` waits for them.
+    """
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
         self._blocks: list[Tensor] = []
+        self._pinned = False
+        self._places = _Places([])
+        self._copied: dict[Memory, list[Tensor]] = {}
+        self._errands: Errands | None = None
 
     @property
     def num_bytes(self) -> int:
         """Host memory held."""
         return sum(block.numel() for block in self._blocks)
 
-    def copy(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-        """The same files, with every tensor copied to the host; the originals may change afterwards."""
-        tensors = [s for blob in blobs.values() for s in blob.segments if isinstance(s, Tensor)]
-        device = device_of(tensors)
-        self.reserve(sum(t.numel() * t.element_size() for t in tensors), device)
-        places = self._places()
-        jobs = []
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Start to copy tensors to the host; they must not change before `end` returns."""
+        self.abandon()
+        dense = [tensor for tensor in tensors if is_plain(tensor)]
+        device = device_of(dense)
+        self.reserve(sum(t.numel() * t.element_size() for t in dense), device)
+        self._places = _Places(self._blocks)
+        self._errands = Errands(device)
+        for tensor in dense:
+            self._pieces(tensor)
+
+    def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
+        """The files with host copies in place of every tensor; the originals may change afterwards."""
+        if self._errands is None:
+            self.begin([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
         staged = {}
         for name, blob in blobs.items():
             segments: list[bytes | Tensor] = []
             for segment in blob.segments:
-                if isinstance(segment, bytes):
-                    segments.append(segment)
-                    continue
-                for source in chunks(as_bytes(segment)):
-                    for target, part in places.fit(source):
-                        segments.append(target)
-                        jobs.append(partial(_copy, target, part))
+                segments += [segment] if isinstance(segment, bytes) else self._pieces(segment)
             staged[name] = Blob(segments, blob.size)
-        with worker_pool(default_threads() if device is None else 4, device, "hasten-stage") as pool:
-            list(pool.map(lambda job: job(), jobs))
-        if device is not None:
-            torch.accelerator.synchronize(device)
+        self.abandon()
         return staged
+
+    def abandon(self) -> None:
+        """Wait for copies that have begun, and forget which they were."""
+        errands, self._errands = self._errands, None
+        self._copied = {}
+        if errands is not None:
+            errands.wait()
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        """The host copy of a tensor, on its way; one for each memory, however often it is asked for."""
+        assert self._errands is not None, "copies were begun"
+        flat = as_bytes(tensor)
+        memory = (flat.device, flat.data_ptr(), flat.numel())
+        if (known := self._copied.get(memory)) is not None:
+            return known
+        pieces = self._copied[memory] = []
+        for source in chunks(flat):
+            for target, part in self._places.fit(source, self._grow):
+                pieces.append(target)
+                self._errands.copy(target, part)
+        return pieces
+
+    def _grow(self, num_bytes: int) -> None:
+        """Take more memory for what was not announced: a tensor that had to be laid out anew."""
+        self._take(self.num_bytes + num_bytes)
 
     def reserve(self, num_bytes: int, device: torch.device | None) -> None:
         """Hold at least this much memory; taking page-locked memory is slow, so it is kept."""
-        pinned = device is not None
-        if self._blocks and self._blocks[0].is_pinned() != pinned:
-            self._blocks = []
+        if self._pinned != (device is not None):
+            self._blocks, self._pinned = [], device is not None
+        self._take(num_bytes)
+
+    def _take(self, num_bytes: int) -> None:
         missing = num_bytes - self.num_bytes
         sizes = []
         while missing > 0:
-            size = self._block_bytes if pinned or missing > self._block_bytes else missing
+            size = self._block_bytes if self._pinned or missing > self._block_bytes else missing
             sizes.append(size)
             missing -= size
-        with worker_pool(min(default_threads(), max(len(sizes), 1)), None, "hasten-reserve") as pool:
-            make = partial(torch.empty, dtype=torch.uint8, pin_memory=pinned)
-            self._blocks += list(pool.map(make, sizes))
-
-    def _places(self) -> _Places:
-        return _Places(self._blocks)
+        if sizes:
+            with worker_pool(min(default_threads(), len(sizes)), None, "hasten-reserve") as pool:
+                make = partial(torch.empty, dtype=torch.uint8, pin_memory=self._pinned)
+                self._blocks += list(pool.map(make, sizes))
 
     def release(self) -> None:
         """Give the memory back."""
@@ -85,10 +119,12 @@ class _Places:
         self._index = 0
         self._used = 0
 
-    def fit(self, source: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of a free place and the part of the source that goes there."""
+    def fit(self, source: Tensor, grow: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of a free place and the part of the source that goes there; `grow` adds blocks when all are full."""
         pairs = []
         while source.numel():
+            if self._index == len(self._blocks):
+                grow(source.numel())
             block = self._blocks[self._index]
             room = block.numel() - self._used
             if room == 0:
@@ -100,8 +136,56 @@ class _Places:
         return pairs
 
 
+class Errands:
+    """Copies under way: on a stream of their own from a device, on threads within the host."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._waiting: list[Future[None]] = []
+        if device is None:
+            self._pool = ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-stage")
+        else:
+            self._stream = torch.Stream(device)
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Start one copy."""
+        if self._pool is not None:
+            self._waiting.append(self._pool.submit(_copy, target, source))
+            return
+        with self._on_stream():
+            target.copy_(source, non_blocking=True)
+
+    def wait(self) -> None:
+        """Return when all copies are done."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            for one in self._waiting:
+                one.result()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        assert self._device is not None
+        assert self._stream is not None
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
 def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+    target.copy_(source)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is consecutive memory that can be copied as bytes."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.is_contiguous()
 
 
 def chunks(flat: Tensor) -> list[Tensor]:

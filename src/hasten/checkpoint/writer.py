@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
-from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree
+from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree, local_data
 from hasten.checkpoint.formats import encode_safetensors, encode_torch
 from hasten.checkpoint.layout import FilePlan, Sizes, check_names, hub_index, plan_component
 from hasten.checkpoint.manifest import ComponentRecord, FileRecord, Manifest
@@ -113,9 +114,16 @@ class Prepared:
     components: dict[str, ComponentRecord]
 
 
-def prepare(tree: StateTree, group: DiskGroup, comm: Comm, sizes: Sizes | None = None) -> Prepared:
+def prepare(
+    tree: StateTree,
+    group: DiskGroup,
+    comm: Comm,
+    sizes: Sizes | None = None,
+    announce: Callable[[Sequence[Tensor]], None] = lambda tensors: None,
+) -> Prepared:
     """Decide this rank's files and lay them out; no byte is copied yet.
 
+    `announce` is told which tensors this rank will write, before the layout, so that copies can run beside it.
     Ranks: every rank. Raises: MismatchError when ranks do not save the same components.
     """
     rank = comm.ranks[comm.rank]
@@ -134,9 +142,10 @@ def prepare(tree: StateTree, group: DiskGroup, comm: Comm, sizes: Sizes | None =
                 index = f"{stem}.{end.partition('.')[2]}.index.json"
                 raw = json.dumps(hub_index(files, component), indent=1, sort_keys=True).encode()
                 blobs[index], owners[index] = Blob([raw], len(raw)), None
-        for file, plan in check_names(plans).items():
-            if plan.writer == rank:
-                blobs[file], owners[file] = encode(tree.components[plan.component], plan), plan
+        mine = {file: plan for file, plan in check_names(plans).items() if plan.writer == rank}
+        announce([local_data(tree.components[p.component].tensors[key]) for p in mine.values() for key in p.keys])
+        for file, plan in mine.items():
+            blobs[file], owners[file] = encode(tree.components[plan.component], plan), plan
     except (HastenError, ValueError, RuntimeError, OSError) as problem:
         error = problem
     try:

@@ -1,0 +1,58 @@
+"""Host copies of a save: equal bytes, one copy of each memory, whatever was announced before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.base import Blob
+from hasten.checkpoint.staging import Staging
+from hasten.checkpoint.transfer import as_bytes
+
+
+def content(blob: Blob) -> bytes:
+    return b"".join(part if isinstance(part, bytes) else as_bytes(part).numpy().tobytes() for part in blob.segments)
+
+
+def blob_of(*segments: bytes | Tensor) -> Blob:
+    sizes = [len(part) if isinstance(part, bytes) else part.numel() * part.element_size() for part in segments]
+    return Blob(segments, sum(sizes))
+
+
+def test_copies_do_not_follow_the_originals() -> None:
+    """Announced, not announced, or only some; blocks smaller than a tensor; again with the same memory."""
+    torch.manual_seed(0)
+    for block_bytes in (64, 1000, 1 << 20):
+        staging = Staging(block_bytes)
+        for announced in (0, 1, 2, 3):
+            tensors = [torch.randn(37), torch.arange(5), torch.randn(8, 3).t().contiguous(), torch.zeros(0)]
+            blobs = {"a": blob_of(b"head", tensors[0], tensors[3], b"", tensors[1]), "b": blob_of(tensors[2])}
+            before = {name: content(blob) for name, blob in blobs.items()}
+            if announced:
+                staging.begin([*tensors[:announced], torch.randn(6, 6).t()])
+            staged = staging.end(blobs)
+            for tensor in tensors:
+                tensor.zero_()
+            assert {name: content(blob) for name, blob in staged.items()} == before
+            assert {name: blob.size for name, blob in staged.items()} == {n: b.size for n, b in blobs.items()}
+
+
+def test_one_copy_of_tied_memory() -> None:
+    weight = torch.randn(100)
+    staging = Staging()
+    staging.begin([weight, weight.detach()])
+    staged = staging.end({"a": blob_of(weight), "b": blob_of(weight.detach())})
+    assert staging.num_bytes >= 400
+    (first,), (second,) = staged["a"].segments, staged["b"].segments
+    assert isinstance(first, Tensor)
+    assert isinstance(second, Tensor)
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_a_save_given_up_leaves_nothing_behind() -> None:
+    staging = Staging()
+    staging.begin([torch.randn(1000)])
+    staging.abandon()
+    value = torch.randn(10)
+    staged = staging.end({"a": blob_of(value)})
+    assert content(staged["a"]) == value.numpy().tobytes()
