@@ -295,6 +295,7 @@ def test_a_stopped_launcher_leaves_no_orphans(
 
 SAVES_WHEN_TOLD: Final = """
 def save_and_leave(*_):
+    time.sleep(float(sys.argv[1]))
     open(f'saved-{rank}', 'w').close()
     sys.exit(85)
 signal.signal(signal.SIGTERM, save_and_leave)
@@ -303,18 +304,21 @@ time.sleep(100)
 """
 
 
-def test_a_launcher_told_to_stop_says_that_all_have_saved(zygote: subprocess.Popen[str], folder: Path) -> None:
+@pytest.mark.parametrize(("count", "takes", "code"), [(1, "0.3", 85), (2, "0.3", 85), (2, "60", 128 + signal.SIGTERM)])
+def test_a_launcher_told_to_stop_lets_the_processes_save(
+    zygote: subprocess.Popen[str], folder: Path, count: int, takes: str, code: int
+) -> None:
     """The exit code of a preempted run reaches the scheduler, which then knows to start it again."""
-    argv = ["launch", "--cpu", "--num_processes=2", write(folder, SAVES_WHEN_TOLD)]
+    argv = ["launch", "--cpu", f"--num_processes={count}", "--stop_grace_s=1", write(folder, SAVES_WHEN_TOLD), takes]
     order = {"namespace": "", "host": "", "folder": str(folder), "output": str(folder / "said"), "argv": argv}
     assert zygote.stdin is not None
     assert zygote.stdout is not None
     zygote.stdin.write(json.dumps(order) + "\n")
     zygote.stdin.flush()
     launcher = int(zygote.stdout.readline())
-    wait_until(lambda: len(list(folder.glob("ready-?"))) == 2)
+    wait_until(lambda: len(list(folder.glob("ready-?"))) == count)
     os.kill(launcher, signal.SIGTERM)
     assert not wait_until_gone([launcher])
-    assert len(list(folder.glob("saved-?"))) == 2
-    assert int((folder / "said.code").read_text()) == 85
-    assert "have saved and ended; start again to go on" in (folder / "said").read_text()
+    assert int((folder / "said.code").read_text()) == code
+    assert len(list(folder.glob("saved-?"))) == (count if code == 85 else 0)
+    assert ("saved and ended; start again to go on" in (folder / "said").read_text()) == (code == 85)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -48,8 +49,11 @@ _ELASTIC_DEFAULTS: Final = MappingProxyType(
 class Agent(LocalElasticAgent):
     """Torch's agent, which besides remembers how processes failed and leaves none of their children behind."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, handler: Handler, say: Say) -> None:
+    def __init__(
+        self, spec: WorkerSpec, logs: DefaultLogsSpecs, handler: Handler, say: Say, stop_grace_s: float
+    ) -> None:
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=_SHUTDOWN_S)
+        self._stop_grace_s = stop_grace_s
         self.failures: list[Failure] = []
         self.groups: set[int] = set()
         self._handler = handler
@@ -76,6 +80,11 @@ class Agent(LocalElasticAgent):
             if self._remaining_restarts > 0:
                 self._tell_restart()
         return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SHUTDOWN_S) -> None:
+        """End the processes; after a SIGTERM from outside they may save first, and that takes the time it takes."""
+        told = isinstance(sys.exception(), SignalException) and death_sig == signal.SIGTERM
+        super()._shutdown(death_sig, math.ceil(self._stop_grace_s) if told else timeout)
 
     def all_saved(self) -> bool:
         """Whether every process of this machine ended with the code of a preempted run that has saved."""
@@ -106,10 +115,16 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
     check_in = CheckIn(with_address(report, meeting), supervision, say, meeting.join_timeout_s)
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         agent: Agent | None = None
-        with SignalGuard(lambda: agent.groups if agent else (), grace_s=_SHUTDOWN_S + 5, last_words=say):
+        guard = SignalGuard(
+            lambda: agent.groups if agent else (),
+            grace_s=_SHUTDOWN_S + 5,
+            grace_after_term_s=supervision.stop_grace_s + 5,
+            last_words=say,
+        )
+        with guard:
             try:
                 handler = _handler(meeting, check_in)
-                agent = Agent(_spec(plan, handler), _logs(supervision, scratch), handler, say)
+                agent = Agent(_spec(plan, handler), _logs(supervision, scratch), handler, say, supervision.stop_grace_s)
                 code = _outcome(agent, handler, supervision, say)
                 handler.shutdown()  # not after a signal: the other machines of an elastic job may go on
                 return code

@@ -69,6 +69,8 @@ class Supervision:
 
     max_restarts: int = 0
     monitor_interval_s: float = 0.1
+    stop_grace_s: float = 120.0
+    """How long processes may take to end after SIGTERM: a preempted run saves first."""
     role: str = "default"
     log_dir: str | None = None
     tee: str | None = None

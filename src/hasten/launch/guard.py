@@ -29,10 +29,16 @@ class SignalGuard:
     """
 
     def __init__(
-        self, groups: Callable[[], Iterable[int]], *, grace_s: float, last_words: Callable[[str], None]
+        self,
+        groups: Callable[[], Iterable[int]],
+        *,
+        grace_s: float,
+        last_words: Callable[[str], None],
+        grace_after_term_s: float | None = None,
     ) -> None:
         self._groups = groups
         self._grace_s = grace_s
+        self._grace_after_term_s = grace_s if grace_after_term_s is None else grace_after_term_s
         self._last_words = last_words
         self._first: tuple[int, float] | None = None
         self._ended = threading.Event()
@@ -72,7 +78,8 @@ class SignalGuard:
                 self._first = (number, time.monotonic())
             if self._first is not None:
                 number, since = self._first
-                grace = self._grace_s if list(self._groups()) else 2.0
+                grace = self._grace_after_term_s if number == signal.SIGTERM else self._grace_s
+                grace = grace if list(self._groups()) else 2.0
                 if time.monotonic() - since > grace:
                     self._end(number, f"nothing ended within {grace:g} s")
 

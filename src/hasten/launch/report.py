@@ -42,7 +42,16 @@ _LOCAL: Final = frozenset(
             "rdzv_endpoint",
             "rdzv_conf",
         ),
-        *("module", "no_python", "check_in", "max_restarts", "monitor_interval", "enable_cpu_affinity", "multi_gpu"),
+        *(
+            "module",
+            "no_python",
+            "check_in",
+            "max_restarts",
+            "stop_grace_s",
+            "monitor_interval",
+            "enable_cpu_affinity",
+            "multi_gpu",
+        ),
     )
 )
 _MAX_FILES: Final = 500

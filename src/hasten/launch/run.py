@@ -21,7 +21,7 @@ from hasten.errors import LaunchError
 from hasten.launch import network, verdict
 from hasten.launch.base import LaunchPlan, Proc
 from hasten.launch.checkin import Report
-from hasten.launch.failure import end_words, read_failure, render_failure
+from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
 from hasten.launch.guard import kill_groups
 from hasten.launch.host import Host
 from hasten.launch.report import make_report
@@ -71,11 +71,11 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
         case "torchrun":
             return _run_agent(plan, config, host)
         case "single" | "xla":
-            return _run_watched(plan.procs[0])
+            return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
         case "slurm" | "mpi" | "deepspeed":
-            return _run_foreign(plan.procs[0])
+            return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
         case other:
             assert_never(other)
 
@@ -94,12 +94,15 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
         return run_agent(plan, report, say)
 
 
-def _run_watched(proc: Proc) -> int:
+def _run_watched(proc: Proc, stop_grace_s: float) -> int:
     """Run one process of ours and tell how it failed."""
     with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
         error_file = str(Path(scratch) / "error.json")
         env = {**environment.snapshot(), **proc.env, ERROR_FILE: error_file, LAUNCHER_PID: str(os.getpid())}
-        code, pid, stopped_by = _wait(proc.argv, env)
+        code, pid, stopped_by = _wait(proc.argv, env, stop_grace_s)
+        if stopped_by is not None and code == PREEMPTED:
+            say(f"{signal.Signals(stopped_by).name}: the process has saved and ended; start again to go on")
+            return PREEMPTED
         if stopped_by is not None:
             say(f"{signal.Signals(stopped_by).name}: the process was ended")
             return 128 + stopped_by
@@ -113,9 +116,9 @@ def _run_watched(proc: Proc) -> int:
         return failure.exit_code
 
 
-def _run_foreign(proc: Proc) -> int:
+def _run_foreign(proc: Proc, stop_grace_s: float) -> int:
     """Run another launcher's command; it tells by itself how its processes failed."""
-    code, _, stopped_by = _wait(proc.argv, {**environment.snapshot(), **proc.env})
+    code, _, stopped_by = _wait(proc.argv, {**environment.snapshot(), **proc.env}, stop_grace_s)
     if stopped_by is not None:
         return 128 + stopped_by
     if code != 0:
@@ -123,7 +126,7 @@ def _run_foreign(proc: Proc) -> int:
     return 128 - code if code < 0 else code
 
 
-def _wait(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, int, int | None]:
+def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) -> tuple[int, int, int | None]:
     """Exit code, pid and, if we were told to stop, the signal; signals go on to the child, and its group ends with it."""
     stopped_by: int | None = None
     since = 0.0
@@ -147,7 +150,7 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str]) -> tuple[int, int, int 
                 code = child.wait(timeout=0.2 if stopped_by is not None else None)
                 return code, child.pid, stopped_by
             except subprocess.TimeoutExpired:
-                if time.monotonic() - since > _GRACE_S:
+                if time.monotonic() - since > (stop_grace_s if stopped_by == signal.SIGTERM else _GRACE_S):
                     kill_groups([child.pid])
     finally:
         for number, handler in old.items():

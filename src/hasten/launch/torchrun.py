@@ -41,6 +41,7 @@ def supervision(request: Request, shape: Shape) -> Supervision:
     return Supervision(
         max_restarts=launch.max_restarts,
         monitor_interval_s=launch.monitor_interval,
+        stop_grace_s=launch.stop_grace_s,
         role=launch.role,
         log_dir=launch.log_dir,
         tee=launch.tee,
