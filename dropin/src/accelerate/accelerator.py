@@ -28,6 +28,7 @@ from accelerate.quirks import (
     SCALE_IS_FOR_XLA,
     kept,
 )
+from accelerate.resharding import FollowedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, fill_partial
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_NAME, WEIGHTS_NAME
@@ -90,7 +91,8 @@ class Accelerator(Mirrors, hasten.Accelerator):
         self.delayed_fp8_autocast = False
         self._trackers: list[Any] = []  # Any: users' own classes among them
         self._preparer = EstablishedPreparer(self)
-        self._publish(sorted_.fsdp, sorted_.dynamo, parallelism_config, torch_tp_plugin)
+        self._sharding = FollowedPlugin(self, sorted_.fsdp)
+        self._publish(self._sharding.plugin, sorted_.dynamo, parallelism_config, torch_tp_plugin)
         self.state = AcceleratorState()
         self.gradient_state = GradientState(sorted_.accumulation)
         if "num_steps" not in AMBIENT.plugin_kwargs:
@@ -310,6 +312,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
                 "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
+        self._sharding.follow()
         place = super().save_state(None if automatic else output_dir, safe_serialization)
         self.project_configuration.iteration = self.saving.iteration
         return place

@@ -27,7 +27,7 @@ from accelerate.utils.dataclasses import (
     TERecipeKwargs,
     TorchDynamoPlugin,
 )
-from accelerate.utils.environment import environment, parse_flag_from_env
+from accelerate.utils.environment import environment
 from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 
 # Any in this file: arguments of every type.
@@ -146,8 +146,6 @@ def _accumulation(found: Arguments, steps: int, plugin: GradientAccumulationPlug
 def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -> None:
     if plugin is None:
         plugin = AMBIENT.whole.get("fsdp_plugin")
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        plugin = FullyShardedDataParallelPlugin()
     if plugin is not None:
         if not isinstance(plugin, FullyShardedDataParallelPlugin):
             raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")

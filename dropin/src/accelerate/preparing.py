@@ -38,6 +38,7 @@ class EstablishedPreparer(Preparer):
         self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True
     ) -> Any:
         """The objects prepared, in call order; what is none of the known kinds comes back as it is."""
+        self._accelerator._sharding.follow()
         places = list(placement) if placement is not None else [None] * len(objects)
         if len(places) != len(objects):
             raise ValueError(

@@ -149,6 +149,9 @@ class TensorBoardTracker(_Backend):
     name = "tensorboard"
     requires_logging_directory = True
 
+    def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
+        super().__init__(run_name, logging_dir, **{"log_dir": str(Path(logging_dir) / run_name), **kwargs})
+
 
 class WandBTracker(_Backend):
     """Weights & Biases."""

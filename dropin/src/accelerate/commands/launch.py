@@ -10,8 +10,11 @@ from typing import Any, NoReturn
 from accelerate import notyet
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch_flags import FLAGS
+from accelerate.commands.launch_variables import variables_for
 from accelerate.commands.utils import CustomArgumentParser
+from accelerate.utils.environment import patch_environment
 from hasten.cli import main as hasten_cli
+from hasten.errors import HastenError
 
 __all__ = ["launch_command", "launch_command_parser", "load_config_from_file", "main"]
 # Any in this file: values of flags.
@@ -96,7 +99,12 @@ def run(words: Sequence[str]) -> int:
         if name in _REFUSED:
             sys.stderr.write(f"accelerate launch: flag {word}: {_REFUSED[name]}.\n")
             return 2
-    code: int = hasten_cli.main(["launch", *words])
+    try:
+        variables = dict(variables_for(words))
+    except HastenError:  # said by the launch itself, in its own way
+        variables = {}
+    with patch_environment(**variables):
+        code: int = hasten_cli.main(["launch", *words])
     return code
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
 from accelerate.commands.utils import CustomArgumentParser
+from accelerate.utils.constants import FSDP_MODEL_NAME
+from accelerate.utils.dcp_folders import is_dcp_folder, whole_tensors
 from hasten.checkpoint import merge as hasten_merge
 from hasten.checkpoint.export import save_model
-from hasten.checkpoint.formats import load_torch
 
 # Any in this file: argparse's subparsers and namespaces.
 
@@ -25,17 +23,22 @@ def merge_weights(
 ) -> None:
     """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked."""
     folder = Path(source)
-    shards = next((one for one in (folder, folder / "pytorch_model_fsdp_0") if (one / ".metadata").exists()), None)
-    if shards is not None:
-        with tempfile.TemporaryDirectory() as place:
-            whole = Path(place) / "model.bin"
-            dcp_to_torch_save(shards, whole)
-            state = load_torch(whole)
-        save_model(state.get("model", state), output, "10GB", safe_serialization)
-    elif folder.is_dir():
-        hasten_merge.merge(source, output, safe_serialization=safe_serialization)
-    else:
+    if not folder.is_dir():
         raise ValueError(f"{source} is not a folder, so there is no checkpoint to merge.")
+    inner = folder / f"{FSDP_MODEL_NAME}_0"
+    places = [one for one in (folder, inner) if is_dcp_folder(one) or (one / "manifest.json").is_file()]
+    if not places:
+        raise ValueError(
+            f"{source} holds no sharded model: neither a checkpoint of hasten nor one of torch.distributed.checkpoint, and "
+            f"no {inner.name} inside. Give the folder of shards."
+        )
+    if is_dcp_folder(places[0]):
+        state = whole_tensors(places[0])
+        prefix = "model." if all(name.startswith("model.") for name in state) else ""
+        whole = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        save_model(whole, output, "10GB", safe_serialization)
+    else:
+        hasten_merge.merge(str(places[0]), output, safe_serialization=safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
 

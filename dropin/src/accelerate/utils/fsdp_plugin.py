@@ -8,18 +8,53 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
 
 import hasten
 from accelerate.utils.environment import environment, str_to_bool
+from accelerate.utils.fsdp_policies import as_choice
 
 log = logging.getLogger(__name__)
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.
+_DTYPES = {"fp32": torch.float32, "no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _yes(word: str) -> bool:
+    return bool(str_to_bool(word))
+
+
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "sharding_strategy": ("SHARDING_STRATEGY", str),
+    "reshard_after_forward": ("RESHARD_AFTER_FORWARD", str),
+    "backward_prefetch": ("BACKWARD_PREFETCH", str),
+    "auto_wrap_policy": ("AUTO_WRAP_POLICY", str),
+    "cpu_offload": ("OFFLOAD_PARAMS", _yes),
+    "use_orig_params": ("USE_ORIG_PARAMS", _yes),
+    "sync_module_states": ("SYNC_MODULE_STATES", _yes),
+    "forward_prefetch": ("FORWARD_PREFETCH", _yes),
+    "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", _yes),
+    "activation_checkpointing_offload": ("ACTIVATION_CHECKPOINTING_OFFLOAD", _yes),
+    "cpu_ram_efficient_loading": ("CPU_RAM_EFFICIENT_LOADING", _yes),
+    "transformer_cls_names_to_wrap": ("TRANSFORMER_CLS_TO_WRAP", str),
+    "min_num_params": ("MIN_NUM_PARAMS", int),
+}
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Options of sharded training. `fsdp_version` 1 is read as 2: FSDP1 is no longer used."""
+    """Options of sharded training. `fsdp_version` 1 is read as 2: FSDP1 is no longer used.
+
+    What is not given comes from the FSDP_* variables. Changes made to the plugin before a model is prepared count.
+    """
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None
@@ -34,36 +69,63 @@ class FullyShardedDataParallelPlugin:
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
     use_orig_params: bool | None = None
-    param_init_fn: Callable[[torch.nn.Module], None] | None = None
+    param_init_fn: Any = None
     sync_module_states: bool | None = None
     forward_prefetch: bool | None = None
     activation_checkpointing: bool | None = None
     activation_checkpointing_offload: bool | None = None
     cpu_ram_efficient_loading: bool | None = None
-    transformer_cls_names_to_wrap: list[str] | None = None
+    transformer_cls_names_to_wrap: Any = None
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
         asked = _env("VERSION") if self.fsdp_version is None else str(self.fsdp_version)
+        if asked not in (None, "1", "2"):
+            raise ValueError(f"fsdp_version={asked} does not exist; give 2, or leave it out.")
         if asked == "1":
             log.info("fsdp_version=1 is read as 2: FSDP1 is no longer used")
         self.fsdp_version = 2
-        for name in ("sharding_strategy", "backward_prefetch", "auto_wrap_policy"):
-            if getattr(self, name) is None:
-                setattr(self, name, _env(name.upper()))
-        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
-            if getattr(self, name) is None:
-                setattr(self, name, bool(str_to_bool(_env(name.upper()) or "false")))
-        if self.cpu_offload is None:
-            self.cpu_offload = bool(str_to_bool(_env("OFFLOAD_PARAMS") or "false"))
-        if self.reshard_after_forward is None:
-            text = _env("RESHARD_AFTER_FORWARD")
-            self.reshard_after_forward = True if text is None else text
-        if self.transformer_cls_names_to_wrap is None and (names := _env("TRANSFORMER_CLS_TO_WRAP")):
-            self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")]
-        if self.min_num_params is None and (number := _env("MIN_NUM_PARAMS")):
-            self.min_num_params = int(number)
+        self._take_environment()
+        self.set_cpu_offload()
+        if self.reshard_after_forward is None and self.sharding_strategy is None:
+            self.reshard_after_forward = True
+        self.reshard_after_forward = _reshard(self.reshard_after_forward)
+        if (names := self.transformer_cls_names_to_wrap) is not None:
+            words = names.split(",") if isinstance(names, str) else names
+            self.transformer_cls_names_to_wrap = [word.strip() for word in words]
+        if isinstance(self.mixed_precision_policy, str):
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
         self.set_state_dict_type(self.state_dict_type or _env("STATE_DICT_TYPE") or "SHARDED_STATE_DICT")
+
+    def _take_environment(self) -> None:
+        """Fill what was not given from the FSDP_* variables."""
+        for name, (variable, read) in _VARIABLES.items():
+            if getattr(self, name) is None and (word := _env(variable)) is not None:
+                setattr(self, name, read(word))
+        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+            setattr(self, name, bool(getattr(self, name)))
+
+    @classmethod
+    def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
+        """The plugin that shows settings which came from flags, the environment or a file."""
+        made = cls(
+            reshard_after_forward=settings.reshard_after_forward,
+            mixed_precision_policy=settings.mixed_precision_policy,
+            auto_wrap_policy=settings.auto_wrap_policy,
+            cpu_offload=settings.cpu_offload,
+            ignored_modules=settings.ignored_modules,
+            state_dict_type=settings.state_dict_type,
+            param_init_fn=settings.param_init_fn,
+            sync_module_states=settings.sync_module_states,
+            activation_checkpointing=settings.activation_checkpointing,
+            activation_checkpointing_offload=settings.activation_checkpointing_offload,
+            cpu_ram_efficient_loading=settings.cpu_ram_efficient_loading,
+            transformer_cls_names_to_wrap=settings.transformer_cls_names_to_wrap,
+            min_num_params=settings.min_num_params,
+        )
+        if settings.hybrid_shard:
+            made.sharding_strategy = "HYBRID_SHARD" if settings.reshard_after_forward else "HYBRID_SHARD_ZERO2"
+        return made
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose the form of checkpoints: sharded or full."""
@@ -73,23 +135,35 @@ class FullyShardedDataParallelPlugin:
             chosen = StateDictType(int(name)) if name.isdigit() else StateDictType[name]
         self.state_dict_type = chosen
         if chosen is StateDictType.FULL_STATE_DICT:
-            self.state_dict_config = self.state_dict_config or FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            self.optim_state_dict_config = self.optim_state_dict_config or FullOptimStateDictConfig(
-                offload_to_cpu=True, rank0_only=True
-            )
+            self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        else:
+            self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
+            self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Find the blocks to wrap; hasten does so in prepare(), so only names are checked here."""
-        names = self.transformer_cls_names_to_wrap or ()
-        for name in names:
+        for name in self.transformer_cls_names_to_wrap or ():
             if get_module_class_from_name(model, name) is None:
                 raise ValueError(f"Could not find the transformer layer class {name} in the model.")
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Kept for callers: the dtypes follow the Accelerator's mixed_precision."""
+        """Compute and reduce in this precision, unless a policy was given and is not to be overridden."""
+        if self.mixed_precision_policy is not None and not override:
+            return
+        dtype = _DTYPES.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} is not one of {', '.join(_DTYPES)} or a torch.dtype."
+            )
+        self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
 
     def set_cpu_offload(self) -> None:
-        """Kept for callers: the offload policy is made in prepare()."""
+        """Turn a yes or no into torch's policy."""
+        if not isinstance(self.cpu_offload, OffloadPolicy):
+            wanted = bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload))
+            pinned = torch.accelerator.is_available()
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if wanted else OffloadPolicy()
 
     def validate_mixed_precision_policy(self) -> None:
         """Kept for callers: hasten checks the policy in prepare()."""
@@ -97,58 +171,56 @@ class FullyShardedDataParallelPlugin:
     def validate_cpu_offload(self) -> None:
         """Kept for callers: hasten checks the policy in prepare()."""
 
+    @property
+    def whole_checkpoints(self) -> bool:
+        """Whether checkpoints hold whole tensors instead of shards."""
+        return self.state_dict_type is StateDictType.FULL_STATE_DICT
+
     def to_hasten(self) -> hasten.FullyShardedDataParallelPlugin:
         """The same in hasten's terms; what FSDP1 alone knew is translated, and said."""
-        options: dict[str, Any] = {
-            "state_dict_type": "FULL_STATE_DICT"
-            if self.state_dict_type is StateDictType.FULL_STATE_DICT
-            else "SHARDED_STATE_DICT",
-            "cpu_offload": _offloads(self.cpu_offload),
+        offload = self.cpu_offload if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
+        old: dict[str, Any] = {
+            "reshard_after_forward": self.reshard_after_forward,
+            "sharding_strategy": getattr(self.sharding_strategy, "name", self.sharding_strategy),
+            "backward_prefetch": getattr(self.backward_prefetch, "name", self.backward_prefetch),
+            "forward_prefetch": self.forward_prefetch,
+            "use_orig_params": self.use_orig_params,
+            "limit_all_gathers": self.limit_all_gathers,
+        }
+        translated, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
+        for sentence in said:
+            log.info(sentence)
+        values: dict[str, Any] = {
+            "reshard_after_forward": translated.reshard_after_forward,
+            "hybrid_shard": translated.hybrid_shard,
+            "forward_prefetch_depth": translated.forward_prefetch_depth or None,
+            "state_dict_type": "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT",
+            "cpu_offload": offload is not None,
+            "cpu_offload_pin_memory": None if offload is None else offload.pin_memory,
             "activation_checkpointing": bool(self.activation_checkpointing),
             "activation_checkpointing_offload": bool(self.activation_checkpointing_offload),
             "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
-        }
-        if self.sharding_strategy is not None:
-            options["sharding_strategy"] = str(getattr(self.sharding_strategy, "name", self.sharding_strategy))
-        reshard = getattr(self.reshard_after_forward, "name", self.reshard_after_forward)
-        options["reshard_after_forward"] = reshard
-        if torch.accelerator.is_available() is False and options["cpu_offload"]:
-            options["cpu_offload_pin_memory"] = False
-        plain = {
+            "sync_module_states": self.sync_module_states,
             "mixed_precision_policy": self.mixed_precision_policy,
-            "auto_wrap_policy": _policy(self.auto_wrap_policy),
+            "auto_wrap_policy": as_choice(self.auto_wrap_policy),
             "ignored_modules": _ignored(self.ignored_modules),
             "param_init_fn": self.param_init_fn,
             "min_num_params": self.min_num_params or None,
             "transformer_cls_names_to_wrap": tuple(self.transformer_cls_names_to_wrap or ()) or None,
         }
-        translated, said = hasten.fsdp_from_fsdp1(options)
-        for sentence in said:
-            log.info(sentence)
-        values = {name: getattr(translated, name) for name in options if hasattr(translated, name)}
-        values |= {"hybrid_shard": translated.hybrid_shard, "reshard_after_forward": translated.reshard_after_forward}
-        return hasten.FullyShardedDataParallelPlugin(
-            **values, **{name: value for name, value in plain.items() if value is not None}
-        )
+        return hasten.FullyShardedDataParallelPlugin(**{n: value for n, value in values.items() if value is not None})
 
 
 def _env(name: str) -> str | None:
     return environment().get(f"FSDP_{name}") or None
 
 
-def _offloads(policy: Any) -> bool:
-    if isinstance(policy, bool):
-        return policy
-    return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
-
-
-def _policy(policy: Any) -> Any:
-    """A policy by name; torch's own functions of FSDP1 are known by theirs."""
-    if policy is None or isinstance(policy, str):
-        return None if policy is None else policy.lower()
-    name = getattr(getattr(policy, "func", policy), "__name__", "")
-    known = {"transformer_auto_wrap_policy": "transformer_based_wrap", "size_based_auto_wrap_policy": "size_based_wrap"}
-    return known.get(name, policy)
+def _reshard(value: Any) -> Any:
+    """True or False from the words and numbers that stand for them; the name of a strategy stays."""
+    if value is None:
+        return None
+    word = str(getattr(value, "name", value))
+    return bool(str_to_bool(word)) if word.lower() in ("true", "false", "1", "0") else word
 
 
 def _ignored(modules: Iterable[torch.nn.Module] | str | None) -> Any:

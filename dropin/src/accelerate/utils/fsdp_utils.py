@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accelerate import notyet
 from accelerate.commands.merge import merge_weights
 from accelerate.logging import get_logger
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from hasten.checkpoint import export
-from hasten.checkpoint.weights import load_weights
+from accelerate.utils.fsdp_checkpoints import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
 
-__all__ = ["FSDP_MODEL_NAME", "OPTIMIZER_NAME", "SAFE_WEIGHTS_NAME", "WEIGHTS_NAME"]
+__all__ = [
+    "FSDP_MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_NAME",
+    "load_fsdp_model",
+    "load_fsdp_optimizer",
+    "save_fsdp_model",
+    "save_fsdp_optimizer",
+]
 logger = get_logger(__name__)
 # Any in this file: plugins, models and optimizers of either package's making.
-_BY_HAND = "saving and loading sharded parts by hand (Accelerator.save_state and load_state do it)"
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -64,43 +71,21 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
     return param_init_fn
 
 
-def save_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    output_dir: Any,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> None:
-    """Write a sharded model's weights, whole, as the Hub has them. Ranks: every rank."""
-    folder = Path(output_dir) / (f"{FSDP_MODEL_NAME}_{model_index}")
-    accelerator.save_model(model, folder)
-
-
-def load_fsdp_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: Any,
-    input_dir: Any,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> Any:
-    """Fill a sharded model from what `save_fsdp_model` wrote. Ranks: every rank."""
-    return load_weights(accelerator.unwrap_model(model), Path(input_dir) / f"{FSDP_MODEL_NAME}_{model_index}")
-
-
-save_fsdp_optimizer = notyet.function("utils.save_fsdp_optimizer", _BY_HAND)
-load_fsdp_optimizer = notyet.function("utils.load_fsdp_optimizer", _BY_HAND)
 fsdp2_apply_ac = notyet.function("utils.fsdp2_apply_ac", "FSDP2 by hand (prepare() does it)")
-fsdp2_load_full_state_dict = notyet.function("utils.fsdp2_load_full_state_dict", "FSDP2 by hand (prepare() does it)")
 fsdp2_prepare_auto_wrap_policy = notyet.function(
     "utils.fsdp2_prepare_auto_wrap_policy", "FSDP2 by hand (prepare() does it)"
 )
 fsdp2_switch_optimizer_parameters = notyet.function(
     "utils.fsdp2_switch_optimizer_parameters", "FSDP2 by hand (prepare() does it)"
 )
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: dict[str, Any], cpu_offload: bool = False
+) -> None:
+    """Fill a sharded model from whole weights that rank 0 has. Ranks: every rank."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
+    set_model_state_dict(model, full_sd, options=options)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
@@ -119,6 +104,3 @@ def merge_fsdp_weights(
 ) -> None:
     """Write the weights of a sharded checkpoint as one model. Ranks: any one process, not in a job."""
     merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
-
-
-_ = export

@@ -1,0 +1,60 @@
+"""The FSDP plugin of an Accelerator over its life: shown where flags asked for sharding, followed where it is changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
+from hasten.strategies.choose import choose
+
+if TYPE_CHECKING:
+    import hasten
+    from accelerate.accelerator import Accelerator
+
+# Any in this file: attributes of hasten's collaborators that are replaced together.
+
+
+class FollowedPlugin:
+    """The plugin an Accelerator shows, and the settings that were last taken from it."""
+
+    def __init__(self, accelerator: Accelerator, given: FullyShardedDataParallelPlugin | None) -> None:
+        self._accelerator = accelerator
+        self.plugin = given
+        if given is None and accelerator.strategy.caps.sharded_state:
+            self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
+        self._taken = None if self.plugin is None else self.plugin.to_hasten()
+
+    def follow(self) -> None:
+        """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
+
+        Raises: ValueError when a model has been sharded already, which cannot be undone.
+        """
+        if self.plugin is None:
+            return
+        self._accelerator.saving._whole = self.plugin.whole_checkpoints
+        now = self.plugin.to_hasten()
+        if (changed := _changed(self._taken, now)) == []:
+            return
+        if self._accelerator.prepared.models:
+            raise ValueError(
+                f"{', '.join(changed)} of the FSDP plugin changed after a model was prepared, so models would be sharded "
+                "differently. Change the plugin before the first prepare()."
+            )
+        self._taken = now
+        self._rebuild({name: getattr(now, name) for name in changed})
+
+    def _rebuild(self, values: dict[str, Any]) -> None:
+        made = self._accelerator
+        made.config = replace(made.config, fsdp=replace(made.config.fsdp, **values))
+        made.strategy = choose(made.config, made.ctx)
+        made.saving._parts.unwrap = made.strategy.unwrap
+        made._preparer._config, made._preparer._strategy = made.config, made.strategy
+
+
+def _changed(
+    before: hasten.FullyShardedDataParallelPlugin | None, now: hasten.FullyShardedDataParallelPlugin
+) -> list[str]:
+    """The settings that shape a sharded model and are not what they were; the form of checkpoints may change freely."""
+    names = [name for name in now.__dataclass_fields__ if name not in ("state_dict_type", "hybrid_shard")]
+    return [name for name in names if getattr(before, name) != getattr(now, name)]
