@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hasten import Accelerator
 from hasten.config.parallel import ParallelismConfig
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.errors import ConfigError, MismatchError, PeerFailedError, PrepareError
+from hasten.errors import ConfigError, MismatchError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.own_shards import ELEMENTWISE, update_own_shards
 from hasten.testing.pool import ranks
@@ -410,3 +410,28 @@ def test_other_optimizers_keep_their_shards(ctx: ProcessContext) -> None:
     optimizer.step()
     assert isinstance(cut, DTensor)
     same(cut.full_tensor(), -grad / grad.norm(), 1e-6)
+
+
+@ranks(1)
+def test_a_world_of_one_needs_one_group(ctx: ProcessContext) -> None:
+    """Groups cost and free nothing there; named blocks, offload and mixed masters keep theirs; stray calls are told."""
+
+    def groups(net: nn.Module) -> int:
+        return sum(isinstance(module, FSDPModule) for module in net.modules())
+
+    named = FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=(type(model().blocks[0]).__name__,))
+    offloaded = FullyShardedDataParallelPlugin(cpu_offload=True)
+    blocks = len(model().blocks)
+    usual = FullyShardedDataParallelPlugin()
+    for plugin, expected in ((usual, 1), (named, blocks + 1), (offloaded, blocks + 1)):
+        assert groups(Accelerator(fsdp_plugin=plugin).prepare(model())) == expected, f"{plugin}"
+    mixed = model()
+    mixed.blocks[1].double()
+    accelerator = Accelerator(fsdp_plugin=usual)
+    assert groups(accelerator.prepare(mixed)) == blocks + 1
+    net = model()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.backward(next_token_loss(net(tokens()), tokens()))
+    optimizer.step()
+    with pytest.raises(StepError, match="outside its model's forward"):
+        net.blocks[0](torch.randn(1, 4, 8))

@@ -64,6 +64,8 @@ class Layout:
     whole: set[nn.Parameter]
     policy: MixedPrecisionPolicy
     notes: list[str]
+    inside: list[nn.Module]
+    """Blocks that have no group of their own here, but would have in a larger world."""
 
 
 class Shard:
@@ -86,7 +88,7 @@ class Shard:
             return model.to(ctx.device) if wish.place and not hasattr(model, "hf_device_map") else model
         mesh = self._mesh_for(ctx)
         with agree(ctx.world, f"sharding {type(model).__name__}"):
-            layout = self._decide(model, precision)
+            layout = self._decide(model, precision, ctx)
         source = source_of(model, self._config, ctx)
         self._remember(model)
         _ready_for_sharding(model, precision.spec, layout.whole)
@@ -111,13 +113,16 @@ class Shard:
         """Know the parameters again when another model has them too: those before sharding, and their shards."""
         self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
 
-    def _decide(self, model: nn.Module, precision: Precision) -> Layout:
+    def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> Layout:
         """The layout of a model. Raises: ConfigError or PrepareError for what cannot be sharded."""
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
         zero_dims = scalars(model)
         whole = ignored | set(zero_dims.values())
         chosen = blocks_to_shard(model, self._config)
+        inside: list[nn.Module] = []
+        if self._better_in_one_group(model, precision, whole, ctx):
+            chosen, inside = [], chosen
         blocks, tied = keep_ties_together(model, chosen, whole)
         _refuse_mixed_masters(model, blocks, precision.spec, whole)
         notes = []
@@ -129,7 +134,18 @@ class Shard:
         if zero_dims:
             notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
-        return Layout(type(model).__name__, blocks, whole, policy, notes)
+        return Layout(type(model).__name__, blocks, whole, policy, notes, inside)
+
+    def _better_in_one_group(
+        self, model: nn.Module, precision: Precision, whole: set[nn.Parameter], ctx: ProcessContext
+    ) -> bool:
+        """Whether groups would only cost: one process frees nothing between them, unless parameters lie elsewhere."""
+        config = self._config
+        automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
+        if not automatic or config.cpu_offload or ctx.mesh.size(Axis.DP_SHARD, Axis.DP_REPLICATE) > 1:
+            return False
+        trained = [p for p in model.parameters() if p.requires_grad and p not in whole]
+        return len({master_dtype(parameter, precision.spec) for parameter in trained}) <= 1
 
     def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
         inside = replace(layout.policy, output_dtype=None)  # between blocks activations stay in the computing dtype
@@ -142,6 +158,8 @@ class Shard:
         }
         for block in layout.blocks:
             fully_shard(block, mp_policy=inside, **options)
+        for block in layout.inside:
+            block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
         self._prefetch(layout.blocks)
 
@@ -200,6 +218,16 @@ class Shard:
                 block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
             if behind:
                 block.set_modules_to_backward_prefetch(sharded[max(0, index - behind) : index][::-1])
+
+
+def _called_inside(block: nn.Module, inputs: object) -> None:
+    """Raise when the block is called by itself: only the whole model gathers its parameters."""
+    if isinstance(next(block.parameters(), None), DTensor):
+        raise StepError(
+            f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
+            "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "
+            f"own: fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
+        )
 
 
 def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which stays as it is
