@@ -19,31 +19,28 @@ def variables_for(words: Sequence[str]) -> Mapping[str, str]:
 
 
 def spelled(config: Config) -> dict[str, str]:
-    """Settings as the established variables spell them; what is off is left out."""
-    found: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision}
-    if config.cpu:
-        found["ACCELERATE_USE_CPU"] = "true"
-    if config.debug:
-        found["ACCELERATE_DEBUG_MODE"] = "true"
-    if config.gradient_accumulation.num_steps > 1:
-        found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(config.gradient_accumulation.num_steps)
-    if config.strategy != "fsdp":
-        return found
+    """Settings as the established variables spell them; what is at its default is left out."""
     fsdp = config.fsdp
-    found |= {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_RESHARD_AFTER_FORWARD": str(fsdp.reshard_after_forward).lower(),
-        "FSDP_OFFLOAD_PARAMS": str(bool(fsdp.cpu_offload)).lower(),
-        "FSDP_STATE_DICT_TYPE": fsdp.state_dict_type,
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": str(fsdp.cpu_ram_efficient_loading).lower(),
-        "FSDP_SYNC_MODULE_STATES": str(fsdp.sync_module_states).lower(),
-        "FSDP_ACTIVATION_CHECKPOINTING": str(fsdp.activation_checkpointing).lower(),
+    steps = config.gradient_accumulation.num_steps
+    policy = fsdp.auto_wrap_policy if isinstance(fsdp.auto_wrap_policy, str) else "auto"
+    found = {
+        "ACCELERATE_MIXED_PRECISION": "" if config.mixed_precision == "no" else config.mixed_precision,
+        "ACCELERATE_USE_CPU": "true" if config.cpu else "",
+        "ACCELERATE_DEBUG_MODE": "true" if config.debug else "",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps) if steps > 1 else "",
     }
-    if isinstance(fsdp.auto_wrap_policy, str) and fsdp.auto_wrap_policy != "auto":
-        found["FSDP_AUTO_WRAP_POLICY"] = fsdp.auto_wrap_policy.upper()
-    if fsdp.transformer_cls_names_to_wrap:
-        found["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(fsdp.transformer_cls_names_to_wrap)
-    if fsdp.min_num_params:
-        found["FSDP_MIN_NUM_PARAMS"] = str(fsdp.min_num_params)
-    return found
+    if config.strategy == "fsdp":
+        found |= {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_RESHARD_AFTER_FORWARD": "" if fsdp.reshard_after_forward is True else str(fsdp.reshard_after_forward),
+            "FSDP_OFFLOAD_PARAMS": "true" if fsdp.cpu_offload else "",
+            "FSDP_STATE_DICT_TYPE": "" if fsdp.state_dict_type == "SHARDED_STATE_DICT" else fsdp.state_dict_type,
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true" if fsdp.cpu_ram_efficient_loading else "",
+            "FSDP_SYNC_MODULE_STATES": "" if fsdp.sync_module_states else "false",
+            "FSDP_ACTIVATION_CHECKPOINTING": "true" if fsdp.activation_checkpointing else "",
+            "FSDP_AUTO_WRAP_POLICY": "" if policy == "auto" else policy.upper(),
+            "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(fsdp.transformer_cls_names_to_wrap or ()),
+            "FSDP_MIN_NUM_PARAMS": str(fsdp.min_num_params or ""),
+        }
+    return {name: value for name, value in found.items() if value}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -97,13 +98,17 @@ def whole_tensors(folder: Path) -> dict[str, Tensor]:
         for name, entry in table.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(dict(state), storage_reader=reader, planner=PlainPlanner(), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        dcp.load(dict(state), storage_reader=reader, planner=PlainPlanner(), no_dist=True)
     return state
 
 
 def fill(state: Mapping[str, Any], folder: Path) -> None:
     """Read a folder into tensors and values of the same names, each rank what it holds. Ranks: every rank."""
-    dcp.load(dict(state), storage_reader=PlainReader(folder), planner=PlainPlanner())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # alone, there is nothing to share
+        dcp.load(dict(state), storage_reader=PlainReader(folder), planner=PlainPlanner())
 
 
 def names_in(folder: Path) -> set[str]:
