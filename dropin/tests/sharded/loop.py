@@ -1,0 +1,145 @@
+"""Sharded training with the established names, started by `accelerate launch --use_fsdp`. Usage: loop.py FOLDER"""
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import (
+    DistributedType,
+    fsdp2_load_full_state_dict,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+    set_seed,
+)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+def make():
+    set_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Block(), Block(), nn.Linear(8, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def batch(step, rank=0, ranks=1):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    return x[rank::ranks], x.sum(1, keepdim=True)[rank::ranks]
+
+
+def train(accelerator, model, optimizer, steps):
+    losses = []
+    for step in steps:
+        x, y = batch(step, accelerator.process_index, accelerator.num_processes)
+        loss = (model(x) - y).pow(2).mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+def start(**plugin):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None)
+    assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
+    return accelerator
+
+
+def by_flags():
+    """What the launcher was told arrives: in the plugin, in the variables, in the model."""
+    accelerator = start()
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin.transformer_cls_names_to_wrap == ["Block"] and plugin.fsdp_version == 2
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "Block"
+    model, optimizer = accelerator.prepare(*make())
+    assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 3
+    losses = train(accelerator, model, optimizer, range(4))
+    whole = accelerator.get_state_dict(model)
+    return losses, {name: value.tolist() for name, value in whole.items()}
+
+
+def round_trips(folder):
+    """State written half way by one layout goes on in another, by hand and with save_state."""
+    before = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    writers = {
+        "sharded": {"fsdp_version": 1, "auto_wrap_policy": before, "sharding_strategy": "SHARD_GRAD_OP"},
+        "full": {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": True, "activation_checkpointing": True},
+    }
+    found = {}
+    for name, options in writers.items():
+        place = folder / name
+        accelerator = start(**options)
+        model, optimizer = accelerator.prepare(*make())
+        train(accelerator, model, optimizer, range(2))
+        save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, place)
+        save_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, place)
+        accelerator.save_state(str(place / "state"))
+        accelerator.save_model(model, str(place / "exported"))
+        if name == "sharded":  # once more as the original package writes shards
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer.optimizer)}
+            dcp.save({"model": model.state_dict()}, checkpoint_id=str(folder / "dcp" / "pytorch_model_fsdp_0"))
+            dcp.save(state, checkpoint_id=str(folder / "dcp" / "optimizer_0"))
+        found[name] = train(accelerator, model, optimizer, range(2, 4))
+    for name in ("sharded", "full", "dcp"):
+        accelerator = start(transformer_cls_names_to_wrap="Linear")
+        model, optimizer = accelerator.prepare(*make())
+        load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder / name)
+        load_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder / name)
+        found[f"{name} by hand"] = train(accelerator, model, optimizer, range(2, 4))
+    accelerator = start(reshard_after_forward=False)
+    model, optimizer = accelerator.prepare(*make())
+    accelerator.load_state(str(folder / "sharded" / "state"))
+    found["load_state"] = train(accelerator, model, optimizer, range(2, 4))
+    return found
+
+
+def late_changes():
+    """A plugin changed before the first model counts; afterwards it is an error, and weights can still be filled."""
+    accelerator = start()
+    accelerator.state.fsdp_plugin.auto_wrap_policy = lambda module: isinstance(module, nn.Linear)
+    model = accelerator.prepare(make()[0])
+    assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5
+    accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    accelerator.prepare(make()[1].__class__(model.parameters()))
+    accelerator.state.fsdp_plugin.auto_wrap_policy = "NO_WRAP"
+    with pytest.raises(ValueError, match=r"before the first prepare\(\)"):
+        accelerator.prepare(make()[0])
+    whole = {name: torch.full_like(value, 2.0) for name, value in make()[0].state_dict().items()}
+    fsdp2_load_full_state_dict(accelerator, model, whole if accelerator.is_main_process else {})
+    assert all(bool((value == 2.0).all()) for value in (p.full_tensor() for p in model.parameters()))
+
+
+def main(folder):
+    losses, weights = by_flags()
+    found = {"losses": losses, "weights": weights, "continued": round_trips(folder)}
+    late_changes()
+    if PartialState().is_main_process:
+        (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,174 @@
+"""FSDP through the drop-in: plugin, flags, variables, checkpoints by hand, and transformers' Trainer, on two processes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import runpy
+from functools import partial
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from accelerate.commands.launch_variables import variables_for
+from accelerate.utils.dcp_folders import whole_tensors
+from accelerate.utils.environment import patch_environment
+from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import merge_fsdp_weights
+from hasten.cli.launch_cmd import make_parser
+from hasten.errors import ConfigError, UnsafeCheckpointError
+from hasten.launch.job import prepare
+
+HERE = Path(__file__).parent
+FLAGS = (
+    *("--cpu", "--num_processes", "2", "--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    *("--fsdp_transformer_layer_cls_to_wrap", "Block"),
+)
+CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}  # Any: keywords
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Path:
+    """The folder of one run of sharded/loop.py, which checks most things itself, in the launcher's environment."""
+    folder = tmp_path_factory.mktemp("loop")
+    script = str(HERE / "sharded" / "loop.py")
+    given = dict(variables_for([*FLAGS, script]))
+    with patch_environment(**given):
+        parsed = make_parser().parse_args([*FLAGS, script])
+        plan = prepare([script], settings=parsed.settings).plan
+    done = warm.run(folder, [script, str(folder)], 2, {**given, **plan.procs[0].env})
+    assert not done.failed, done.err[0][-3000:]
+    return folder
+
+
+@pytest.mark.timeout(240)
+def test_losses_and_weights_equal_plain_torch_on_one_process(loop: Path) -> None:
+    script = runpy.run_path(str(HERE / "sharded" / "loop.py"))
+    model, optimizer = script["make"]()
+    losses = []
+    for step in range(4):
+        x, y = script["batch"](step)
+        loss = (model(x) - y).pow(2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = json.loads((loop / "found.json").read_text())
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), **CLOSE)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(torch.tensor(found["weights"][name]), value, **CLOSE)
+    for way, continued in found["continued"].items():
+        torch.testing.assert_close(torch.tensor(continued), torch.tensor(losses[2:]), **CLOSE, msg=way)
+    assert len(found["continued"]) == 6
+
+
+def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
+    expected = load_file(loop / "sharded" / "exported" / "model.safetensors")
+    for number, source in enumerate(["sharded", "sharded/pytorch_model_fsdp_0", "sharded/state", "dcp"]):
+        merge_fsdp_weights(str(loop / source), str(tmp_path / str(number)))
+        merged = load_file(tmp_path / str(number) / "model.safetensors")
+        assert merged.keys() == expected.keys()
+        assert all(torch.equal(merged[name], value) for name, value in expected.items())
+    whole = torch.load(loop / "full" / "pytorch_model_fsdp.bin", weights_only=True)
+    assert all(torch.allclose(whole[name], value, atol=1e-6) for name, value in expected.items())
+    with pytest.raises(ValueError, match="holds no sharded model"):
+        merge_fsdp_weights(str(loop / "full"), str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="not a folder"):
+        merge_fsdp_weights(str(loop / "nothing"), str(tmp_path / "none"))
+
+
+def test_a_table_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return print, ("hello",)
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(UnsafeCheckpointError, match=r"builtins\.print"):
+        whole_tensors(tmp_path)
+
+
+@pytest.mark.timeout(240)
+def test_trainer_shards_and_resumes_with_the_losses_of_one_process(tmp_path: Path, warm: Any) -> None:
+    if util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (pip install 'hasten[clients]')")
+    single: dict[str, Any] = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        done = warm.run(folder, [str(HERE / "sharded" / "trainer.py"), str(folder)], processes)
+        assert not done.failed, done.err[0][-3000:]
+        found = json.loads((folder / "found.json").read_text())
+        for kind, one in found.items():
+            assert (one.pop("blocks") > 2) == (processes == 2)
+            exported = next((folder / kind / "exported").glob("*model.safetensors"))
+            one["exported"] = {name: value.tolist() for name, value in load_file(exported).items()}
+        single = single or found
+    _assert_close(found, single, "trainer")
+    assert (tmp_path / "2" / "whole" / "checkpoint-2" / "pytorch_model_fsdp.bin").is_file()
+    assert (tmp_path / "2" / "lora" / "checkpoint-2" / "pytorch_model_fsdp_0").is_dir()
+
+
+def _assert_close(found: Any, expected: Any, place: str) -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for key, value in expected.items():
+            _assert_close(found[key], value, f"{place}: {key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), place
+        for index, value in enumerate(expected):
+            _assert_close(found[index], value, f"{place}[{index}]")
+    else:
+        assert found == pytest.approx(expected, rel=0, abs=1e-5), place
+
+
+def test_a_plugin_takes_what_callers_and_variables_give() -> None:
+    plain = FullyShardedDataParallelPlugin()
+    assert (plain.fsdp_version, plain.reshard_after_forward) == (2, True)
+    assert type(plain.cpu_offload) is OffloadPolicy and plain.state_dict_type is StateDictType.SHARDED_STATE_DICT
+    given = FullyShardedDataParallelPlugin(
+        reshard_after_forward=0, transformer_cls_names_to_wrap="A, B", cpu_offload=True, mixed_precision_policy="bf16"
+    )
+    assert given.transformer_cls_names_to_wrap == ["A", "B"] and isinstance(given.cpu_offload, CPUOffloadPolicy)
+    assert isinstance(given.mixed_precision_policy, MixedPrecisionPolicy)
+    assert (given.to_hasten().reshard_after_forward, given.to_hasten().cpu_offload) == (False, True)
+    assert FullyShardedDataParallelPlugin(sharding_strategy="HYBRID_SHARD").to_hasten().hybrid_shard
+    assert FullyShardedDataParallelPlugin(forward_prefetch=True).to_hasten().forward_prefetch_depth == 1
+    with patch_environment(FSDP_OFFLOAD_PARAMS="true", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_MIN_NUM_PARAMS="7"):
+        told = FullyShardedDataParallelPlugin().to_hasten()
+    assert (told.cpu_offload, told.state_dict_type, told.min_num_params) == (True, "FULL_STATE_DICT", 7)
+    with pytest.raises(ConfigError, match="NO_SHARD keeps the whole model"):
+        FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD").to_hasten()
+    with pytest.raises(ValueError, match="fsdp_version=3 does not exist"):
+        FullyShardedDataParallelPlugin(fsdp_version=3)
+    with pytest.raises(TypeError, match="give a name, or a function"):
+        FullyShardedDataParallelPlugin(auto_wrap_policy=3).to_hasten()
+
+
+def test_policies_of_the_older_version_choose_modules() -> None:
+    linear, model = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3))
+    for policy in (
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear}),
+        partial(size_based_auto_wrap_policy, min_num_params=12),
+        ModuleWrapPolicy({nn.Linear}),
+    ):
+        choose: Any = FullyShardedDataParallelPlugin(auto_wrap_policy=policy).to_hasten().auto_wrap_policy
+        assert choose(linear) and not choose(nn.ReLU())
+    by_name = FullyShardedDataParallelPlugin(auto_wrap_policy=transformer_auto_wrap_policy).to_hasten()
+    assert by_name.auto_wrap_policy == "transformer_based_wrap"
+    with pytest.raises(ValueError, match="Could not find the transformer layer class Block"):
+        FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"]).set_auto_wrap_policy(model)
+
+
+def test_flags_become_the_variables_that_libraries_read() -> None:
+    found = variables_for([*FLAGS, "--mixed_precision", "bf16", "--fsdp_offload_params", "true", "x.py"])
+    assert found["ACCELERATE_USE_FSDP"] == found["FSDP_OFFLOAD_PARAMS"] == "true"
+    assert (found["FSDP_TRANSFORMER_CLS_TO_WRAP"], found["ACCELERATE_MIXED_PRECISION"]) == ("Block", "bf16")
+    assert not any(name.startswith("FSDP") for name in variables_for(["--cpu", "x.py"]))
