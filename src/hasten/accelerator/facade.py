@@ -103,6 +103,7 @@ class Accelerator:
         self._watch: StragglerWatch | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
+        self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
             parts.ctx,
             parts.config.project,
@@ -266,10 +267,15 @@ class Accelerator:
 
         Optimizers and schedulers act, and gradients are synchronised, only where the window ends.
         """
-        prepared = self.prepared
-        chosen = models or tuple(prepared.models)
-        key = tuple([prepared.index_of(model) for model in models])
-        return Accumulation(self.clock, self.strategy, chosen, key, self.config.gradient_accumulation.sync_each_batch)
+        known = self._accumulations.get(models)
+        if known is not None and not known.entered:
+            return known
+        key = tuple(self.prepared.index_of(model) for model in models)
+        each = self.config.gradient_accumulation.sync_each_batch
+        made = Accumulation(self.clock, self.strategy, models or tuple(self.prepared.models), key, each)
+        if models:  # "all models" may be more next time
+            self._accumulations[models] = made
+        return made
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which backward leaves this model's gradients unsynchronised."""
@@ -552,6 +558,7 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Forget everything prepared and hand cached device memory back; the arguments come back as None."""
         self.prepared.clear()
+        self._accumulations.clear()
         cleared = [None] * len(objects)
         del objects
         gc.collect()

@@ -26,6 +26,7 @@ class Caps:
     clips_by_value: bool = True
     sharded_state: bool = False
     joins_uneven_inputs: bool = False
+    synchronises: bool = True
 
 
 class Stage(IntEnum):

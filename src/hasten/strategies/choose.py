@@ -81,7 +81,8 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         )
     spread = Alone() if alone else Replicate(config.ddp)
     transforms: list[Transform] = [Place(), Convert(), *_common(config)]
-    return NativeStrategy("single" if alone else "ddp", spread, transforms, Caps(joins_uneven_inputs=True))
+    caps = Caps(joins_uneven_inputs=True, synchronises=not alone)
+    return NativeStrategy("single" if alone else "ddp", spread, transforms, caps)
 
 
 def _sharded(config: Config) -> Strategy:
