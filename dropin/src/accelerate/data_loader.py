@@ -16,6 +16,7 @@ from accelerate.data_samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
+from accelerate.homes import settle_in
 from accelerate.loader_base import DataLoaderAdapter, DataLoaderStateMixin, PreparedLoader, get_sampler
 from accelerate.loader_kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.logging import get_logger
@@ -38,6 +39,11 @@ __all__ = [
 ]
 logger = get_logger(__name__)
 # Any in this file: batches, datasets and samplers are the user's own.
+settle_in(
+    __name__,
+    *(BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler, SkipBatchSampler),
+    *(DataLoaderAdapter, DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin, SkipDataLoader),
+)
 _KEPT: Final = (
     "num_workers",
     "collate_fn",

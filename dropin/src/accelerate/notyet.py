@@ -40,8 +40,9 @@ def klass(name: str, part: str, *bases: type) -> Any:  # Any: stands for a class
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:
         refuse(name, part)
 
-    short = name.rpartition(".")[2]
-    return type(short, bases or (object,), {"__init__": refused, "__doc__": f"Not yet: {part}.", _MARK: part})
+    home, _, short = f"accelerate.{name}".rpartition(".")
+    inside = {"__init__": refused, "__doc__": f"Not yet: {part}.", "__module__": home, _MARK: part}
+    return type(short, bases or (object,), inside)
 
 
 def is_not_yet(value: object) -> bool:

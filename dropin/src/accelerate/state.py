@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate import ambient
 from accelerate.ambient import AMBIENT
 from accelerate.gradient_state import GradientState
+from accelerate.homes import settle_in
 from accelerate.process_blocks import goes_first, split_between_processes
 from accelerate.utils.enums import DistributedType, PrecisionType
 from accelerate.utils.environment import environment, parse_flag_from_env
@@ -34,6 +35,7 @@ __all__ = [
     "split_between_processes",
 ]
 logger = logging.getLogger(__name__)
+settle_in(__name__, GradientState)
 # Any in this file: plugins, and the functions that decorators take.
 
 

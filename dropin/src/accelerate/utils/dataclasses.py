@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accelerate.homes import settle_in
 from accelerate.utils.engine_plugins import (
     BnbQuantizationConfig,
     DeepSpeedPlugin,
@@ -94,6 +95,15 @@ __all__ = [
     "parse_t5_config",
 ]
 # Any in this file: the values of settings, and foreign configuration objects.
+settle_in(
+    __name__,
+    *(BaseEnum, ComputeEnvironment, CustomDtype, DDPCommunicationHookType, DistributedType, DynamoBackend),
+    *(EnumWithContains, FP8BackendType, LoggerType, PrecisionType, RNGType, SageMakerDistributedType),
+    *(BnbQuantizationConfig, DeepSpeedPlugin, MegatronLMPlugin, FullyShardedDataParallelPlugin),
+    *(AORecipeKwargs, AutocastKwargs, DistributedDataParallelKwargs, FP8RecipeKwargs, GradientAccumulationPlugin),
+    *(GradScalerKwargs, InitProcessGroupKwargs, KwargsHandler, MSAMPRecipeKwargs, ProfileKwargs, TERecipeKwargs),
+    TorchDynamoPlugin,
+)
 
 
 @dataclass
