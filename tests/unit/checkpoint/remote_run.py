@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.checkpoint.places import locate
+from hasten.checkpoint.places import locate, open_store
 from hasten.errors import CheckpointError
 from hasten.optional import need
 
@@ -48,14 +49,89 @@ def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
+PER_SAVE = 4
+"""Objects that one save below puts into the bucket, the manifest last."""
+
+
+def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
+    """Save again and again; the power goes when one more than so many objects are to be put into the bucket."""
+    connect(endpoint)
+    client = need("aiobotocore.client").AioBaseClient
+    call, puts = client._make_api_call, iter(range(uploads))
+
+    async def counted(self: object, operation: str, arguments: object) -> object:
+        if operation == "PutObject" and next(puts, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await call(self, operation, arguments)
+
+    client._make_api_call = counted
+    accelerator = Accelerator(cpu=True, project_dir=place)
+    model = accelerator.prepare(nn.Linear(20, 20))
+    number = restored(accelerator, model)
+    while True:
+        number += 1
+        with torch.no_grad():
+            model.weight.fill_(number)
+        accelerator.save_state()
+
+
+def restored(accelerator: Accelerator, model: nn.Module) -> int:
+    """The number in the newest complete checkpoint; 0 when there is none."""
+    try:
+        accelerator.load_state()
+    except CheckpointError:
+        return 0
+    (number,) = {int(value) for value in model.get_parameter("weight").flatten().tolist()}
+    return number
+
+
+class Saver:
+    """A forked process that saves until it is killed, made before this process has threads."""
+
+    def __init__(self, place: str, uploads: int) -> None:
+        orders, self._order = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                save_until_killed(place, os.read(orders, 100).decode(), uploads)
+            finally:
+                os._exit(1)
+
+    def run(self, endpoint: str) -> None:
+        """Let it save, to its end."""
+        os.write(self._order, endpoint.encode())
+        assert os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]) == -signal.SIGKILL
+
+
+def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
+    """Wherever in a save the process is killed, the newest complete checkpoint is the one before, and it is whole."""
+    accelerator = Accelerator(cpu=True, project_dir=place)
+    model = accelerator.prepare(nn.Linear(20, 20))
+    for number, saver in enumerate(savers, start=1):
+        saver.run(endpoint)
+        assert restored(accelerator, model) == number
+    left = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
+    assert left - set(open_store(f"{place}/checkpoints").names()) == {"checkpoint_2"}, "all but the manifest is there"
+
+
+def connect(endpoint: str) -> None:
+    """Let S3 clients of this process talk to the server."""
+    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    os.environ["AWS_ENDPOINT_URL"] = endpoint
+
+
 def main() -> None:
+    need("s3fs")
+    place = "s3://bucket/killed"
+    # Each saves once more than the one before it and dies in the next save: among the files, and before the manifest.
+    savers = [Saver(place, PER_SAVE + uploads) for uploads in (1, PER_SAVE - 1)]
     server = need("moto.server").ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
-    os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-    os.environ["AWS_ENDPOINT_URL"] = f"http://{host}:{port}"
+    connect(f"http://{host}:{port}")
     need("fsspec").filesystem("s3").mkdir("bucket")
     resumes("s3://bucket/run")
+    survives_kills(place, f"http://{host}:{port}", savers)
     try:
         Accelerator(cpu=True).save_state("s3://absent-bucket/run/out")
     except CheckpointError:
