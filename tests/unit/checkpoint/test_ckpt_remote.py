@@ -107,6 +107,7 @@ def test_a_run_at_a_file_url_is_an_atomic_folder(tmp_path: Path) -> None:
     assert (tmp_path / "run/checkpoints/checkpoint_1/model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (available("moto") and available("s3fs")), reason="needs moto[s3], flask, flask-cors and s3fs")
 def test_a_run_on_an_s3_server() -> None:
     """In a process of its own, because clients and server keep threads and sockets."""
