@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import yaml
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, ParallelismConfig, skip_first_batches
+from accelerate import Accelerator, ParallelismConfig, notebook_launcher, skip_first_batches
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser, words_of
 from accelerate.commands.to_fsdp2 import convert
@@ -138,3 +140,25 @@ def test_a_built_in_tracker_records_settings_and_values(tmp_path: Path) -> None:
     assert accelerator.get_tracker("tensorboard").name == "tensorboard"
     accelerator.end_training()
     assert any(path.name.startswith("events.out") for path in tmp_path.rglob("*"))
+
+
+def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(factor: int) -> tuple[int, int, str, str]:
+        accelerator = Accelerator()
+        return factor, accelerator.num_processes, accelerator.mixed_precision, AcceleratorState().mixed_precision
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert notebook_launcher(train, (3,), num_processes=1, mixed_precision="bf16") == (3, 1, "bf16", "bf16")
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+    with pytest.raises(ValueError, match="inside your training function"):
+        notebook_launcher(train, (3,), num_processes=2)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match="Unknown mixed_precision mode: bf17"):
+        notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf17")
+    assert notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf16") == (3, 2, "bf16", "bf16")
+
+
+def test_uneven_loaders_join_and_windows_clip_at_their_end(tmp_path: Path, warm: Any) -> None:
+    done = warm.run(tmp_path, [str(Path(__file__).parent / "scripts" / "two_ranks.py")], 2)
+    assert not done.failed, done.err
+    assert done.out == ["fine\n", ""]

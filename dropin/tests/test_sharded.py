@@ -36,9 +36,9 @@ CLOSE: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5}  # Any: keywords
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Path:
-    """The folder of one run of sharded/loop.py, which checks most things itself, in the launcher's environment."""
+    """The folder of one run of scripts/sharded_loop.py, which checks most things itself, in the launcher's environment."""
     folder = tmp_path_factory.mktemp("loop")
-    script = str(HERE / "sharded" / "loop.py")
+    script = str(HERE / "scripts" / "sharded_loop.py")
     given = dict(variables_for([*FLAGS, script]))
     with patch_environment(**given):
         parsed = make_parser().parse_args([*FLAGS, script])
@@ -50,7 +50,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory, warm: Any) -> Path:
 
 @pytest.mark.timeout(240)
 def test_losses_and_weights_equal_plain_torch_on_one_process(loop: Path) -> None:
-    script = runpy.run_path(str(HERE / "sharded" / "loop.py"))
+    script = runpy.run_path(str(HERE / "scripts" / "sharded_loop.py"))
     model, optimizer = script["make"]()
     losses = []
     for step in range(4):
@@ -103,7 +103,7 @@ def test_trainer_shards_and_resumes_with_the_losses_of_one_process(tmp_path: Pat
     for processes in (1, 2):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        done = warm.run(folder, [str(HERE / "sharded" / "trainer.py"), str(folder)], processes)
+        done = warm.run(folder, [str(HERE / "scripts" / "sharded_trainer.py"), str(folder)], processes)
         assert not done.failed, done.err[0][-3000:]
         found = json.loads((folder / "found.json").read_text())
         for kind, one in found.items():

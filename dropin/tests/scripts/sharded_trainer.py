@@ -1,4 +1,4 @@
-"""transformers' Trainer, sharded where there are two processes. Usage: trainer.py FOLDER"""
+"""transformers' Trainer, sharded where there are two processes. Usage: sharded_trainer.py FOLDER"""
 
 import json
 import os

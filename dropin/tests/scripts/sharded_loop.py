@@ -1,4 +1,4 @@
-"""Sharded training with the established names, started by `accelerate launch --use_fsdp`. Usage: loop.py FOLDER"""
+"""Sharded training with the established names, started by `accelerate launch --use_fsdp`. Usage: sharded_loop.py FOLDER"""
 
 import json
 import os

@@ -1,0 +1,76 @@
+"""What only several processes can show; checks itself, and prints "fine". Started with two ranks by test_repaired.py."""
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, set_seed
+
+
+def fresh(**settings):
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    set_seed(0)
+    return Accelerator(cpu=True, **settings)
+
+
+def joins_uneven_loaders(even_batches):
+    """Five batches for two ranks: one rank runs out first, nobody waits for it, and no row is used twice."""
+    accelerator = fresh(dataloader_config=DataLoaderConfiguration(even_batches=even_batches is not None))
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = DataLoader(TensorDataset(torch.arange(1.0, 6.0).unsqueeze(1)), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+    seen = []
+    with accelerator.join_uneven_inputs([model], even_batches=even_batches):
+        for (x,) in loader:
+            seen.append(x.item())
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == ([1.0, 3.0, 5.0] if accelerator.process_index == 0 else [2.0, 4.0]), seen
+    assert sum(1 for _ in loader) == (3 if even_batches is False or accelerator.process_index == 0 else 2)
+    weights = accelerator.gather(accelerator.unwrap_model(model).weight.detach().flatten())
+    assert weights.tolist() == [-7.5, -7.5], (
+        weights
+    )  # (1 + 2) / 2 + (3 + 4) / 2 + 5 / 2: torch's Join divides by all ranks
+
+
+def clips_where_a_window_ends():
+    """Inside a window the call tells the norm and changes nothing; at its end it clips the mean over all ranks."""
+    accelerator = fresh(gradient_accumulation_steps=2)
+    x = torch.randn(8, 4)
+    model = nn.Linear(4, 1)
+    whole = nn.Linear(4, 1)
+    whole.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x), batch_size=2))
+    for step, (rows,) in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows).pow(2).mean())
+            before = [p.grad.clone() for p in model.parameters()]
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            after = [p.grad for p in model.parameters()]
+            assert torch.allclose(norm, torch.linalg.vector_norm(torch.cat([g.flatten() for g in before])))
+            if step == 0:
+                assert not accelerator.sync_gradients
+                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            else:
+                assert accelerator.sync_gradients
+                whole(x).pow(2).mean().backward()
+                assert torch.allclose(norm, nn.utils.clip_grad_norm_(whole.parameters(), 0.01), atol=1e-6)
+                for ours, theirs in zip(after, whole.parameters(), strict=True):
+                    assert torch.allclose(ours, theirs.grad, atol=1e-7)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    joins_uneven_loaders(even_batches=None)
+    joins_uneven_loaders(even_batches=False)
+    clips_where_a_window_ends()
+    Accelerator().print("fine")
