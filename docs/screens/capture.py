@@ -48,11 +48,11 @@ class Screen:
         done = subprocess.run(["tmux", command, *target, *arguments], check=True, capture_output=True, text=True)
         return done.stdout
 
-    def press(self, *keys: str, until: str) -> None:
+    def press(self, *keys: str, until: str, seconds: float = 30) -> None:
         """Press keys (tmux's names, or text) and wait until the screen shows a text."""
         for key in keys:
             self.tmux("send-keys", key)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + seconds
         while until not in self.tmux("capture-pane", "-p"):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{until!r} did not appear:\n{self.tmux('capture-pane', '-p')}")

@@ -6,9 +6,10 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
@@ -101,6 +102,7 @@ class Accelerator:
         self.tracking = parts.tracking
         self._pulse: Pulse | None = None
         self._watch: StragglerWatch | None = None
+        self._console: Console | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
@@ -462,11 +464,17 @@ class Accelerator:
         self.saving.close()
         self.tracking.finish()
 
+    @overload
+    def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
+    @overload
+    def progress(self, iterable: None = None, **options: Any) -> Progress[Any]: ...
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
         """A progress bar with loss, rates, memory and time left, on the main process. Any: see docs/tracking.md."""
         if self._pulse is None:
             self._pulse = Pulse(self.device)
             self._watch = straggler_watch(self.ctx)
+            self._console = Console(stderr=True)  # one for all bars: those inside each other share the screen
+        options = {"console": self._console, **options}
         return progress(iterable, ctx=self.ctx, pulse=self._pulse, watch=self._watch, **options)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------

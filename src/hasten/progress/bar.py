@@ -62,6 +62,7 @@ class Progress(Generic[T]):
         self._late = LateScalars()
         self._next_draw_s = 0.0
         self._open = True
+        self._hint = ""  # of the bar whose steps are slow, not of those around it
 
     def __len__(self) -> int:
         if self._meter.total is None:
@@ -122,8 +123,12 @@ class Progress(Generic[T]):
 
     def _tick(self) -> None:
         now, here = time.perf_counter(), self._here
-        if here.watch is not None and here.pulse is not None and here.watch.tick(now, here.pulse):
-            log.warning("%s", here.watch.found)
+        if here.watch is not None and here.pulse is not None:
+            known = here.watch.found
+            if here.watch.tick(now, here.pulse):
+                log.warning("%s", here.watch.found)
+            if here.watch.found is not known:  # it has looked again, in a step of this bar
+                self._hint = str(here.watch.found)
         if here.is_main and now >= self._next_draw_s:
             self._next_draw_s = now + here.display.every_s
             here.display.draw(self._complete(self._meter.read(now, self._desc)))
@@ -135,7 +140,7 @@ class Progress(Generic[T]):
             values=self._late.read(wait),
             memory_bytes=memory.used_bytes() if memory else None,
             memory_total_bytes=memory.total_bytes if memory else None,
-            hint=str(watch.found) if watch and watch.found else "",
+            hint=self._hint if watch and watch.found else "",
         )
 
 

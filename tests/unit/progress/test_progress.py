@@ -230,17 +230,20 @@ def test_pace_is_measured_up_to_the_first_backward_pass() -> None:
     assert pulse.take() is None
 
 
+class Board:
+    """Notes of all ranks in one process."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, str] = {}
+
+    def post(self, name: str, text: str) -> None:
+        self.notes[name] = text
+
+    def read(self, name: str) -> str | None:
+        return self.notes.get(name)
+
+
 def test_ranks_leave_notes_and_the_main_one_finds_the_slow() -> None:
-    class Board:
-        def __init__(self) -> None:
-            self.notes: dict[str, str] = {}
-
-        def post(self, name: str, text: str) -> None:
-            self.notes[name] = text
-
-        def read(self, name: str) -> str | None:
-            return self.notes.get(name)
-
     board, far = Board(), 1e12
     for rank, pace in ((2, 0.05), (1, 0.01), (0, 0.01)):
         now = [0.0]
@@ -265,3 +268,41 @@ def test_tqdm_is_silent_away_from_the_main_process(monkeypatch: pytest.MonkeyPat
     assert file.getvalue() == ""
     list(hasten.tqdm(range(3), file=file, topology=Topology()))
     assert "3/3" in file.getvalue()
+
+
+def test_the_accelerators_bar_needs_no_annotation() -> None:
+    """Both forms pass the strict type checker as they are written here, and count."""
+    accelerator = hasten.Accelerator(cpu=True)
+    by_hand = accelerator.progress(total=2, console=Console(file=io.StringIO()))
+    by_hand.update()
+    assert len(by_hand) == 2
+    for number in accelerator.progress([1.5, 2.5], console=Console(file=io.StringIO())):
+        assert number.is_integer() is False  # a float, to the checker too
+
+
+def test_the_bars_of_an_accelerator_share_one_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside each other they are drawn as one picture; each on a console of its own, they would overwrite each other."""
+    consoles: list[Console] = []
+
+    def choose(console: Console, **options: object) -> NoDisplay:
+        consoles.append(console)
+        return NoDisplay()
+
+    monkeypatch.setattr("hasten.progress.build.choose_display", choose)
+    accelerator = hasten.Accelerator(cpu=True)
+    for _ in accelerator.progress(range(1)):
+        accelerator.progress(range(1))
+    assert consoles[0] is consoles[1]
+
+
+def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
+    notes = Board()
+    watch, pulse = StragglerWatch(notes, 0, 2, every_s=0.0), Pulse(torch.device("cpu"))
+    watch._next_s = 0.0
+    outer, inner = Sheet(), Sheet()
+    notes.post("pace/1", "5.0")
+    for _ in Progress(range(1), here=Surroundings(display=outer, watch=watch)):
+        for _ in Progress(range(2), here=Surroundings(display=inner, pulse=pulse, watch=watch)):
+            pulse.reached()
+    assert inner.readings[-1].hint.startswith("rank 1 holds up the rest")
+    assert outer.readings[-1].hint == ""
