@@ -3,10 +3,12 @@
     python benchmarks/checkpoint.py                      # CPU: 67 M parameters, 0.8 GB of state
     python benchmarks/checkpoint.py --preset large       # 774 M parameters, 9.3 GB of state, on the accelerator
 
-Each way saves and loads several times in one process, in turn; the median is printed, one JSON line per way. Accelerate
-takes part where it is installed. Reads come
-from the page cache, as when a run resumes on the machine that saved. hasten syncs to the disk before it returns; the
-others do not, so their times leave the disk's own work out: "torch synced" and "hasten unsynced" show both ways alike.
+Each way saves and loads several times in one process, in turn, after a sync of the disks, so that none waits for what
+another has left to write; the median is printed, one JSON line per way, and all go to benchmarks/results (or --out).
+Accelerate takes part where it is installed. Reads come from the page cache, as when a run resumes on the machine that
+saved. hasten syncs to the disk before it returns; the others do not, so their times leave the disk's own work out:
+the rows "synced" and "hasten unsynced, unverified" compare like with like. hasten verifies every byte before it loads,
+the others do not.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from loading import RESULTS, versions
 from torch import nn
+
+from hasten import __version__ as hasten_version
 
 PRESETS = {
     "small": (512, 16, 32_000),
@@ -71,6 +76,7 @@ def sync(device: torch.device) -> None:
 
 def timed(action: Callable[[], object], device: torch.device) -> float:
     gc.collect()
+    os.sync()
     sync(device)
     started = time.perf_counter()
     action()
@@ -119,6 +125,16 @@ class Accelerate:
         self.accelerator.load_state(str(folder))
 
 
+class AccelerateSynced(Accelerate):
+    """The same, and then its bytes on the disk."""
+
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        for path in folder.rglob("*"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
 class Hasten:
     """save_state and load_state of hasten: synced, checksummed, verified before loading."""
 
@@ -136,11 +152,14 @@ class Hasten:
 
 
 class Unsynced(Hasten):
-    """The same without waiting for the disk, to show what that costs; not an option of the library."""
+    """The same without waiting for the disk and without verifying, as the others do: not options of the library."""
 
     def save(self, folder: Path) -> None:
         with mock.patch("hasten.checkpoint.disk.os.fsync", return_value=None):
             super().save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.accelerator.saving.load_state(folder, verify=False)
 
 
 @contextlib.contextmanager
@@ -208,6 +227,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=None, help="torch, accelerate, hasten, ...")
     parser.add_argument("--folder", default=None, help="where to write (default: the temporary folder)")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     given = parser.parse_args()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device("cpu") if given.cpu or accelerator is None else torch.device(accelerator.type, 0)
@@ -222,19 +242,57 @@ def main() -> None:
         "torch": Torch,
         "torch synced": TorchSynced,
         "accelerate": Accelerate,
+        "accelerate synced": AccelerateSynced,
         "hasten": Hasten,
-        "hasten unsynced": Unsynced,
+        "hasten unsynced, unverified": Unsynced,
     }
     ways = {
         name: kind(model, optimizer, device)
         for name, kind in kinds.items()
         if name in (given.only or kinds) and importlib.util.find_spec(name.split()[0]) is not None
     }
+    results = []
     for result in measure(ways, device, given.rounds, given.folder):
         print(json.dumps(result), flush=True)
+        results.append(result)
+    background = {}
     if "hasten" in ways:
-        print(json.dumps(measure_async(ways["hasten"], device, given.rounds, given.folder)), flush=True)
+        background = measure_async(ways["hasten"], device, given.rounds, given.folder)
+        print(json.dumps(background), flush=True)
         ways["hasten"].accelerator.end_training()
+    known = {**versions(device.type), "hasten": hasten_version, "parameters": f"{count / 1e6:.0f} M"}
+    given.out.mkdir(parents=True, exist_ok=True)
+    stem = given.out / f"checkpoint_{device.type}"
+    stem.with_suffix(".json").write_text(
+        json.dumps({"versions": known, "ways": results, "background": background}, indent=1) + "\n"
+    )
+    stem.with_suffix(".md").write_text(markdown(known, results, background))
+
+
+def markdown(known: dict[str, str], results: list[dict[str, Any]], background: dict[str, Any]) -> str:
+    size = max(result["gigabytes"] for result in results)
+    lines = [f"# Saving and loading {known['parameters']} parameters with AdamW state ({size} GB)", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines += ["| way | save (s) | load (s) | each save | each load |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {r['way']} | {r['save_s']:.2f} | {r['load_s']:.2f} | {_list(r['saves'])} | {_list(r['loads'])} |"
+        for r in results
+    ]
+    if background:
+        lines += [
+            "",
+            f"Saving in the background (`blocking=False`): training stands still for {_list(background['stalls'])} s; "
+            f"the files are complete after {_list(background['written_after_s'])} s. The {background['staging_gb']} GB "
+            f"of host memory it copies to were taken before, in {background['reserve_s']:.1f} s (`saving.reserve()` "
+            f"does that beside the first steps). Peak host memory of the whole benchmark: "
+            f"{background['peak_host_gb']} GB. hasten syncs to the disk before it says saved and verifies before it "
+            "loads; the others do neither, but where a row says synced.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _list(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.2f}" for number in numbers)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 
 ROW_BYTES: Final = 4096
 """A chunk is laid out in rows of this many bytes."""
-PIECE_BYTES: Final = 256 * ROW_BYTES
+PIECE_BYTES: Final = 512 * ROW_BYTES
 """What is summed at once: it fits the processor's cache, and is long enough for threads to run side by side."""
 _WORDS: Final = ROW_BYTES // 8
 Bytes = bytes | bytearray | memoryview

@@ -9,7 +9,6 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
@@ -171,29 +170,22 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
             call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _START_WRITEBACK)
 
 
-class _ReadBuffer(threading.local):
-    """One small buffer per thread, which stays in the processor's cache."""
+class ChunkReader(threading.local):
+    """Takes checksums of what lies on the disk, through one small buffer per thread that stays in the cache."""
 
     def __init__(self) -> None:
-        self.view = memoryview(bytearray(PIECE_BYTES))
+        self._view = memoryview(bytearray(PIECE_BYTES))
 
-
-def file_checksums(path: Path, size: int, chunk_bytes: int, pool: ThreadPoolExecutor) -> list[str]:
-    """The checksum of every chunk of a file, read on several threads; reading errors are raised, not mapped away."""
-    buffer = _ReadBuffer()
-    with path.open("rb") as file:
-        fd = file.fileno()
-
-        def one(start: int) -> str:
-            total, at, stop = Checksum(), start, min(start + chunk_bytes, size)
+    def checksum(self, path: Path, start: int, stop: int) -> str:
+        """The checksum of bytes start..stop of a file; errors of the disk are raised, not mapped away."""
+        total, at = Checksum(), start
+        with path.open("rb", buffering=0) as file:
             while at < stop:
                 wanted = min(PIECE_BYTES, stop - at)
-                count = _read_all(fd, buffer.view[:wanted], at)
-                total.update(buffer.view[:count])
+                count = _read_all(file.fileno(), self._view[:wanted], at)
+                total.update(self._view[:count])
                 at += wanted
-            return total.digest()
-
-        return list(pool.map(one, range(0, size, chunk_bytes)))
+        return total.digest()
 
 
 def _read_all(fd: int, view: memoryview, offset: int) -> int:

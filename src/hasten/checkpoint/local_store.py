@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.disk import BlobWriter, Disk, default_threads, file_checksums
+from hasten.checkpoint.disk import BlobWriter, ChunkReader, Disk, default_threads
 from hasten.checkpoint.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -85,9 +85,10 @@ class LocalDraft:
         with path.open("rb") as file:
             self._disk.sync(file.fileno())
         size = path.stat().st_size
+        reader, starts = ChunkReader(), range(0, size, CHUNK_BYTES)
         with ThreadPoolExecutor(self._threads or default_threads()) as pool:
-            sums = file_checksums(path, size, CHUNK_BYTES, pool)
-        return FileRecord(name=name, size=size, sums=tuple(sums))
+            sums = tuple(pool.map(lambda start: reader.checksum(path, start, min(start + CHUNK_BYTES, size)), starts))
+        return FileRecord(name=name, size=size, sums=sums)
 
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest, sync, and give the folder its final name."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import CheckpointStore, Json
-from hasten.checkpoint.disk import default_threads, file_checksums
+from hasten.checkpoint.disk import ChunkReader, default_threads
 from hasten.checkpoint.formats import Piece, read_tensors
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, inside
 from hasten.checkpoint.reshard import Copy
@@ -88,30 +88,43 @@ def verify_files(
     folder: Path, files: Sequence[FileRecord], chunk_bytes: int, progress: Progress | None = None
 ) -> list[str]:
     """What is wrong with the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
-    problems = []
+    problems = {file.name: problem for file in files if (problem := _at_first_sight(folder, file)) is not None}
+    reader = ChunkReader()
+    jobs = [(file, i) for file in files if file.name not in problems for i in range(len(file.sums))]
+
+    def check(job: tuple[FileRecord, int]) -> str | None:
+        file, index = job
+        start, stop = index * chunk_bytes, min((index + 1) * chunk_bytes, file.size)
+        try:
+            return reader.checksum(inside(folder, file.name), start, stop)
+        except OSError as error:
+            problems[file.name] = f"{file.name} cannot be read: {error}"
+            return None
+
+    bad: dict[str, list[int]] = {}
     with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-verify") as pool:
-        for file in files:
-            problem = _verify_file(folder, file, chunk_bytes, pool)
-            if problem is not None:
-                problems.append(problem)
+        for (file, index), now in zip(jobs, pool.map(check, jobs), strict=True):
+            if now != file.sums[index]:
+                bad.setdefault(file.name, []).append(index)
             if progress is not None:
-                progress(file.size)
-    return problems
+                progress(min(chunk_bytes, file.size - index * chunk_bytes))
+    for file in files:
+        if file.name in bad:
+            found = f"{file.name} has a wrong checksum in chunks {bad[file.name][:4]} of {len(file.sums)}"
+            problems.setdefault(file.name, found)
+    return [problems[file.name] for file in files if file.name in problems]
 
 
-def _verify_file(folder: Path, file: FileRecord, chunk_bytes: int, pool: ThreadPoolExecutor) -> str | None:
+def _at_first_sight(folder: Path, file: FileRecord) -> str | None:
+    """What the folder says of a file before it is read."""
     path = inside(folder, file.name)
     try:
         if not path.is_file():
             return f"{file.name} is missing"
         size = path.stat().st_size
-        if size != file.size:
-            return f"{file.name} has {size} bytes instead of {file.size} (truncated or replaced)"
-        sums = file_checksums(path, size, chunk_bytes, pool)
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
-    bad = [i for i, (now, then) in enumerate(zip(sums, file.sums, strict=True)) if now != then]
-    return f"{file.name} has a wrong checksum in chunks {bad[:4]} of {len(sums)}" if bad else None
+    return None if size == file.size else f"{file.name} has {size} bytes instead of {file.size} (truncated or replaced)"
 
 
 @contextmanager
