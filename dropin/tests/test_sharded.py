@@ -67,7 +67,7 @@ def test_losses_and_weights_equal_plain_torch_on_one_process(loop: Path) -> None
         torch.testing.assert_close(torch.tensor(found["weights"][name]), value, **CLOSE)
     for way, continued in found["continued"].items():
         torch.testing.assert_close(torch.tensor(continued), torch.tensor(losses[2:]), **CLOSE, msg=way)
-    assert len(found["continued"]) == 6
+    assert len(found["continued"]) == 8
 
 
 def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
@@ -148,6 +148,8 @@ def test_a_plugin_takes_what_callers_and_variables_give() -> None:
         FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD").to_hasten()
     with pytest.raises(ValueError, match="fsdp_version=3 does not exist"):
         FullyShardedDataParallelPlugin(fsdp_version=3)
+    with pytest.raises(ValueError, match="give one of FULL_STATE_DICT"):
+        FullyShardedDataParallelPlugin(state_dict_type="WHOLE")
     with pytest.raises(TypeError, match="give a name, or a function"):
         FullyShardedDataParallelPlugin(auto_wrap_policy=3).to_hasten()
 

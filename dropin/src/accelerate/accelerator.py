@@ -33,6 +33,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, fill
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_NAME, WEIGHTS_NAME
 from accelerate.utils.dataclasses import AutocastKwargs, ProfileKwargs
+from accelerate.utils.fsdp_checkpoints import load_original_parts
 from accelerate.utils.operations import _checked, gather_object
 from accelerate.utils.other import extract_model_from_parallel
 from hasten import trees
@@ -336,8 +337,12 @@ class Accelerator(Mirrors, hasten.Accelerator):
         for hook in list(self.saving._load_hooks.values()):
             hook(models, folder)
         done = self.prepared
+        optimizers: list[Any] = list(done.optimizers)
+        if self.strategy.caps.sharded_state:
+            load_original_parts(self, Path(folder), models)
+            models, optimizers = [], []
         checkpointing.load_accelerator_state(
-            folder, models, done.optimizers, done.schedulers, done.loaders, self.process_index, self.scaler, **kwargs
+            folder, models, optimizers, done.schedulers, done.loaders, self.process_index, self.scaler, **kwargs
         )
         for index, thing in enumerate(self._custom_objects):
             checkpointing.load_custom_state(thing, folder, index)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -81,6 +82,20 @@ def by_flags():
     return losses, {name: value.tolist() for name, value in whole.items()}
 
 
+def write_plain(folder):
+    """Two steps on one process, saved as the original package saves them: whole, the optimizer by position."""
+    model, optimizer = make()
+    for step in range(2):
+        x, y = batch(step)
+        (model(x) - y).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+
+
 def round_trips(folder):
     """State written half way by one layout goes on in another, by hand and with save_state."""
     before = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
@@ -109,10 +124,14 @@ def round_trips(folder):
         load_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, folder / name)
         load_fsdp_optimizer(accelerator.state.fsdp_plugin, accelerator, optimizer, model, folder / name)
         found[f"{name} by hand"] = train(accelerator, model, optimizer, range(2, 4))
-    accelerator = start(reshard_after_forward=False)
-    model, optimizer = accelerator.prepare(*make())
-    accelerator.load_state(str(folder / "sharded" / "state"))
-    found["load_state"] = train(accelerator, model, optimizer, range(2, 4))
+    if PartialState().is_main_process:
+        write_plain(folder / "plain")
+    PartialState().wait_for_everyone()
+    for name in ("sharded/state", "dcp", "plain"):
+        accelerator = start(reshard_after_forward=False)
+        model, optimizer = accelerator.prepare(*make())
+        accelerator.load_state(str(folder / name))
+        found[f"{name} by load_state"] = train(accelerator, model, optimizer, range(2, 4))
     return found
 
 

@@ -6,7 +6,7 @@ checkpoints of hasten; folders of torch.distributed.checkpoint, as the original 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from hasten.checkpoint.model_state import LoadReport, model_component, plan_mode
 from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
 from hasten.checkpoint.places import locate
 from hasten.checkpoint.reader import Found, open_checkpoint, run_copies
+from hasten.checkpoint.weights import load_weights
 from hasten.checkpoint.writer import finish, prepare, settle, start
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
@@ -133,6 +134,26 @@ def load_fsdp_optimizer(
         assert plan is not None, "the vote passed"
         run_copies(plan.copies)
         plan.finish()
+
+
+def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
+    """Fill sharded models and optimizers from a folder of the original package, sharded or whole. Ranks: every rank.
+
+    `wanted` are the models that no hook has loaded already.
+    """
+    plugin, done = accelerator.state.fsdp_plugin, accelerator.prepared
+    for index, model in enumerate(done.models):
+        if not any(accelerator.unwrap_model(model) is one for one in wanted):
+            continue
+        if _folder(folder, FSDP_MODEL_NAME, index).is_dir() or _file(folder, FSDP_MODEL_NAME, index).is_file():
+            load_fsdp_model(plugin, accelerator, model, folder, index)
+        else:
+            numbered = folder / f"model_{index}.safetensors"
+            load_weights(accelerator.unwrap_model(model), numbered if index else folder)
+    for index, optimizer in enumerate(done.optimizers):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owner = next((m for m in done.models if any(id(p) in held for p in m.parameters())), done.models[0])
+        load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
 
 
 def _folder(place: Path, stem: str, index: int) -> Path:

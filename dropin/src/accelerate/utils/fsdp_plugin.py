@@ -132,7 +132,12 @@ class FullyShardedDataParallelPlugin:
         chosen = state_dict_type or self.state_dict_type or "SHARDED_STATE_DICT"
         if isinstance(chosen, str):
             name = chosen.upper().removeprefix("STATEDICTTYPE.")
-            chosen = StateDictType(int(name)) if name.isdigit() else StateDictType[name]
+            known = {kind.name: kind for kind in StateDictType} | {str(kind.value): kind for kind in StateDictType}
+            if name not in known:
+                raise ValueError(
+                    f"state_dict_type={chosen!r} is unknown; give one of {', '.join(StateDictType.__members__)}."
+                )
+            chosen = known[name]
         self.state_dict_type = chosen
         if chosen is StateDictType.FULL_STATE_DICT:
             self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
