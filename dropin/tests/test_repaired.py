@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, ParallelismConfig, notebook_launcher, skip_first_batches
+from accelerate.commands import env
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser, words_of
 from accelerate.commands.to_fsdp2 import convert
 from accelerate.data_loader import DataLoaderShard
+from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration, write_basic_config
 from accelerate.utils.memory import find_executable_batch_size
@@ -162,3 +165,15 @@ def test_uneven_loaders_join_and_windows_clip_at_their_end(tmp_path: Path, warm:
     done = warm.run(tmp_path, [str(Path(__file__).parent / "scripts" / "two_ranks.py")], 2)
     assert not done.failed, done.err
     assert done.out == ["fine\n", ""]
+
+
+def test_a_logger_sets_no_level_but_its_own() -> None:
+    before = logging.getLogger().level
+    assert get_logger("repaired.level", log_level="DEBUG").logger.level == logging.DEBUG
+    assert logging.getLogger().level == before
+
+
+def test_env_needs_no_other_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert env.run([]) == 0
+    assert "`Accelerate` version: 1.15.0+hasten" in capsys.readouterr().out

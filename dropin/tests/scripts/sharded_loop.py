@@ -64,7 +64,9 @@ def train(accelerator, model, optimizer, steps):
 def start(**plugin):
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    before = dict(os.environ)
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None)
+    assert dict(os.environ) == before  # settings given in code stay there
     assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     return accelerator
 
