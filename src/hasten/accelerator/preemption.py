@@ -61,13 +61,21 @@ class Preemption:
         self.listen()
         if self._agreed:
             return True
-        mine = self._received is not None
-        if self._comm.size > 1:
-            mine = bool(self._comm.all_reduce(torch.tensor([mine], dtype=torch.int32), "max").item())
-        if mine:
-            self._agreed = True
-            log.warning("told to stop by %s; save and exit with code %d", told_by(self._received), PREEMPTED_EXIT_CODE)
-        return mine
+        # Signal and rank in one number, so that the main process can say both and the others need not repeat it.
+        comm, word = self._comm, 0
+        if self._received is not None:
+            word = (self._received + 2) * comm.size + comm.rank
+        if comm.size > 1:
+            word = int(comm.all_reduce(torch.tensor([word], dtype=torch.int32), "max").item())
+        if not word:
+            return False
+        self._agreed = True
+        if comm.rank == 0:
+            number, position = divmod(word, comm.size)
+            log.warning(
+                "%s; save and exit with code %d", told_by(number - 2, comm.ranks[position]), PREEMPTED_EXIT_CODE
+            )
+        return True
 
     def close(self) -> None:
         """Put the handlers back that were there before."""
@@ -108,8 +116,6 @@ class FinishFirst:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def told_by(received: int | None) -> str:
-    """Who asked for the stop, given what this process received."""
-    if received is None:
-        return "another rank"
-    return "this program" if received < 0 else signal.Signals(received).name
+def told_by(received: int, rank: int) -> str:
+    """Who asked for the stop, and which rank heard it."""
+    return f"rank {rank} was told to stop by {'the program itself' if received < 0 else signal.Signals(received).name}"

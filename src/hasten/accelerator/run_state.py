@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +29,9 @@ from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.names import plain_name
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
+from hasten.runtime.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 class Stateful(Protocol):

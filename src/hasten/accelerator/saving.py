@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +21,17 @@ from hasten.checkpoint.gathering import gathered
 from hasten.checkpoint.layout import Sizes
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.model_state import LoadReport
-from hasten.checkpoint.places import join_place, locate, newest, next_number, number_of, numbered, open_store
+from hasten.checkpoint.places import (
+    join_place,
+    locate,
+    locate_existing,
+    newest,
+    next_number,
+    number_of,
+    numbered,
+    open_store,
+    tell_passed_over,
+)
 from hasten.checkpoint.reader import Checkpoint, open_checkpoint
 from hasten.checkpoint.retention import Retention
 from hasten.checkpoint.writer import (
@@ -41,6 +50,7 @@ from hasten.runtime.context import ProcessContext
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -203,13 +213,8 @@ class Saving:
         if output_dir is not None:
             return locate(output_dir)
         store = open_store(self._automatic_root())
-        names, error = [], None
-        if self._ctx.is_main:
-            try:
-                names = store.names()
-            except (OSError, HastenError) as problem:
-                error = problem
-        settle(self._ctx.world, error, f"looking for checkpoints in {store.address}")
+        look = store.names if self._ctx.is_main else list[str]
+        names = self._agreed(look, f"looking for checkpoints in {store.address}")
         number = next_number(names, self._iteration)
         return store, numbered(self._ctx.world.broadcast_object(number))
 
@@ -327,14 +332,9 @@ class Saving:
 
     def _source(self, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:
         if input_dir is not None:
-            return locate(input_dir)
+            return self._agreed(lambda: locate_existing(input_dir), f"looking for {input_dir}")
         store = open_store(self._automatic_root())
-        name, error = "", None
-        try:
-            name = newest(store)
-        except HastenError as problem:
-            error = problem
-        settle(self._ctx.world, error, "looking for the newest checkpoint")
+        name = self._agreed(lambda: newest(store), "looking for the newest checkpoint")
         seen: list[str] = self._ctx.world.all_gather_object(name)
         if len(set(seen)) > 1:  # machines with disks of their own: take the newest that all of them have
             name = min(seen, key=lambda item: number_of(item) or 0)
@@ -344,7 +344,19 @@ class Saving:
                     f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
                     "everywhere. Give the path of one that every machine has."
                 )
+        if self._ctx.is_main:
+            tell_passed_over(store, name)
         return store, name
+
+    def _agreed(self, look: Callable[[], T], label: str) -> T:
+        found, error = None, None
+        try:
+            found = look()
+        except (OSError, HastenError) as problem:
+            error = problem
+        settle(self._ctx.world, error, label)
+        assert found is not None, "the vote passed"
+        return found
 
     def _plan(self, checkpoint: Checkpoint, strict: bool) -> Restore:
         plan, error = None, None
@@ -377,12 +389,3 @@ class Saving:
 def _finite(value: float) -> float | None:
     number = float(value)
     return number if number == number and abs(number) != float("inf") else None
-
-
-@contextmanager
-def closing(saving: Saving) -> Iterator[Saving]:
-    """The object, closed at the end of the block."""
-    try:
-        yield saving
-    finally:
-        saving.close()

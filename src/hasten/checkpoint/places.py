@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.local_store import LocalStore
+from hasten.checkpoint.manifest import MANIFEST_NAME
 from hasten.checkpoint.remote_store import RemoteStore, is_url
 from hasten.errors import ConfigError, IncompleteCheckpointError
 
+log = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
@@ -36,6 +39,51 @@ def locate(place: str | Path) -> tuple[CheckpointStore, str]:
     if not path.name:
         raise ConfigError(f"{place} is the root of the file system; give a folder for the checkpoint.")
     return LocalStore(path.parent), path.name
+
+
+def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
+    """The store and name of a checkpoint to be read.
+
+    Raises: IncompleteCheckpointError when there is nothing, or a file, where its folder should be.
+    """
+    store, name = locate(place)
+    if isinstance(store, LocalStore):
+        path = store.folder(name)
+        if path.is_file():
+            inside = (path.parent / MANIFEST_NAME).is_file()
+            hint = f"give the folder it is in, {path.parent}" if inside else "give such a folder"
+            raise IncompleteCheckpointError(
+                f"{place} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
+            )
+        if not path.exists():
+            raise IncompleteCheckpointError(
+                f"{place} does not exist, so there is no checkpoint to load. Check the path (the current folder is "
+                f"{Path.cwd()}); `hasten ckpt list {path.parent}` shows what is there."
+            )
+    return store, name
+
+
+def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
+    """Numbered checkpoints that are newer than `chosen` and not complete, oldest first: what a crash left, or a copy."""
+    names = set(store.names())
+    root = Path(store.address)
+    if isinstance(store, LocalStore) and root.is_dir():
+        names |= {entry.name for entry in root.iterdir() if entry.is_dir()}
+    least = number_of(chosen) or 0
+    newer = sorted((n, name) for name in names if (n := number_of(name)) is not None and n > least)
+    return [name for _, name in newer if not store.complete(name)]
+
+
+def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
+    """Say in the log which newer checkpoints are not taken."""
+    if skipped := passed_over(store, chosen):
+        log.warning(
+            "taking %s in %s and passing over what is newer: %s (no manifest, or not all files, as after a crash or a copy "
+            "that did not end)",
+            chosen,
+            store.address,
+            ", ".join(skipped),
+        )
 
 
 def numbered(number: int) -> str:

@@ -6,14 +6,15 @@ import logging
 import time
 from collections.abc import Sequence
 
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
-from hasten.errors import MissingRanksError
+from hasten.errors import MissingRanksError, PeerFailedError
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.02
 _TELL_AFTER_S = 30.0
+_LOOK_EVERY_S = 1.0
 
 
 class RollCall:
@@ -25,23 +26,33 @@ class RollCall:
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
         self._turn = 0
+        self._seen = ""  # who was where at the last look, for the case that there is no further one
 
     def wait(self, label: str, timeout_s: float | None = None) -> None:
         """Return when every rank has checked in with this label."""
         self._turn += 1
-        turn, store = self._turn, self._store
         limit = self._timeout_s if timeout_s is None else timeout_s
+        self._seen = ""
+        started = time.monotonic()
+        try:
+            self._check_in(self._turn, label, limit, started)
+        except DistNetworkError as error:
+            raise self._lost(label, time.monotonic() - started) from error
+
+    def _check_in(self, turn: int, label: str, limit: float, started: float) -> None:
+        store = self._store
         store.set(f"{turn}/{self._rank}", label)
         if store.add(f"{turn}/count/{label}", 1) == len(self._ranks):
             store.set(f"{turn}/open", "1")
             self._forget(turn - 1, label)
             return
-        started = time.monotonic()
-        pause, told = _FIRST_PAUSE_S, False
+        pause, told, next_look_s = _FIRST_PAUSE_S, False, _LOOK_EVERY_S
         while not store.check([f"{turn}/open"]):
             waited = time.monotonic() - started
             if waited > limit:
                 raise self._missing(turn, label, limit)
+            if waited > next_look_s:
+                self._seen, next_look_s = self._whereabouts(turn, label)[1], waited + _LOOK_EVERY_S
             if waited > _TELL_AFTER_S and not told:
                 told = True
                 log.warning(
@@ -68,6 +79,14 @@ class RollCall:
             "Every rank must make this call: move it out of `if is_main_process:` blocks, or look for the error "
             "that stopped the missing ranks.",
             missing,
+        )
+
+    def _lost(self, label: str, waited_s: float) -> PeerFailedError:
+        seen = f" When last seen: {self._seen}." if self._seen else ""
+        return PeerFailedError(
+            f"rank {self._rank} lost the group's store after {waited_s:.1f} s at {label!r}: the process that serves it (rank 0, or "
+            f"the launcher of machine 0) has ended, so ranks {list(self._ranks)} cannot meet any more.{seen} Look for the "
+            "error that ended it; this rank only noticed."
         )
 
     def _forget(self, turn: int, label: str) -> None:

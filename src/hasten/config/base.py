@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Any, ClassVar, Final, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
 
 from hasten.config.decode import Mismatch, decode, describe
-from hasten.errors import SettingValueError
+from hasten.errors import ConfigError, SettingValueError, UnknownSettingError
 
 _META: Final = "hasten"
 
@@ -60,7 +60,8 @@ def settings(cls: type[S]) -> type[S]:
     build: Callable[..., None] = made.__init__
 
     @wraps(build)
-    def init(self: S, **values: Any) -> None:
+    def init(self: S, *unnamed: Any, **values: Any) -> None:
+        _check_names(made, unnamed, values)
         # None where it has no meaning of its own says "not given", as scripts written for other libraries do.
         values = {name: value for name, value in values.items() if value is not None or not _refuses_none(made, name)}
         build(self, **values)
@@ -70,6 +71,20 @@ def settings(cls: type[S]) -> type[S]:
 
     made.__init__ = init  # type: ignore[method-assign, assignment]
     return made
+
+
+def _check_names(cls: type[Section], unnamed: tuple[Any, ...], values: Mapping[str, Any]) -> None:
+    """Return if every value has the name of a setting; plain Python would say neither the class nor the nearest name."""
+    known = list(cls.__dataclass_fields__)
+    if unnamed:
+        raise ConfigError(
+            f"{cls.__name__} got {', '.join(map(repr, unnamed))} without a name, so it is unclear which setting is meant; "
+            f"write for example {cls.__name__}({known[0]}={unnamed[0]!r})."
+        )
+    if unknown := next((name for name in values if name not in known), None):
+        near = get_close_matches(unknown, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}."
+        raise UnknownSettingError(f"{cls.__name__} has no setting {unknown!r}; {hint}")
 
 
 def _refuses_none(cls: type[Section], name: str) -> bool:

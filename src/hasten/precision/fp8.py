@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -17,8 +16,9 @@ from hasten.modules import forwarding, surgery
 from hasten.optional import available, need
 from hasten.precision.autocast import AutocastPrecision
 from hasten.precision.base import StepResult
+from hasten.runtime.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _MARK = "_hasten_fp8"
 

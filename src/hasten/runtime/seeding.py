@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from hasten.comm.base import Comm
 from hasten.errors import ConfigError, CorruptCheckpointError, DeviceError
 from hasten.optional import need
 from hasten.runtime import env
+from hasten.runtime.logs import get_logger
 from hasten.runtime.topology import Topology
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 RNG_TYPES: Final = ("python", "numpy", "torch", "device", "generator")
 _CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"

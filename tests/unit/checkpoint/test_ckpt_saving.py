@@ -271,8 +271,8 @@ for how in sys.argv[2:]:
 
 
 def test_who_told_the_run_to_stop_is_said_in_words() -> None:
-    said = [told_by(number) for number in (None, -1, signal.SIGTERM)]
-    assert said == ["another rank", "this program", "SIGTERM"]
+    said = [told_by(number, 3) for number in (-1, signal.SIGTERM)]
+    assert said == [f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")]
 
 
 def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hasten.config.resolve import Resolved, build, decode_all, merge, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, FieldInfo, subsection
 from hasten.config.source import PRECEDENCE, Entry, Source, SourceKind
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, UnknownSettingError
 
 
 def sections(cls: type[Section] = Config) -> list[type[Section]]:
@@ -102,6 +102,17 @@ WITH_SAMPLES = [info for info in SETTABLE if samples(info.type)]
 
 def test_every_settable_field_is_covered() -> None:
     assert list(SETTABLE) == WITH_SAMPLES
+
+
+@pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
+def test_a_misspelt_name_in_code_is_told_with_the_nearest(cls: type[Section]) -> None:
+    name = max(cls.__dataclass_fields__, key=len)
+    wrong: dict[str, Any] = {name + "x": None}
+    with pytest.raises(UnknownSettingError, match=f"{cls.__name__} has no setting '{name}x'; did you mean {name}"):
+        cls(**wrong)
+    unnamed: tuple[Any, ...] = ("there",)
+    with pytest.raises(ConfigError, match=f"{cls.__name__} got 'there' without a name"):
+        cls(*unnamed)
 
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
