@@ -313,7 +313,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
                 "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
                 "ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
-        self._sharding.follow()
+        self._sharding.follow_form()
         place = super().save_state(None if automatic else output_dir, safe_serialization)
         self.project_configuration.iteration = self.saving.iteration
         return place

@@ -23,7 +23,12 @@ class FollowedPlugin:
         self.plugin = given
         if given is None and accelerator.strategy.caps.sharded_state:
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
-        self._taken = None if self.plugin is None else self.plugin.to_hasten()
+        self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
+
+    def follow_form(self) -> None:
+        """Write checkpoints in the form the plugin says now."""
+        if self.plugin is not None:
+            self._accelerator.saving._whole = self.plugin.whole_checkpoints
 
     def follow(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
@@ -32,8 +37,7 @@ class FollowedPlugin:
         """
         if self.plugin is None:
             return
-        self._accelerator.saving._whole = self.plugin.whole_checkpoints
-        now = self.plugin.to_hasten()
+        now = self.plugin.to_hasten(say=False)
         if (changed := _changed(self._taken, now)) == []:
             return
         if self._accelerator.prepared.models:

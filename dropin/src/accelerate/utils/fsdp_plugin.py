@@ -111,7 +111,7 @@ class FullyShardedDataParallelPlugin:
         made = cls(
             reshard_after_forward=settings.reshard_after_forward,
             mixed_precision_policy=settings.mixed_precision_policy,
-            auto_wrap_policy=settings.auto_wrap_policy,
+            auto_wrap_policy=None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy,
             cpu_offload=settings.cpu_offload,
             ignored_modules=settings.ignored_modules,
             state_dict_type=settings.state_dict_type,
@@ -181,8 +181,8 @@ class FullyShardedDataParallelPlugin:
         """Whether checkpoints hold whole tensors instead of shards."""
         return self.state_dict_type is StateDictType.FULL_STATE_DICT
 
-    def to_hasten(self) -> hasten.FullyShardedDataParallelPlugin:
-        """The same in hasten's terms; what FSDP1 alone knew is translated, and said."""
+    def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
+        """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
         offload = self.cpu_offload if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
         old: dict[str, Any] = {
             "reshard_after_forward": self.reshard_after_forward,
@@ -193,7 +193,7 @@ class FullyShardedDataParallelPlugin:
             "limit_all_gathers": self.limit_all_gathers,
         }
         translated, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
-        for sentence in said:
+        for sentence in said if say else ():
             log.info(sentence)
         values: dict[str, Any] = {
             "reshard_after_forward": translated.reshard_after_forward,
