@@ -292,15 +292,17 @@ print(json.dumps([cell["outputs"] for cell in notebook.cells]))
 """
 CELLS: Final = (
     """
-import os
+import os, socket, time
 from hasten import notebook_launcher
-def total(scale):
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    x = torch.tensor([scale * dist.get_rank()])
-    dist.all_reduce(x)
-    dist.destroy_process_group()
-    return x.item()
+def total(scale):  # of what all ranks say; without torch, which would take most of this test's time
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0:
+        server = socket.create_server(("", 5578))
+        return sum(int(server.accept()[0].recv(9)) for _ in range(world - 1))
+    while True:
+        try: link = socket.create_connection((os.environ["MASTER_ADDR"], 5578)); break
+        except OSError: time.sleep(0.05)
+    link.sendall(str(scale * rank).encode())
 def launch(node_rank):
     return notebook_launcher(
         total, (10,), 2, master_addr="10.77.0.1", node_rank=node_rank, num_nodes=2, use_port=29519, cpu=True)
