@@ -74,22 +74,29 @@ class _Backend(GeneralTracker):
         self.run_name = run_name or "run"
         self.logging_dir = logging_dir
         self.init_kwargs = kwargs
-        self._inner: Any = None
+        self._run: Any = None
+        self._begun = False
         self._step = -1
         self._config: dict[str, Any] = {}
 
     def start(self) -> None:
-        self._inner = registry.build(self.name)[0]
-        folder = Path(self.logging_dir or "runs")
-        run = Run(
-            project=self.run_name, run_id=self.run_name, directory=folder, config=self._config, options=self.init_kwargs
-        )
-        self._inner.start(run)
+        self._begun = True
+
+    def _open(self) -> Any:
+        """hasten's tracker, opened when it is first needed: settings are given with the run, and come after its start."""
+        if self._run is None:
+            self._run = registry.build(self.name)[0]
+            folder = Path(self.logging_dir or "runs")
+            name = self.run_name
+            self._run.start(
+                Run(project=name, run_id=name, directory=folder, config=self._config, options=self.init_kwargs)
+            )
+        return self._run
 
     @property
     def tracker(self) -> Any:
         """The package's own run or writer."""
-        return self._inner.native
+        return self._open().native
 
     @property
     def run(self) -> Any:
@@ -101,21 +108,22 @@ class _Backend(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self._config = dict(plain_config(values))
-        if self._inner is not None:  # settings are given with the run: open it again with them
-            self._inner.finish(False)
-            self.start()
+        if self._run is not None:  # values were logged before the settings: open the run again with them
+            self._run.finish(False)
+            self._run = None
+        self._open()
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self._step = self._step + 1 if step is None else int(step)
         plain = {key: value.item() if hasattr(value, "item") else value for key, value in flatten(values)}
-        self._inner.log(Entry(values=plain, step=self._step, time_s=time.time(), options=kwargs))
+        self._open().log(Entry(values=plain, step=self._step, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images."""
         images = {key: as_pixels(key, value) for key, value in values.items()}
-        self._inner.log_images(ImageEntry(images=images, step=step or 0, time_s=time.time(), options=kwargs))
+        self._open().log_images(ImageEntry(images=images, step=step or 0, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def log_table(
@@ -133,14 +141,14 @@ class _Backend(GeneralTracker):
         entry = TableEntry(
             name=table_name, columns=columns, rows=data, step=step or 0, time_s=time.time(), options=kwargs
         )
-        self._inner.log_table(entry)
+        self._open().log_table(entry)
 
     @on_main_process
     def finish(self) -> None:
-        if self._inner is not None:
-            self._inner.flush()
-            self._inner.finish(False)
-            self._inner = None
+        if self._begun:
+            self._open().flush()
+            self._open().finish(False)
+            self._run, self._begun = None, False
 
 
 class TensorBoardTracker(_Backend):
