@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
@@ -174,7 +175,9 @@ class ChunkReader(threading.local):
     """Takes checksums of what lies on the disk, through one small buffer per thread that stays in the cache."""
 
     def __init__(self) -> None:
-        self._view = memoryview(bytearray(PIECE_BYTES))
+        self._view = memoryview(
+            np.empty(PIECE_BYTES, np.uint8).data
+        )  # not cleared first, which would hold other threads up
 
     def checksum(self, path: Path, start: int, stop: int) -> str:
         """The checksum of bytes start..stop of a file; errors of the disk are raised, not mapped away."""

@@ -74,7 +74,7 @@ def save_model(
         raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
     limit = parse_size(max_shard_size)
     plans = plan_component("model", component, 0, (0,), Sizes(limit, limit))
-    blobs = {plan.name: encode(component, plan) for plan in plans}
+    blobs = {plan.name: encode(component, plan)[0] for plan in plans}
     if len(plans) > 1:
         end = "safetensors" if safe_serialization else "bin"
         stem = "model" if safe_serialization else "pytorch_model"

@@ -24,7 +24,7 @@ from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpo
 _METADATA = "__metadata__"
 _OURS = "hasten"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
-_DTYPES: Final = MappingProxyType(
+DTYPES: Final = MappingProxyType(
     {
         "BOOL": torch.bool,
         "U8": torch.uint8,
@@ -45,7 +45,7 @@ _DTYPES: Final = MappingProxyType(
         "F8_E8M0": torch.float8_e8m0fnu,
     }
 )
-_NAMES: Final = MappingProxyType({dtype: name for name, dtype in _DTYPES.items()})
+DTYPE_NAMES: Final = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +119,13 @@ def encode_safetensors(
     at = 0
     for key in order:
         tensor = dense(local_data(own[key]), key)
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"{key} has dtype {tensor.dtype}, which safetensors cannot hold. Convert it, or save with "
                 "safe_serialization=False."
             )
         size = tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
         if size:
             segments.append(tensor)
@@ -158,14 +158,14 @@ def _read_safetensors(path: Path) -> TensorFile:
         header = json.loads(file.read(length))
     metadata = header.pop(_METADATA, {})
     ours = json.loads(metadata.get(_OURS, "{}"))
-    raw = _mapped(path, size)
+    raw = mapped(path, size)
     slices = ours.get("slices", {})
     pieces, at = {}, 8 + length
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         tensor, at = _entry(raw, key, entry, 8 + length, at)
         shape, offset = slices.get(key, (list(tensor.shape), [0] * tensor.dim()))
-        pieces[key] = Piece(tensor, _dims(shape), _dims(offset))
-        _check_piece(key, pieces[key])
+        pieces[key] = Piece(tensor, dims(shape), dims(offset))
+        check_piece(key, pieces[key])
     if at != size:
         raise ValueError(f"{size - at} bytes after the last tensor")
     aliases = {str(alias): str(name) for alias, name in ours.get("aliases", {}).items()}
@@ -176,7 +176,7 @@ def _read_safetensors(path: Path) -> TensorFile:
 
 
 def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) -> tuple[Tensor, int]:
-    dtype, shape = _DTYPES[entry["dtype"]], _dims(entry["shape"])
+    dtype, shape = DTYPES[entry["dtype"]], dims(entry["shape"])
     start, end = (base + int(offset) for offset in entry["data_offsets"])
     if start != at or end - start != math.prod(shape) * dtype.itemsize or end > raw.numel():
         raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
@@ -186,19 +186,22 @@ def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) 
     return piece.view(dtype).reshape(shape), end
 
 
-def _mapped(path: Path, size: int) -> Tensor:
+def mapped(path: Path, size: int) -> Tensor:
+    """A file's bytes, read when they are looked at."""
     storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _dims(values: Any) -> tuple[int, ...]:
-    dims = tuple(values)
-    if any(type(value) is not int or not 0 <= value < 2**62 for value in dims):
+def dims(values: Any) -> tuple[int, ...]:
+    """A shape that a file claims, if it is one."""
+    shape = tuple(values)
+    if any(type(value) is not int or not 0 <= value < 2**62 for value in shape):
         raise ValueError(f"{values!r} is not a shape")
-    return dims
+    return shape
 
 
-def _check_piece(key: str, piece: Piece) -> None:
+def check_piece(key: str, piece: Piece) -> None:
+    """Raise unless the piece lies inside its tensor."""
     local = piece.data.shape
     fits = len(piece.shape) == len(piece.offset) == len(local) and all(
         start + length <= total for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
@@ -208,7 +211,12 @@ def _check_piece(key: str, piece: Piece) -> None:
 
 
 def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
-    """One torch file, as `torch.save` writes it, holding the state in its natural nesting.
+    """One torch file, as `torch.save` writes it, holding the state in its natural nesting."""
+    return lay_out_torch(tensors, data)[0]
+
+
+def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> tuple[Blob, dict[str, int]]:
+    """One torch file, and where in it the bytes of each tensor begin.
 
     `torch.save` lays the file out with the bytes left blank; the tensors themselves follow as segments, so that they
     can be written in parallel and copied from a device piece by piece.
@@ -232,7 +240,8 @@ def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Bl
         path = Path(folder) / "archive"
         with skip_data():
             torch.save(nested, path)
-        return _fill(path, owned, [order[id(blank)] for blank in _storages(nested)])
+        blob, begins = _fill(path, owned, [order[id(blank)] for blank in _storages(nested)])
+    return blob, {key: begins[order[id(blank)]] for key, blank in blanks.items()}
 
 
 def _storages(value: Any) -> list[Tensor]:
@@ -254,8 +263,8 @@ def _storages(value: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def _fill(path: Path, owned: list[Tensor], order: list[int]) -> Blob:
-    """Put the tensors where the blank archive left room for them."""
+def _fill(path: Path, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
+    """Put the tensors where the blank archive left room for them, and say where that was."""
     size = path.stat().st_size
     segments: list[bytes | Tensor] = []
     reader: Any = torch._C.PyTorchFileReader(str(path))  # Any: the stubs lack get_record_offset
@@ -272,7 +281,7 @@ def _fill(path: Path, owned: list[Tensor], order: list[int]) -> Blob:
             at = offset + num_bytes
         file.seek(at)
         segments.append(file.read(size - at))
-    return Blob(segments, size)
+    return Blob(segments, size), {index: offset for offset, index in places}
 
 
 def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from hasten.checkpoint.base import CheckpointStore, Json
 from hasten.checkpoint.disk import ChunkReader, default_threads
-from hasten.checkpoint.formats import Piece, read_tensors
+from hasten.checkpoint.formats import Piece, TensorFile, read_tensors
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, inside
 from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.sidecar import SUFFIX, read_by_sidecar
 from hasten.checkpoint.transfer import HostBuffer, as_bytes, device_of, worker_pool
 from hasten.checkpoint.writer import settle
 from hasten.comm.base import Comm
@@ -71,7 +72,7 @@ class Checkpoint:
         found = Found(name, record.kind)
         data = None
         for file in files:
-            content = read_tensors(inside(self.folder, file.name), self._allow_pickle)
+            content = self._content(file.name)
             for key, piece in content.pieces.items():
                 known = found.pieces.setdefault(key, [])
                 if known and known[0].data.dtype != piece.data.dtype:
@@ -82,6 +83,12 @@ class Checkpoint:
             found.aliases.update(content.aliases)
             data = content.data if content.data is not None else data
         return Found(name, record.kind, found.pieces, found.aliases, data)
+
+    def _content(self, file: str) -> TensorFile:
+        path, beside = inside(self.folder, file), file + SUFFIX
+        if any(other.name == beside for other in self.manifest.files):
+            return read_by_sidecar(path, inside(self.folder, beside))
+        return read_tensors(path, self._allow_pickle)
 
 
 def verify_files(

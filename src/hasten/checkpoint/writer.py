@@ -13,10 +13,11 @@ import msgspec
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree, local_data
-from hasten.checkpoint.formats import encode_safetensors, encode_torch
+from hasten.checkpoint.formats import encode_safetensors
 from hasten.checkpoint.layout import FilePlan, Sizes, check_names, hub_index, plan_component
 from hasten.checkpoint.manifest import ComponentRecord, FileRecord, Manifest
 from hasten.checkpoint.retention import Kept, Retention, expired
+from hasten.checkpoint.sidecar import SUFFIX, encode_with_sidecar
 from hasten.comm.agreement import vote
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, HastenError, MismatchError, PeerFailedError
@@ -145,7 +146,10 @@ def prepare(
         mine = {file: plan for file, plan in check_names(plans).items() if plan.writer == rank}
         announce([local_data(tree.components[p.component].tensors[key]) for p in mine.values() for key in p.keys])
         for file, plan in mine.items():
-            blobs[file], owners[file] = encode(tree.components[plan.component], plan), plan
+            blobs[file], sidecar = encode(tree.components[plan.component], plan)
+            owners[file] = plan
+            if sidecar is not None:
+                blobs[file + SUFFIX], owners[file + SUFFIX] = sidecar, None
     except (HastenError, ValueError, RuntimeError, OSError) as problem:
         error = problem
     try:
@@ -159,13 +163,13 @@ def prepare(
     return Prepared(blobs, owners, records)
 
 
-def encode(component: Component, plan: FilePlan) -> Blob:
-    """The bytes of one planned file."""
+def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
+    """The bytes of one planned file, and those of the file beside it that helps to read it, if any."""
     tensors = {key: component.tensors[key] for key in plan.keys}
     data = component.data if plan.with_data else None
     if plan.format == "torch":
-        return encode_torch(tensors, data)
-    return encode_safetensors(tensors, data)
+        return encode_with_sidecar(tensors, data)
+    return encode_safetensors(tensors, data), None
 
 
 def _compare(tree: StateTree, comm: Comm) -> None:
