@@ -16,7 +16,7 @@ from hasten.launch.failure import Failure
 _SILENCE_S: Final = 60.0
 _NO_ANSWER_S: Final = 30.0
 _LOOK_EVERY_S: Final = 1.0
-_CLOSE_S: Final = 2.0
+_CLOSE_S: Final = 0.5  # the thread is a daemon: one that is stuck in a dead connection is left behind
 
 
 class PeerMachineFailed(LaunchError):
