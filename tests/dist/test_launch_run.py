@@ -298,15 +298,24 @@ def save_and_leave(*_):
     time.sleep(float(sys.argv[1]))
     open(f'saved-{rank}', 'w').close()
     sys.exit(85)
-signal.signal(signal.SIGTERM, save_and_leave)
+for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, save_and_leave)
 open(f'ready-{rank}', 'w').close()
 time.sleep(100)
 """
 
 
-@pytest.mark.parametrize(("count", "takes", "code"), [(1, "0.3", 85), (2, "0.3", 85), (2, "60", 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "count", "takes", "code"),
+    [
+        (signal.SIGTERM, 1, "0.3", 85),
+        (signal.SIGUSR1, 1, "0.3", 85),
+        (signal.SIGUSR1, 2, "0.3", 85),
+        (signal.SIGTERM, 2, "0.3", 85),
+        (signal.SIGTERM, 2, "60", 128 + signal.SIGTERM),
+    ],
+)
 def test_a_launcher_told_to_stop_lets_the_processes_save(
-    zygote: subprocess.Popen[str], folder: Path, count: int, takes: str, code: int
+    zygote: subprocess.Popen[str], folder: Path, number: signal.Signals, count: int, takes: str, code: int
 ) -> None:
     """The exit code of a preempted run reaches the scheduler, which then knows to start it again."""
     argv = ["launch", "--cpu", f"--num_processes={count}", "--stop_grace_s=1", write(folder, SAVES_WHEN_TOLD), takes]
@@ -317,7 +326,7 @@ def test_a_launcher_told_to_stop_lets_the_processes_save(
     zygote.stdin.flush()
     launcher = int(zygote.stdout.readline())
     wait_until(lambda: len(list(folder.glob("ready-?"))) == count)
-    os.kill(launcher, signal.SIGTERM)
+    os.kill(launcher, number)
     assert not wait_until_gone([launcher])
     assert int((folder / "said.code").read_text()) == code
     assert len(list(folder.glob("saved-?"))) == (count if code == 85 else 0)

@@ -46,7 +46,7 @@ class LaunchConfig(Section):
     rdzv_conf: str | None = setting(None, "further options of the meeting, key=value,…")
     max_restarts: int = setting(0, "restarts after a failed process", minimum=0)
     stop_grace_s: float = setting(
-        120.0, "seconds that processes get to save and end after SIGTERM, before they are killed", minimum=0
+        120.0, "seconds that processes get to save and end after SIGTERM or SIGUSR1, before they are killed", minimum=0
     )
     monitor_interval: float = setting(0.1, "seconds between looks at the processes", minimum=0)
     role: str = setting("default", "role name of the processes")

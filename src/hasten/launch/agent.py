@@ -31,7 +31,7 @@ from hasten.launch import network, verdict
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
-from hasten.launch.guard import Interrupted, SignalGuard, kill_groups
+from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
 from hasten.launch.peers import PeerMachineFailed, Peers
 from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
 
@@ -82,8 +82,8 @@ class Agent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SHUTDOWN_S) -> None:
-        """End the processes; after a SIGTERM from outside they may save first, and that takes the time it takes."""
-        told = isinstance(sys.exception(), SignalException) and death_sig == signal.SIGTERM
+        """End the processes; when told to from outside they may save first, and that takes the time it takes."""
+        told = isinstance(sys.exception(), SignalException) and death_sig in SAVING
         super()._shutdown(death_sig, math.ceil(self._stop_grace_s) if told else timeout)
 
     def all_saved(self) -> bool:
@@ -118,7 +118,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
         guard = SignalGuard(
             lambda: agent.groups if agent else (),
             grace_s=_SHUTDOWN_S + 5,
-            grace_after_term_s=supervision.stop_grace_s + 5,
+            saving_grace_s=supervision.stop_grace_s + 5,
             last_words=say,
         )
         with guard:

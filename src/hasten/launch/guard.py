@@ -10,7 +10,10 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Final, Self
 
-_WATCHED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVING: Final = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals after which a program may save before it ends; schedulers send either."""
+STOPPING: Final = (signal.SIGINT, signal.SIGHUP, *SAVING)
+"""Signals that end a job; they are passed on to its processes."""
 
 
 class Interrupted(Exception):
@@ -34,11 +37,11 @@ class SignalGuard:
         *,
         grace_s: float,
         last_words: Callable[[str], None],
-        grace_after_term_s: float | None = None,
+        saving_grace_s: float | None = None,
     ) -> None:
         self._groups = groups
         self._grace_s = grace_s
-        self._grace_after_term_s = grace_s if grace_after_term_s is None else grace_after_term_s
+        self._saving_grace_s = grace_s if saving_grace_s is None else saving_grace_s
         self._last_words = last_words
         self._first: tuple[int, float] | None = None
         self._ended = threading.Event()
@@ -50,7 +53,7 @@ class SignalGuard:
     def __enter__(self) -> Self:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
-        self._old_handlers = {number: signal.signal(number, self._raise) for number in _WATCHED}
+        self._old_handlers = {number: signal.signal(number, self._raise) for number in STOPPING}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread.start()
         return self
@@ -78,14 +81,14 @@ class SignalGuard:
                 self._first = (number, time.monotonic())
             if self._first is not None:
                 number, since = self._first
-                grace = self._grace_after_term_s if number == signal.SIGTERM else self._grace_s
+                grace = self._saving_grace_s if number in SAVING else self._grace_s
                 grace = grace if list(self._groups()) else 2.0
                 if time.monotonic() - since > grace:
                     self._end(number, f"nothing ended within {grace:g} s")
 
     def _signals(self) -> list[int]:
         try:
-            return [n for n in os.read(self._read, 64) if n in _WATCHED]
+            return [n for n in os.read(self._read, 64) if n in STOPPING]
         except BlockingIOError:
             return []
 

@@ -22,7 +22,7 @@ from hasten.launch import network, verdict
 from hasten.launch.base import LaunchPlan, Proc
 from hasten.launch.checkin import Report
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
-from hasten.launch.guard import kill_groups
+from hasten.launch.guard import SAVING, STOPPING, kill_groups
 from hasten.launch.host import Host
 from hasten.launch.report import make_report
 from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID, die_with
@@ -31,7 +31,6 @@ from hasten.runtime import env as environment
 PARENT_PID: Final = "HASTEN_PARENT_PID"
 """Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""
 
-_FORWARDED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_S: Final = 15.0
 
 
@@ -89,7 +88,8 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
         # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
         agent = import_module("hasten.launch.agent")  # needs torch, which planning does not
-        environment.replace({**outside, **variables, LAUNCHER_PID: str(os.getpid())})
+        handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
+        environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
         return run_agent(plan, report, say)
 
@@ -143,14 +143,14 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) ->
         stopped_by, since = number, time.monotonic()
         os.killpg(child.pid, signal.SIGKILL if again else number)
 
-    old = {number: signal.signal(number, forward) for number in _FORWARDED}
+    old = {number: signal.signal(number, forward) for number in STOPPING}
     try:
         while True:
             try:
                 code = child.wait(timeout=0.2 if stopped_by is not None else None)
                 return code, child.pid, stopped_by
             except subprocess.TimeoutExpired:
-                if time.monotonic() - since > (stop_grace_s if stopped_by == signal.SIGTERM else _GRACE_S):
+                if time.monotonic() - since > (stop_grace_s if stopped_by in SAVING else _GRACE_S):
                     kill_groups([child.pid])
     finally:
         for number, handler in old.items():
