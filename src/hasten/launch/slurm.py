@@ -12,6 +12,7 @@ from typing import Any, Final
 from hasten.config.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch.base import LaunchPlan, PlannedFile, Proc, Request
+from hasten.launch.failure import PREEMPTED
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.torchrun import supervision
@@ -73,7 +74,11 @@ def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: st
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine itself.",
         "srun --kill-on-bad-exit=1 --wait=60 \\",
         f"    {shlex.join([host.python, '-m', 'hasten.cli.main', 'launch', *without_submit(flags)])} \\",
-        f"    {shlex.join([request.target.name, *request.target.args])}",
+        f"    {shlex.join([request.target.name, *request.target.args])} && exit 0",
+        "code=$?",
+        f"# {PREEMPTED}: the run was told to stop and has saved; back in the queue, it goes on from there.",
+        f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        'exit "$code"',
     ]
     path = f"{name}.sbatch"
     return LaunchPlan(
