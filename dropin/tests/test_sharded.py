@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from accelerate.commands import config, merge
 from accelerate.commands.launch_variables import variables_for
 from accelerate.utils.dcp_folders import whole_tensors
 from accelerate.utils.environment import patch_environment
@@ -81,8 +82,13 @@ def test_shards_of_either_format_are_merged(loop: Path, tmp_path: Path) -> None:
     assert all(torch.allclose(whole[name], value, atol=1e-6) for name, value in expected.items())
     with pytest.raises(ValueError, match="holds no sharded model"):
         merge_fsdp_weights(str(loop / "full"), str(tmp_path / "none"))
-    with pytest.raises(ValueError, match="not a folder"):
-        merge_fsdp_weights(str(loop / "nothing"), str(tmp_path / "none"))
+
+
+def test_commands_refuse_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert merge.run([str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith("nothing is not a folder, so there is no checkpoint to merge.\n")
+    assert config.run(["update", "--config_file", str(tmp_path / "nothing.yaml")]) == 2
+    assert "accelerate config: The passed config file" in capsys.readouterr().err
 
 
 def test_a_table_that_would_run_code_is_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DistributedType,
+    fsdp2_apply_ac,
     fsdp2_load_full_state_dict,
     load_fsdp_model,
     load_fsdp_optimizer,
@@ -26,6 +27,7 @@ from accelerate.utils import (
     save_fsdp_optimizer,
     set_seed,
 )
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
 
 class Block(nn.Module):
@@ -140,6 +142,15 @@ def round_trips(folder):
 def late_changes():
     """A plugin changed before the first model counts; afterwards it is an error, and weights can still be filled."""
     accelerator = start()
+    plain = make()[0]
+    chosen = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, plain)
+    assert [name for name, part in plain.named_modules() if chosen(part)] == ["1", "2"]
+    again = fsdp2_apply_ac(accelerator, make()[0])
+    x, y = batch(0)
+    for model in (plain, again):
+        (model(x) - y).pow(2).mean().backward()
+    grads = zip(plain.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(one.grad, other.grad) for one, other in grads)
     accelerator.state.fsdp_plugin.auto_wrap_policy = lambda module: isinstance(module, nn.Linear)
     model = accelerator.prepare(make()[0])
     assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5

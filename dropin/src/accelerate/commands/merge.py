@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accelerate.commands.utils import CustomArgumentParser
+from accelerate.commands.utils import CustomArgumentParser, exit_code_of
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from accelerate.utils.dcp_folders import is_dcp_folder, whole_tensors
 from hasten.checkpoint import merge as hasten_merge
@@ -71,8 +71,8 @@ def merge_command(args: Any) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run `accelerate merge-weights WORDS`."""
-    merge_command(merge_command_parser().parse_args(words))
-    return 0
+    args = merge_command_parser().parse_args(words)
+    return exit_code_of("merge-weights", lambda: merge_command(args))
 
 
 def main() -> NoReturn:

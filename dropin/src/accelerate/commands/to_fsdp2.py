@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from accelerate.commands.utils import CustomArgumentParser
+from accelerate.commands.utils import CustomArgumentParser, exit_code_of
 from hasten.errors import ConfigError
 
 # Any in this file: argparse's subparsers and namespaces, and values of settings.
@@ -39,6 +39,10 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
                     f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it."
                 )
             fsdp["fsdp_reshard_after_forward"] = _RESHARD[str(value).upper()]
+            if "HYBRID" in str(value).upper():
+                said.append(
+                    f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
+                )
         elif name == "fsdp_state_dict_type" and value == "LOCAL_STATE_DICT":
             fsdp[name] = "SHARDED_STATE_DICT"
             said.append("fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT in FSDP2")
@@ -81,12 +85,8 @@ def to_fsdp2_command(args: Any) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run `accelerate to-fsdp2 WORDS`."""
-    try:
-        to_fsdp2_command(to_fsdp2_command_parser().parse_args(words))
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"accelerate to-fsdp2: {error}\n")
-        return 2
-    return 0
+    args = to_fsdp2_command_parser().parse_args(words)
+    return exit_code_of("to-fsdp2", lambda: to_fsdp2_command(args))
 
 
 def main() -> NoReturn:

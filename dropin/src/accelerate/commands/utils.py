@@ -1,9 +1,13 @@
-"""Parsers that take flags with hyphens and underscores."""
+"""What commands share: parsers that take hyphens and underscores, and errors as one sentence."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import Any
+
+from hasten.errors import HastenError
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
@@ -23,6 +27,16 @@ class CustomArgumentParser(argparse.ArgumentParser):
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
+
+
+def exit_code_of(command: str, work: Callable[[], object]) -> int:
+    """Do the work: 0, or 2 after saying in one sentence what the user asked for that cannot be."""
+    try:
+        work()
+    except (HastenError, ValueError, OSError) as error:
+        sys.stderr.write(f"accelerate {command}: {error}\n")
+        return 2
+    return 0
 
 
 def both_spellings(names: tuple[str, ...]) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from accelerate.commands.merge import merge_weights
 from accelerate.logging import get_logger
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.utils.fsdp_checkpoints import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from hasten.strategies.base import Wish
+from hasten.strategies.recompute import Recompute
+from hasten.strategies.wrapping import blocks_to_recompute, blocks_to_shard
 
 __all__ = [
     "FSDP_MODEL_NAME",
@@ -71,13 +75,23 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
     return param_init_fn
 
 
-fsdp2_apply_ac = notyet.function("utils.fsdp2_apply_ac", "FSDP2 by hand (prepare() does it)")
-fsdp2_prepare_auto_wrap_policy = notyet.function(
-    "utils.fsdp2_prepare_auto_wrap_policy", "FSDP2 by hand (prepare() does it)"
-)
 fsdp2_switch_optimizer_parameters = notyet.function(
     "utils.fsdp2_switch_optimizer_parameters", "FSDP2 by hand (prepare() does it)"
 )
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """A function that tells the modules of this model which are sharded on their own; None where there are none."""
+    chosen = {id(block) for block in blocks_to_shard(model, fsdp2_plugin.to_hasten(say=False))}
+    return (lambda module: id(module) in chosen) if chosen else None
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """The model, with the blocks that are sharded on their own recomputed in backward."""
+    settings = accelerator.state.fsdp_plugin.to_hasten(say=False)
+    find = partial(blocks_to_recompute, config=settings)
+    recompute = Recompute(find, "fsdp.activation_checkpointing", settings.activation_checkpointing_offload)
+    return recompute.apply(model, Wish(place=False, train=True), accelerator.ctx, accelerator.precision)
 
 
 def fsdp2_load_full_state_dict(

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.update import update_command_parser
+from accelerate.commands.utils import exit_code_of
 from hasten.cli import main as hasten_cli
 
 __all__ = [
@@ -57,8 +58,7 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Run `accelerate config WORDS`."""
     args = get_config_parser().parse_args(words)
-    args.func(args)
-    return 0
+    return exit_code_of("config", lambda: args.func(args))
 
 
 def main() -> NoReturn:
