@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.02
 _TELL_AFTER_S = 30.0
-_LOOK_EVERY_S = 1.0
+_FIRST_LOOK_S = 1.0
+_NAMED_RANKS = 64
 
 
 class RollCall:
@@ -46,20 +47,28 @@ class RollCall:
             store.set(f"{turn}/open", "1")
             self._forget(turn - 1, label)
             return
-        pause, told, next_look_s = _FIRST_PAUSE_S, False, _LOOK_EVERY_S
+        pause, told, next_look_s = _FIRST_PAUSE_S, False, _FIRST_LOOK_S
         while not store.check([f"{turn}/open"]):
             waited = time.monotonic() - started
             if waited > limit:
                 raise self._missing(turn, label, limit)
             if waited > next_look_s:
-                self._seen, next_look_s = self._whereabouts(turn, label)[1], waited + _LOOK_EVERY_S
+                self._seen, next_look_s = self._glance(turn, label), 2 * waited
             if waited > _TELL_AFTER_S and not told:
                 told = True
-                log.warning(
-                    "rank %d has waited %.0f s at %r: %s", self._rank, waited, label, self._whereabouts(turn, label)[1]
-                )
+                missing, text = self._whereabouts(turn, label)
+                if self._rank == next(
+                    rank for rank in self._ranks if rank not in missing
+                ):  # one speaks for all that wait
+                    log.warning("rank %d has waited %.0f s at %r: %s", self._rank, waited, label, text)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def _glance(self, turn: int, label: str) -> str:
+        """Who is where; in large worlds only how many have come, because every waiting rank asks."""
+        if len(self._ranks) <= _NAMED_RANKS:
+            return self._whereabouts(turn, label)[1]
+        return f"{self._store.add(f'{turn}/count/{label}', 0)} of {len(self._ranks)} ranks had arrived"
 
     def _whereabouts(self, turn: int, label: str) -> tuple[tuple[int, ...], str]:
         absent, elsewhere = [], []

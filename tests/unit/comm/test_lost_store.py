@@ -9,10 +9,10 @@ import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore
 
 from hasten.comm.rollcall import RollCall
-from hasten.errors import PeerFailedError
+from hasten.errors import MissingRanksError, PeerFailedError
 
 
 def test_a_store_that_dies_is_told_with_the_ranks_that_were_seen() -> None:
@@ -39,3 +39,20 @@ def test_a_store_that_dies_is_told_with_the_ranks_that_were_seen() -> None:
     os.waitpid(server, 0)
     assert isinstance(caught.value.__cause__, DistNetworkError)
     assert "rank 0 has not arrived; rank 2 has not arrived" in str(caught.value)
+
+
+def test_one_rank_speaks_for_all_that_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("hasten.comm.rollcall._TELL_AFTER_S", 0.2)
+    store = HashStore()
+
+    def wait(rank: int) -> None:
+        with pytest.raises(MissingRanksError):
+            RollCall(store, rank, ranks=(0, 1, 2, 3), timeout_s=0.6).wait("here")
+
+    waiting = [threading.Thread(target=wait, args=(rank,)) for rank in (1, 2)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    (said,) = caplog.messages
+    assert said.startswith("rank 1 has waited 0 s at 'here': rank 0 has not arrived; rank 3 has not arrived")
