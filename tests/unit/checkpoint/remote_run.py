@@ -92,8 +92,10 @@ class Saver:
         orders, self._order = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
+            os.close(self._order)  # so that it ends when this process does
             try:
-                save_until_killed(place, os.read(orders, 100).decode(), uploads)
+                if endpoint := os.read(orders, 100).decode():
+                    save_until_killed(place, endpoint, uploads)
             finally:
                 os._exit(1)
 
