@@ -1,7 +1,7 @@
 """What scripts and libraries compute on the drop-in equals what they computed on the original package.
 
 The numbers of the original lie in golden/, recorded by record.sh in an environment of its own. `make parity` runs all of
-it under both packages; here, to save time, LoRA runs on one process and SFT on two.
+it under both packages, each script in fresh processes.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import pytest
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
+NEEDED = {"trainer": "transformers", "lora": "peft", "sft": "trl"}
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_small_scripts_equal_the_original(tmp_path: Path, warm: Any, parity: ModuleType, processes: int) -> None:
     out = tmp_path / "out.json"
     done = warm.run(tmp_path, [str(HERE / "run_parity.py"), "run", str(out)], processes)
-    assert not done.failed, done.err[0][-3000:]
+    assert not done.failed, done.err
     recorded = json.loads((GOLDEN / f"parity_{processes}.json").read_text())
     assert parity.unexplained(recorded, json.loads(out.read_text())) == []
     assert len(recorded) >= 30
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("client", "processes"), [("trainer", 1), ("trainer", 2), ("lora", 1), ("sft", 2)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("client", ["trainer", "lora", "sft"])
 def test_libraries_equal_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, client: str, processes: int
 ) -> None:
-    needed = {"trainer": "transformers", "lora": "peft", "sft": "trl"}[client]
-    if importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed (pip install 'hasten[clients]')")
+    if importlib.util.find_spec(NEEDED[client]) is None:
+        pytest.skip(f"{NEEDED[client]} is not installed (pip install 'hasten[clients]')")
     out = tmp_path / "out.json"
     done = warm.run(tmp_path, [str(HERE / "clients" / f"{client}.py"), str(tmp_path / "run"), str(out)], processes)
-    assert not done.failed, done.err[0][-3000:]
+    assert not done.failed, done.err
     recorded = json.loads((GOLDEN / f"{client}_{processes}.json").read_text())
     assert parity.differences(recorded, json.loads(out.read_text())) == []

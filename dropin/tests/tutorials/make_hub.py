@@ -1,17 +1,19 @@
 """Fabricate a Hub cache, so that scripts written against the Hub run unchanged and offline: make_hub.py FOLDER
 
-It holds a tiny random `bert-base-uncased` with its tokenizer and a small made-up `glue/mrpc`.
+It holds a tiny random `bert-base-uncased` with its tokenizer, a small made-up `glue/mrpc` and its metric, and pictures.
 """
 
-import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 from datasets import ClassLabel, Features, Value
 from datasets.arrow_writer import ArrowWriter
 from datasets.info import DatasetInfo
 from datasets.splits import SplitDict, SplitInfo
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast, set_seed
 
@@ -36,6 +38,7 @@ def make_model(home: Path) -> None:
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
+        initializer_range=0.3,  # learns in a few steps
     )
     BertForSequenceClassification(config).bert.save_pretrained(snapshot)
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
@@ -45,7 +48,7 @@ def make_model(home: Path) -> None:
 
 
 def make_data(home: Path) -> None:
-    """Pairs of sentences: equal ones are paraphrases."""
+    """Pairs of sentences: equal ones are paraphrases; the others share no word, so that a tiny model learns it."""
     folder = home / "datasets" / "glue" / "mrpc" / "0.0.0" / HASH
     folder.mkdir(parents=True)
     features = Features(
@@ -61,9 +64,9 @@ def make_data(home: Path) -> None:
     for name, size in (("train", 66), ("validation", 22), ("test", 10)):
         with ArrowWriter(features=features, path=str(folder / f"glue-{name}.arrow")) as writer:
             for number in range(size):
-                first = [chance.choice(WORDS) for _ in range(chance.randint(4, 10))]
+                first, other = (chance.choices(half, k=chance.randint(4, 10)) for half in (WORDS[:40], WORDS[40:]))
                 same = chance.random() < 0.5
-                second = first if same else [chance.choice(WORDS) for _ in range(chance.randint(4, 10))]
+                second = first if same else other
                 writer.write(
                     {"sentence1": " ".join(first), "sentence2": " ".join(second), "label": int(same), "idx": number}
                 )
@@ -73,10 +76,30 @@ def make_data(home: Path) -> None:
         features=features, builder_name="glue", dataset_name="glue", config_name="mrpc", version="0.0.0", splits=splits
     )
     info.write_to_directory(str(folder))
-    json.loads((folder / "dataset_info.json").read_text())
+
+
+def make_metric(home: Path) -> None:
+    """The metric of that name, where one lies that was downloaded before."""
+    folder = home / "modules" / "evaluate_modules" / "metrics" / "evaluate-metric--glue" / (HASH + HASH)[:64]
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "stand_ins" / "glue.py", folder)
+
+
+def make_pictures(home: Path) -> None:
+    """Small noisy pictures of three breeds, each with a colour of its own."""
+    folder = home / "images"
+    folder.mkdir()
+    chance = np.random.default_rng(0)
+    for colour, breed in enumerate(("Abyssinian", "american_bulldog", "Birman")):
+        for number in range(24):
+            pixels = chance.integers(0, 160, (20, 24, 3))
+            pixels[:, :, colour] += 60
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{breed}_{number}.jpg")
 
 
 if __name__ == "__main__":
     home = Path(sys.argv[1])
     make_model(home)
     make_data(home)
+    make_metric(home)
+    make_pictures(home)

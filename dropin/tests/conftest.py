@@ -1,0 +1,56 @@
+"""One warm process and one fabricated Hub cache for all tests that run scripts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def load(name: str) -> ModuleType:
+    """A file beside this one as a module."""
+    spec = util.spec_from_file_location(f"dropin_{name}", HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def parity() -> ModuleType:
+    """How results are compared with recorded ones."""
+    return load("run_parity")
+
+
+@pytest.fixture(scope="session")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of every script: the CPU, and a Hub cache instead of a network."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+        "HF_HUB_OFFLINE": "1",
+        "HF_EVALUATE_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory, offline: dict[str, str]) -> Generator[Any]:
+    """A process that has imported the libraries, and filled the Hub cache where they are installed."""
+    folder = tmp_path_factory.mktemp("warm")
+    one = load("warm").Warm(sys.executable, offline, folder / "log")
+    if util.find_spec("transformers"):
+        made = one.run(folder, [str(HERE / "tutorials" / "make_hub.py"), offline["HF_HOME"]])
+        assert not made.failed, made.err
+    yield one
+    one.close()

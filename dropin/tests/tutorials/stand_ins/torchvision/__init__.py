@@ -1,0 +1,1 @@
+"""What a tutorial needs of the library of this name."""
