@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format lint types layers unit names bench clean
+.PHONY: help train test check format lint types layers unit names parity bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,15 +53,15 @@ names: $(READY) ## accept the present public names into the snapshot
 PARITY := .parity
 parity: $(READY) ## run the drop-in's scripts under the original package too, and compare
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
-	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt torch transformers peft trl datasets accelerate==1.15.0
+	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
+		torch transformers peft trl datasets evaluate scikit-learn tensorboard pillow accelerate==1.15.0
 	dropin/tests/record.sh $(abspath $(PARITY))/bin/python $(abspath runs)/parity/original
 	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin
-	@for file in parity_1 parity_2 trainer_1 trainer_2 lora_1 lora_2 sft_1 sft_2; do echo "== $$file"; \
-		$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original/$$file.json runs/parity/dropin/$$file.json || exit 1; done
+	$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original runs/parity/dropin
 
 bench: $(READY) ## run every script in benchmarks/
 	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,8 +1,7 @@
 """Run the parity scripts under whichever package is installed, and compare with what the other one gave.
 
 python tests/run_parity.py run OUT.json [name …]     # all scripts in this process (or in each rank under torchrun)
-python tests/run_parity.py compare A.json B.json     # differences that DIFFERENCES.md does not explain
-python tests/run_parity.py compare A.txt B.txt       # the same for what a tutorial printed
+python tests/run_parity.py compare A B               # two folders of record.sh: differences nothing explains
 """
 
 from __future__ import annotations
@@ -126,6 +125,20 @@ def unexplained(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     ]
 
 
+def compare(first: Path, second: Path) -> bool:
+    """Tell how two recorded folders differ; whether they do."""
+    different = False
+    files = sorted(path.relative_to(first) for path in first.rglob("*") if path.suffix in (".json", ".txt"))
+    for file in files:
+        if file.name == "versions.json":
+            continue
+        texts = [(folder / file).read_text() for folder in (first, second)]
+        found = text_differences(*texts) if file.suffix == ".txt" else unexplained(*map(json.loads, texts))
+        print(f"{file}: " + ("\n".join(found) or "equal"))
+        different = different or bool(found)
+    return different
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     if sys.argv[1] == "run":
@@ -133,8 +146,4 @@ if __name__ == "__main__":
         if int(os.environ.get("RANK", "0")) == 0:
             Path(sys.argv[2]).write_text(json.dumps(outcome, indent=0, sort_keys=True) + "\n")
     else:
-        texts = [Path(path).read_text() for path in sys.argv[2:4]]
-        printed = sys.argv[2].endswith(".txt")
-        found = text_differences(*texts) if printed else unexplained(*map(json.loads, texts))
-        print("\n".join(found) or "no unexplained differences")
-        sys.exit(bool(found))
+        sys.exit(compare(Path(sys.argv[2]), Path(sys.argv[3])))

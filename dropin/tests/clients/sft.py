@@ -1,14 +1,9 @@
 """trl's SFTTrainer for a few steps. Usage: sft.py FOLDER OUT.json"""
 
-import json
-import os
 import random
-import sys
-import warnings
-from pathlib import Path
 
-import torch
 from datasets import Dataset
+from outcome import SHORT, history, record, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
@@ -27,38 +22,26 @@ def data():
     return Dataset.from_list([{"text": line()} for _ in range(20)])
 
 
-def main(folder, out):
+def main(folder):
     set_seed(3)
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1)
     )
     args = SFTConfig(
-        output_dir=folder,
-        per_device_train_batch_size=4,
+        folder,
         max_steps=4,
-        logging_steps=1,
         learning_rate=1e-2,
-        report_to=[],
-        use_cpu=True,
-        seed=7,
-        disable_tqdm=True,
         max_length=32,
         bf16=False,
         gradient_checkpointing=False,
         save_strategy="no",
+        **SHORT,
     )
     trainer = SFTTrainer(model=model, args=args, train_dataset=data(), processing_class=tokenizer())
     trainer.train()
     kept = ("loss", "grad_norm", "learning_rate", "mean_token_accuracy", "num_tokens", "entropy")
-    result = {
-        "log": [{key: value for key, value in row.items() if key in kept} for row in trainer.state.log_history],
-        "weights": float(sum(p.double().abs().sum() for p in trainer.model.parameters())),
-    }
-    if int(os.environ.get("RANK", "0")) == 0:
-        Path(out).write_text(json.dumps(result, indent=0) + "\n")
+    return {"log": history(trainer, *kept), "weights": weights(trainer.model.parameters())}
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    main(*sys.argv[1:3])
+    record(main)

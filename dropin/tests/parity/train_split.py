@@ -1,36 +1,13 @@
 """Training with the global batch size."""
 
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from small_loop import train
 
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 
 
 def run() -> object:
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
-    data = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
-    model, optimizer, loader, scheduler = accelerator.prepare(
-        model, optimizer, DataLoader(data, batch_size=2, shuffle=True), scheduler
-    )
-    losses, rates = [], []
-    for _ in range(2):
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                loss = nn.functional.mse_loss(model(x), y)
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            losses.append(accelerator.reduce(loss.detach(), "mean").item())
-            rates.append(scheduler.get_last_lr()[0])
-    weights = sum(p.double().abs().sum().item() for p in accelerator.unwrap_model(model).parameters())
-    return [losses, rates, weights]
+    return train(Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True)))
 
 
 PROCESSES = (1, 2)
