@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sized
 from typing import Any
 
@@ -29,8 +28,9 @@ from hasten.optim.clock import StepClock
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
+from hasten.runtime.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _DEFAULT_DEPTH = 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
@@ -15,10 +14,11 @@ import torch
 from hasten.comm.base import Comm
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.devices import empty_cache
+from hasten.runtime.logs import get_logger
 
 P = ParamSpec("P")
 R = TypeVar("R")
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 _OUT_OF_MEMORY = (  # what libraries say without raising torch's own error
     "out of memory",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterator
 
 from torch import nn
 
 from hasten.errors import ConfigError
+from hasten.runtime.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
