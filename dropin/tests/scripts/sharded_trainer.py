@@ -46,6 +46,7 @@ def trainer(folder, kind, form):
         save_steps=2,
         eval_strategy="steps",
         eval_steps=2,
+        load_best_model_at_end=True,
         max_grad_norm=0.5,
         report_to=[],
         use_cpu=True,

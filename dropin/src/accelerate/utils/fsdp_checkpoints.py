@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn.modules.module import _IncompatibleKeys
 
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate.utils.dcp_folders import fill, is_dcp_folder, names_in
@@ -62,8 +63,8 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> LoadReport:
-    """Fill a sharded model from what `save_fsdp_model` wrote; names that were left alone. Ranks: every rank.
+) -> _IncompatibleKeys:
+    """Fill a sharded model from what `save_fsdp_model` wrote; in torch's form, that nothing was amiss. Ranks: every rank.
 
     Raises: CheckpointError naming what is missing or unexpected.
     """
@@ -72,7 +73,8 @@ def load_fsdp_model(
     world = accelerator.ctx.world
     folder = _folder(Path(input_dir), FSDP_MODEL_NAME, model_index)
     if is_dcp_folder(folder):
-        return _fill_model(module, folder, names)
+        _fill_model(module, folder, names)
+        return _IncompatibleKeys([], [])
     with _open(Path(input_dir), FSDP_MODEL_NAME, model_index, "model", world) as found:
         error: Exception | None = None
         plan = None
@@ -85,7 +87,7 @@ def load_fsdp_model(
         assert plan is not None, "the vote passed"
         run_copies(plan.copies)
         plan.finish()
-        return plan.report
+    return _IncompatibleKeys([], [])
 
 
 def save_fsdp_optimizer(
@@ -224,23 +226,20 @@ def _check_adapter(report: LoadReport, names: set[str] | None, where: str) -> No
         )
 
 
-def _fill_model(module: nn.Module, folder: Path, names: set[str] | None) -> LoadReport:
+def _fill_model(module: nn.Module, folder: Path, names: set[str] | None) -> None:
     """Read a model that torch.distributed.checkpoint wrote, alone or under the name `model`."""
     state = {plain_name(key): value for key, value in module.state_dict().items()}
     state = state if names is None else {key: value for key, value in state.items() if key in names}
     stored = names_in(folder)
     prefix = "" if set(state) & stored else "model."
-    report = LoadReport(
-        missing=sorted(key for key in state if prefix + key not in stored),
-        unexpected=sorted(stored - {prefix + key for key in state}),
-    )
-    if report.missing or report.unexpected:
+    missing = sorted(key for key in state if prefix + key not in stored)
+    unexpected = sorted(stored - {prefix + key for key in state})
+    if missing or unexpected:
         raise CheckpointError(
-            f"{folder}: the checkpoint lacks {report.missing[:3]} and has {report.unexpected[:3]}, which the model does "
-            "not. Nothing was loaded. Build the model as it was when it was saved."
+            f"{folder}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was "
+            "loaded. Build the model as it was when it was saved."
         )
     fill({prefix + key: value for key, value in state.items()}, folder)
-    return report
 
 
 def _fill_optimizer(module: nn.Module, optimizer: Any, folder: Path) -> None:
