@@ -33,13 +33,18 @@ class FollowedPlugin:
     def follow(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
 
-        Raises: ValueError when a model has been sharded already, which cannot be undone.
+        Raises: ValueError when a model has been sharded already, or for the layout of processes, which is settled.
         """
         if self.plugin is None:
             return
         now = self.plugin.to_hasten(say=False)
         if (changed := _changed(self._taken, now)) == []:
             return
+        if "hybrid_shard" in changed:
+            raise ValueError(
+                "sharding_strategy of the FSDP plugin changed between HYBRID and another after Accelerator() had laid the "
+                "processes out. Give the plugin its strategy when it is made."
+            )
         if self._accelerator.prepared.models:
             raise ValueError(
                 f"{', '.join(changed)} of the FSDP plugin changed after a model was prepared, so models would be sharded "
@@ -60,5 +65,5 @@ def _changed(
     before: hasten.FullyShardedDataParallelPlugin | None, now: hasten.FullyShardedDataParallelPlugin
 ) -> list[str]:
     """The settings that shape a sharded model and are not what they were; the form of checkpoints may change freely."""
-    names = [name for name in now.__dataclass_fields__ if name not in ("state_dict_type", "hybrid_shard")]
+    names = [name for name in now.__dataclass_fields__ if name != "state_dict_type"]
     return [name for name in names if getattr(before, name) != getattr(now, name)]

@@ -151,6 +151,10 @@ def late_changes():
         (model(x) - y).pow(2).mean().backward()
     grads = zip(plain.parameters(), again.parameters(), strict=True)
     assert all(torch.equal(one.grad, other.grad) for one, other in grads)
+    accelerator.state.fsdp_plugin.sharding_strategy = "HYBRID_SHARD"
+    with pytest.raises(ValueError, match="laid the processes out"):
+        accelerator.prepare(make()[0])
+    accelerator.state.fsdp_plugin.sharding_strategy = None
     accelerator.state.fsdp_plugin.auto_wrap_policy = lambda module: isinstance(module, nn.Linear)
     model = accelerator.prepare(make()[0])
     assert sum(isinstance(part, FSDPModule) for part in model.modules()) == 5
