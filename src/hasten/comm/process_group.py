@@ -66,7 +66,7 @@ class ProcessGroupComm:
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
         sender = self._member(src)
-        raw = self._bytes(like).clone()
+        raw = torch.empty_like(self._bytes(like))
         pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
         dist.scatter(raw, pieces, src=sender, group=self.group)
         return _from_bytes(raw, like.dtype, like.shape).to(like.device)

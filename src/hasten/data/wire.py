@@ -41,7 +41,10 @@ class Wire:
         return [Packed.of(part) for part in parts]
 
     def send(self, packed: Sequence[Packed], place: Sequence[int]) -> None:
-        """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`."""
+        """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
+
+        The first member has its own part already: it is not written for it alone.
+        """
         need = max(one.num_bytes for one in packed)
         if need > self._room:
             notice = self._buffer(0)
@@ -51,7 +54,8 @@ class Wire:
         filled = []
         for index, one in enumerate(packed):
             buffer = self._buffer(index)
-            one.write(buffer, need)
+            if index in place[1:]:
+                one.write(buffer, need)
             filled.append(buffer)
         self._scatter([filled[where] for where in place])
 
