@@ -82,6 +82,31 @@ def test_the_counter_of_checkpoints_comes_back(tmp_path: Path) -> None:
     assert Path(again.save_state()).name == "checkpoint_2"
 
 
+def test_the_order_of_the_next_epoch_comes_back(tmp_path: Path) -> None:
+    """Several processes shuffle with a generator of the loader's own; here the loader is given one."""
+
+    def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:
+        AcceleratorState._reset_state(True)
+        made = Accelerator(cpu=True)
+        given = torch.Generator().manual_seed(5)
+        data = TensorDataset(torch.arange(8))
+        return made, made.prepare(DataLoader(data, batch_size=2, shuffle=True, generator=given))
+
+    accelerator, loader = make()
+    list(loader)
+    accelerator.save_state(str(tmp_path / "between"))
+    order = []
+    for number, (x,) in enumerate(loader):
+        order.append(x.tolist())
+        if number == 1:
+            accelerator.save_state(str(tmp_path / "within"))
+    for place in ("between", "within"):
+        accelerator, loader = make()
+        accelerator.load_state(str(tmp_path / place))
+        rest = skip_first_batches(loader, 2) if place == "within" else loader
+        assert [x.tolist() for (x,) in rest] == order[-len(rest) :]
+
+
 def test_a_reduction_given_in_parentheses_is_used() -> None:
     tried = []
 

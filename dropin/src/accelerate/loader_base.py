@@ -186,7 +186,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands."""
         progress = self.progress
-        order = progress.order if progress.batch else None
+        generator = self.synchronized_generator
+        between = None if generator is None else generator.get_state()
+        order = progress.order if progress.batch else between
         return {
             "iteration": progress.iteration,
             "batch": progress.batch,
@@ -195,12 +197,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to the epoch a state was taken in and, with use_stateful_dataloader, to the batch."""
+        """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
         progress = self.progress
         progress.iteration = int(state_dict["iteration"])
+        progress.next_order = state_dict.get("order")
         if self.use_stateful_dataloader:
             progress.resume_at = int(state_dict["batch"])
-            progress.next_order = state_dict.get("order")
 
     def skipping(self, num_batches: int) -> Any:
         """The same loader without its first batches; it shares this loader's position."""
