@@ -160,6 +160,12 @@ class TensorBoardTracker(_Backend):
     def __init__(self, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
         super().__init__(run_name, logging_dir, **{"log_dir": str(Path(logging_dir) / run_name), **kwargs})
 
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
+        for name, images in values.items():
+            self.tracker.add_images(name, images, global_step=step, **kwargs)
+
 
 class WandBTracker(_Backend):
     """Weights & Biases."""

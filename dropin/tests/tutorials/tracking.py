@@ -57,6 +57,9 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         accelerator.log({"training_loss": loss.item()}, step=step)
+    if accelerator.is_main_process:
+        pictures = torch.linspace(0, 1, 2 * 4 * 4 * 3).view(2, 4, 4, 3).numpy()
+        accelerator.get_tracker("tensorboard").log_images({"pictures": pictures}, step=1, dataformats="NHWC")
     accelerator.print("writer", type(accelerator.get_tracker("tensorboard", unwrap=True)).__name__)
     if accelerator.is_main_process:
         accelerator.get_tracker("file").log({"note": 1.0}, step=99)
@@ -66,6 +69,8 @@ def main():
         print(open("mine.jsonl").read())  # noqa: SIM115
         for events in sorted(glob.glob("logs/**/events.*", recursive=True)):
             found = EventAccumulator(os.path.dirname(events)).Reload()
+            for tag in found.Tags()["images"]:
+                print(tag, [(event.step, event.width, event.height) for event in found.Images(tag)])
             for tag in found.Tags()["scalars"]:
                 if tag == "training_loss":
                     print(tag, [(event.step, round(event.value, 5)) for event in found.Scalars(tag)])
