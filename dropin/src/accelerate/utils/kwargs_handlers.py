@@ -69,7 +69,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def to_hasten(self) -> hasten.DistributedDataParallelKwargs:
-        values = self.to_dict() | {
+        values = self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
             "comm_hook": DDPCommunicationHookType(self.comm_hook).value,
             "comm_wrapper": DDPCommunicationHookType(self.comm_wrapper).value,
             "comm_state_option": dict(self.comm_state_option),
