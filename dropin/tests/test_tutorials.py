@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-COURSE = ("course_mrpc", "course_mrpc_plain", "course_trainer")
+FROM_HUB = ("course_mrpc", "course_mrpc_plain", "course_trainer", "notebook_vision")
 
 
 def jobs() -> list[tuple[str, int]]:
@@ -34,7 +34,7 @@ def test_every_tutorial_is_recorded() -> None:
 def test_prints_what_it_prints_on_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, name: str, processes: int
 ) -> None:
-    if name in COURSE and not (util.find_spec("transformers") and util.find_spec("evaluate")):
+    if name in FROM_HUB and not (util.find_spec("transformers") and util.find_spec("evaluate")):
         pytest.skip("needs transformers and evaluate (pip install 'hasten[clients]')")
     env = {"PYTHONPATH": str(HERE / "tutorials" / "stand_ins")} if name == "notebook_vision" else {}
     done = warm.run(tmp_path, [str(HERE / "tutorials" / f"{name}.py")], processes, env)
