@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +46,9 @@ from hasten.config.checkpoint import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, HastenError, MissingRanksError
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import get_logger
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 
 T = TypeVar("T")
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
@@ -289,7 +289,7 @@ class Saving:
         try:
             self._writer.wait()
         except Exception as error:  # the process is about to end; the error has no caller any more
-            log.error("the save in flight failed: %s", error)
+            log.error("the save in flight failed: %s", error, main_process_only=False)
 
     def close(self) -> None:
         """Finish the save in flight, give memory and signal handlers back. Raises: the error of that save."""
