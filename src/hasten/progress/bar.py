@@ -152,7 +152,7 @@ def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its leng
 
 
 def _rows(batch: Any) -> int:  # Any: a batch of the user's own shape
-    if isinstance(batch, Mapping):  # the common batch, without walking all of it
+    if type(batch) is dict or isinstance(batch, Mapping):  # the common batch, without walking all of it
         for value in batch.values():
             if isinstance(value, Tensor) and value.ndim:
                 return value.shape[0]
@@ -160,7 +160,7 @@ def _rows(batch: Any) -> int:  # Any: a batch of the user's own shape
 
 
 def _input_ids(batch: Any) -> int:  # Any: a batch of the user's own shape
-    if not isinstance(batch, Mapping):
+    if type(batch) is not dict and not isinstance(batch, Mapping):
         return 0
     tokens = batch.get("input_ids")
     return tokens.numel() if isinstance(tokens, Tensor) else 0

@@ -34,9 +34,8 @@ class LateScalars:
         self._sent: tuple[list[str], Tensor, torch.Event] | None = None
 
     def give(self, values: Mapping[str, float | str | Tensor]) -> None:
-        """Remember the newest values; tensors stay where they are."""
-        for name, value in values.items():
-            self._given[name] = value.detach() if isinstance(value, Tensor) else value
+        """Remember the newest values; tensors stay as and where they are, as in the caller's own variable."""
+        self._given.update(values)
 
     def read(self, wait: bool = False) -> dict[str, float | str]:
         """The newest values known on the host: those on a device are one read behind, or current with `wait`."""
@@ -45,7 +44,7 @@ class LateScalars:
             if not isinstance(value, Tensor):
                 self._shown[name] = value
             elif value.device.type == "cpu" or wait:
-                self._shown[name] = float(value)
+                self._shown[name] = float(value.detach())
         if not wait and self._sent is None:
             self._send()
         return {name: self._shown[name] for name in self._given if name in self._shown}
@@ -57,7 +56,7 @@ class LateScalars:
             return
         device = next(iter(waiting.values())).device
         names = [name for name, value in waiting.items() if value.device == device]
-        stacked = torch.stack([waiting[name].float().reshape(()) for name in names])
+        stacked = torch.stack([waiting[name].detach().float().reshape(()) for name in names])
         host = torch.empty(len(names), pin_memory=device.type == "cuda").copy_(stacked, non_blocking=True)
         event = torch.Event(device)
         event.record()

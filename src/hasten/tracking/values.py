@@ -48,7 +48,7 @@ def snapshot(name: str, value: Any) -> Scalar | Deferred:
     if isinstance(value, (bool, int, float, str)):
         return value
     detach = getattr(value, "detach", None)
-    if hasattr(value, "full_tensor"):
+    if hasattr(type(value), "full_tensor"):
         raise TrackerError(
             f"{name!r} is a distributed tensor; reading it on the main process alone would hang. "
             f"Log {name}.full_tensor(), called on every rank, instead."
@@ -56,6 +56,8 @@ def snapshot(name: str, value: Any) -> Scalar | Deferred:
     if detach is not None:
         if value.numel() != 1:
             raise TrackerError(_not_scalar(name, f"a tensor of shape {tuple(value.shape)}"))
+        if value.is_cpu:  # nothing to wait for
+            return _scalar(name, value.item())
         return Deferred(detach().clone())
     if hasattr(value, "item"):
         if getattr(value, "size", 1) != 1:

@@ -91,6 +91,24 @@ def test_values_reach_the_tracker_as_plain_numbers_in_order() -> None:
     assert tracker.ended == [False]
 
 
+class OnDevice:
+    """A number on a device: reading it would wait for the device."""
+
+    is_cpu = False
+
+    def numel(self) -> int:
+        return 1
+
+    def detach(self) -> OnDevice:
+        return self
+
+    def clone(self) -> OnDevice:
+        return self
+
+    def __float__(self) -> float:
+        return 1.0
+
+
 def test_tensors_are_not_read_before_a_flush() -> None:
     reads: list[int] = []
 
@@ -101,7 +119,7 @@ def test_tensors_are_not_read_before_a_flush() -> None:
     manager = TrackerManager([ListTracker()], fetch=fetch, flush_every_s=1000.0)
     manager.init("project")
     for _ in range(100):
-        manager.log({"loss": torch.tensor(1.0)})
+        manager.log({"loss": OnDevice(), "on the host": torch.tensor(2.0)})
     assert reads == [1], "the first record goes out at once, the others wait"
     manager.finish()
     assert reads == [1, 99], "and are read together"
