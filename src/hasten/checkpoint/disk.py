@@ -177,9 +177,8 @@ class ChunkReader(threading.local):
     """Takes checksums of what lies on the disk, through one small buffer per thread that stays in the cache."""
 
     def __init__(self) -> None:
-        self._view = memoryview(
-            np.empty(PIECE_BYTES, np.uint8).data
-        )  # not cleared first, which would hold other threads up
+        # not a bytearray: clearing it first would hold the other threads up
+        self._view = memoryview(np.empty(PIECE_BYTES, np.uint8).data)
 
     def checksum(self, path: Path, start: int, stop: int) -> str:
         """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""

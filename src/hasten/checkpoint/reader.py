@@ -54,6 +54,7 @@ class Checkpoint:
         self.manifest = manifest
         self.folder = folder
         self._allow_pickle = allow_pickle
+        self._names = frozenset(file.name for file in manifest.files)
 
     def component(self, name: str, rank: int | None = None) -> Found:
         """A component; of a per-rank one, the part of `rank`.
@@ -86,7 +87,7 @@ class Checkpoint:
 
     def _content(self, file: str) -> TensorFile:
         path, beside = inside(self.folder, file), file + SUFFIX
-        if any(other.name == beside for other in self.manifest.files):
+        if beside in self._names:
             return read_by_sidecar(path, inside(self.folder, beside))
         return read_tensors(path, self._allow_pickle)
 
