@@ -27,6 +27,8 @@ IMMUTABLE_MAKERS: Final = frozenset(
 )
 MOST_LINES: Final = 400
 MOST_LINES_OF_A_BODY: Final = 50
+LONG_WITH_REASON: Final = frozenset({"src/hasten/accelerator/facade.py"})
+"""The one list of all that a training script can ask for; every method delegates, and none can go elsewhere."""
 MARK: Final = "TO" + "DO"  # written so that this file does not complain about itself
 
 
@@ -239,7 +241,8 @@ def give_reasons_for_late_imports(source: Source) -> Iterator[str]:
 
 def stay_short(source: Source) -> Iterator[str]:
     """A file has fewer than 400 lines, a function's body at most 50."""
-    if (length := len(source.text.splitlines())) >= MOST_LINES:
+    length = len(source.text.splitlines())
+    if length >= MOST_LINES and source.path not in LONG_WITH_REASON:
         yield f"{source.path}:1: {length} lines; split it by purpose"
     for node in ast.walk(source.tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -258,6 +261,7 @@ LIBRARY_RULES: Final[tuple[Rule, ...]] = (
     name_what_it_is,
     keep_inner_packages_empty,
     do_no_work_at_import,
+    stay_short,
 )
 DROPIN_RULES: Final[tuple[Rule, ...]] = (
     catch_narrowly,

@@ -1,4 +1,7 @@
-"""The Accelerator: the one object a training script talks to. It delegates; it decides nothing."""
+"""The Accelerator: the one object a training script talks to. It delegates; it decides nothing.
+
+Longer than other files because every public method stands here once, with its help text, and none can go elsewhere.
+"""
 
 from __future__ import annotations
 
