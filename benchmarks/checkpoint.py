@@ -201,12 +201,12 @@ def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | No
     reserved = time.perf_counter() - started
     with scratch(root) as folder:
         for number in range(rounds):
-            started = time.perf_counter()
             stalls.append(
                 timed(lambda n=number: way.accelerator.save_state(folder / f"c{n}", blocking=False), device)  # type: ignore[misc]
             )
+            started = time.perf_counter()
             way.accelerator.wait_for_saves()
-            totals.append(time.perf_counter() - started)
+            totals.append(stalls[-1] + time.perf_counter() - started)
             shutil.rmtree(folder / f"c{number}")
     return {
         "way": "hasten async",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.window_state import bucket_order, gradients, movable, put_gradients, replay_order
 from hasten.checkpoint.base import Component, Format, StateTree
+from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.model_state import LoadReport, ModelPlan, model_component, plan_model
 from hasten.checkpoint.optimizer_state import (
     OptimizerPlan,
@@ -21,7 +22,7 @@ from hasten.checkpoint.optimizer_state import (
     plan_optimizer,
 )
 from hasten.checkpoint.packing import pack, unpack
-from hasten.checkpoint.reader import Checkpoint, run_copies
+from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.transfer import as_bytes
 from hasten.comm.base import Comm

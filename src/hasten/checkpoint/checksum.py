@@ -9,8 +9,7 @@ import numpy as np
 
 ROW_BYTES: Final = 4096
 """A chunk is laid out in rows of this many bytes."""
-PIECE_BYTES: Final = 512 * ROW_BYTES
-"""What is summed at once: it fits the processor's cache, and is long enough for threads to run side by side."""
+_STEP_BYTES: Final = 256 * ROW_BYTES  # summed at once: fits the cache, and is long enough for threads side by side
 _WORDS: Final = ROW_BYTES // 8
 Bytes = bytes | bytearray | memoryview
 
@@ -26,30 +25,36 @@ class Checksum:
     def __init__(self) -> None:
         self._rows = 0
         self._columns = np.zeros(_WORDS, np.uint64)
+        self._begun = b""  # of a row whose end has not come yet
 
     def update(self, piece: Bytes) -> None:
-        """Add bytes; all pieces but the last hold whole rows."""
-        size = memoryview(piece).nbytes
-        whole = size // ROW_BYTES * ROW_BYTES
-        if whole:
-            self._add(np.frombuffer(piece, np.uint64, whole // 8))
-        if whole < size:
-            last = bytes(memoryview(piece)[whole:]).ljust(ROW_BYTES, b"\0")
-            self._add(np.frombuffer(last, np.uint64))
+        """Add bytes, of any number."""
+        view = memoryview(piece).cast("B")
+        if self._begun:
+            missing = ROW_BYTES - len(self._begun)
+            self._begun, view = self._begun + bytes(view[:missing]), view[missing:]
+            if len(self._begun) < ROW_BYTES:
+                return
+            self._add(self._begun)
+        whole = view.nbytes // ROW_BYTES * ROW_BYTES
+        for start in range(0, whole, _STEP_BYTES):
+            self._add(view[start : min(start + _STEP_BYTES, whole)])
+        self._begun = bytes(view[whole:])
 
-    def _add(self, words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-        table = words.reshape(-1, _WORDS)
+    def _add(self, rows: Bytes) -> None:
+        table = np.frombuffer(rows, np.uint64).reshape(-1, _WORDS)
         self._rows = zlib.crc32(np.add.reduce(table, axis=1).data, self._rows)
         self._columns += np.add.reduce(table, axis=0)
 
     def digest(self) -> str:
-        """16 hex digits."""
+        """16 hex digits; nothing can be added after it."""
+        if self._begun:
+            self.update(bytes(ROW_BYTES - len(self._begun)))
         return f"{self._rows:08x}{zlib.crc32(self._columns.data):08x}"
 
 
 def checksum(chunk: Bytes) -> str:
     """The checksum of a chunk that lies in memory."""
-    total, view = Checksum(), memoryview(chunk)
-    for start in range(0, view.nbytes, PIECE_BYTES):
-        total.update(view[start : start + PIECE_BYTES])
+    total = Checksum()
+    total.update(chunk)
     return total.digest()

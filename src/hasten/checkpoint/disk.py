@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import mmap
 import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.checksum import PIECE_BYTES, Checksum, checksum
+from hasten.checkpoint.checksum import Checksum, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
 from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, worker_pool
 
+PIECE_BYTES = 2 * 1024**2
+"""What is read or written at once: about what the processor's cache holds, and the largest page the system keeps."""
+_OWN_WRITE_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
@@ -36,9 +40,9 @@ class Disk:
         """A descriptor of a new, empty file."""
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
         """Bytes written, which may be fewer than given."""
-        return os.pwrite(fd, data, offset)
+        return os.pwritev(fd, data, offset)
 
     def sync(self, fd: int) -> None:
         """Return when the file's bytes are on the disk."""
@@ -93,13 +97,52 @@ def segment_starts(blob: Blob) -> list[int]:
     return starts
 
 
-def host_view(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> memoryview:
-    """The parts as one stretch of host memory: where they lie, if there is one, else in the thread's buffer."""
-    if len(parts) == 1 and isinstance(parts[0], bytes):
-        return memoryview(parts[0])
-    if len(parts) == 1 and isinstance(parts[0], Tensor) and parts[0].device.type == "cpu":
-        return byte_view(parts[0])
-    return buffer.to_host(parts)
+def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
+    """The parts in host memory: large ones that are there stay where they are, all others are gathered in the buffer."""
+    scattered = [part for part in parts if not _stays(part)]
+    gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
+    views: list[memoryview] = []
+    at = 0
+    for in_place, run in itertools.groupby(parts, _stays):
+        if in_place:
+            views += [byte_view(part) for part in run if isinstance(part, Tensor)]
+        else:
+            size = sum(len(part) for part in run)
+            views.append(gathered[at : at + size])
+            at += size
+    return views
+
+
+def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views after their first `count` bytes."""
+    left = []
+    for view in views:
+        if count < len(view):
+            left.append(view[count:])
+        count = max(count - len(view), 0)
+    return left
+
+
+def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The views cut into pieces of PIECE_BYTES, the last one shorter."""
+    piece: list[memoryview] = []
+    room = PIECE_BYTES
+    for view in views:
+        at = 0
+        while at < len(view):
+            piece.append(view[at : at + room])
+            at += len(piece[-1])
+            room -= len(piece[-1])
+            if not room:
+                yield piece
+                piece, room = [], PIECE_BYTES
+    if piece:
+        yield piece
+
+
+def _stays(part: bytes | Tensor) -> bool:
+    """Whether a part is worth a write of its own."""
+    return isinstance(part, Tensor) and part.device.type == "cpu" and part.numel() >= _OWN_WRITE_BYTES
 
 
 class BlobWriter:
@@ -153,16 +196,22 @@ class BlobWriter:
     def _chunk(self, fd: int, blob: Blob, starts: Sequence[int], index: int, buffer: HostBuffer) -> str:
         start = index * CHUNK_BYTES
         stop = min(start + CHUNK_BYTES, blob.size)
-        view = host_view(chunk_parts(blob, start, stop, starts), buffer)
-        sums = checksum(view)
-        self._write_all(fd, view, start)
+        total, at = Checksum(), start
+        # Pieces are small enough to be in the cache still when they are written, and begin at multiples of their size,
+        # so that the system keeps them in pages of that size, which load_state maps at almost no cost.
+        for piece in pieces(host_views(chunk_parts(blob, start, stop, starts), buffer)):
+            for view in piece:
+                total.update(view)
+            at += self._write_all(fd, piece, at)
         start_writeback(fd, start, stop - start)
-        return sums
+        return total.digest()
 
-    def _write_all(self, fd: int, view: memoryview, offset: int) -> None:
-        while view:
-            written = self._disk.write_at(fd, view, offset)
-            offset, view = offset + written, view[written:]
+    def _write_all(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        while views:
+            written = self._disk.write_at(fd, views, offset + done)
+            done, views = done + written, skip(views, written)
+        return done
 
 
 def start_writeback(fd: int, offset: int, length: int) -> None:
@@ -190,7 +239,7 @@ class ChunkReader(threading.local):
         total, at = Checksum(), start
         while at < stop:
             wanted = min(PIECE_BYTES, stop - at)
-            count = _read_all(fd, self._view[:wanted], at)
+            count = read_all(fd, [self._view[:wanted]], at)
             total.update(self._view[:count])
             at += wanted
         return total.digest()
@@ -214,12 +263,12 @@ def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
     return checksum(memoryview(words)) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
 
 
-def _read_all(fd: int, view: memoryview, offset: int) -> int:
-    """Bytes read: all that were asked for, unless the file ends before."""
+def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Fill the views one after another; bytes read: all that were asked for, unless the file ends before."""
     done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
+    while views:
+        count = os.preadv(fd, views, offset + done)
         if not count:
             break
-        done += count
+        done, views = done + count, skip(views, count)
     return done

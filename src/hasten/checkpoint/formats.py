@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
 import tempfile
 import warnings
@@ -48,6 +49,36 @@ DTYPES: Final = MappingProxyType(
 DTYPE_NAMES: Final = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
+class MappedFile:
+    """A file whose bytes are read when they are looked at, also after it was deleted."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
+        self.path = path
+        self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._identity = _identity(path.stat())
+
+    def place(self, part: Tensor) -> int | None:
+        """Where in the file a tensor begins; None when it is a copy."""
+        start = part.data_ptr() - self.data.data_ptr()
+        return start if 0 <= start < self.data.numel() else None
+
+    def open(self) -> int | None:
+        """A descriptor of the same file; None when it is no longer there under its name."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError:  # the mapping stays good, and tells of a broken disk in its own way
+            return None
+        if _identity(os.fstat(fd)) == self._identity:
+            return fd
+        os.close(fd)
+        return None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_dev, found.st_ino, found.st_size
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A tensor found in a file: the mapped bytes, and where they lie in the global tensor."""
@@ -55,6 +86,7 @@ class Piece:
     data: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    file: MappedFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +183,20 @@ def read_safetensors(path: Path) -> TensorFile:
 
 def _read_safetensors(path: Path) -> TensorFile:
     size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+    with path.open("rb") as head:
+        length = int.from_bytes(head.read(8), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"header length {length} in a file of {size} bytes")
-        header = json.loads(file.read(length))
+        header = json.loads(head.read(length))
     metadata = header.pop(_METADATA, {})
     ours = json.loads(metadata.get(_OURS, "{}"))
-    raw = mapped(path, size)
+    file = MappedFile(path, size)
     slices = ours.get("slices", {})
     pieces, at = {}, 8 + length
     for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        tensor, at = _entry(raw, key, entry, 8 + length, at)
+        tensor, at = _entry(file.data, key, entry, 8 + length, at)
         shape, offset = slices.get(key, (list(tensor.shape), [0] * tensor.dim()))
-        pieces[key] = Piece(tensor, dims(shape), dims(offset))
+        pieces[key] = Piece(tensor, dims(shape), dims(offset), file)
         check_piece(key, pieces[key])
     if at != size:
         raise ValueError(f"{size - at} bytes after the last tensor")
@@ -184,12 +216,6 @@ def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) 
     if start % dtype.itemsize:  # other tools may write unaligned tensors
         piece = piece.clone()
     return piece.view(dtype).reshape(shape), end
-
-
-def mapped(path: Path, size: int) -> Tensor:
-    """A file's bytes, read when they are looked at."""
-    storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
 def dims(values: Any) -> tuple[int, ...]:

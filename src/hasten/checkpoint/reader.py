@@ -7,22 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from hasten.checkpoint.base import CheckpointStore, Json
 from hasten.checkpoint.disk import ChunkReader, default_threads
 from hasten.checkpoint.formats import Piece, TensorFile, read_tensors
-from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord, Manifest, inside
-from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.manifest import FileRecord, Manifest, inside
 from hasten.checkpoint.sidecar import SUFFIX, read_by_sidecar
-from hasten.checkpoint.transfer import HostBuffer, as_bytes, device_of, worker_pool
 from hasten.checkpoint.writer import settle
 from hasten.comm.base import Comm
-from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, IncompleteCheckpointError
+from hasten.errors import CorruptCheckpointError, HastenError, IncompleteCheckpointError
 
 Progress = Callable[[int], None]
 
@@ -98,13 +92,14 @@ def verify_files(
     """What is wrong with the files, one line each: missing, wrong size, wrong checksum. Empty means sound."""
     problems = {file.name: problem for file in files if (problem := _at_first_sight(folder, file)) is not None}
     reader = ChunkReader()
+    paths = {file.name: inside(folder, file.name) for file in files}
     jobs = [(file, i) for file in files if file.name not in problems for i in range(len(file.sums))]
 
     def check(job: tuple[FileRecord, int]) -> str | None:
         file, index = job
         start, stop = index * chunk_bytes, min((index + 1) * chunk_bytes, file.size)
         try:
-            return reader.checksum(inside(folder, file.name), start, stop)
+            return reader.checksum(paths[file.name], start, stop)
         except OSError as error:
             problems[file.name] = f"{file.name} cannot be read: {error}"
             return None
@@ -229,53 +224,3 @@ def share_out(files: Sequence[FileRecord], rank: int, size: int) -> list[FileRec
         if lightest == rank:
             mine.append(file)
     return mine
-
-
-def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
-    """Fill live tensors from mapped files on several threads, straight to their device, a chunk's worth at a time."""
-    buffer = HostBuffer()
-    device = device_of(copy.target for copy in copies)
-    with worker_pool(threads or default_threads(), device, "hasten-read") as pool:
-        for problem in pool.map(_guarded, _errands(copies, buffer)):
-            if problem is not None:
-                raise problem
-
-
-def _errands(copies: Sequence[Copy], buffer: HostBuffer) -> Iterator[list[Callable[[], None]]]:
-    """The copies in portions of about one chunk: large tensors are cut, small ones go together."""
-    portion: list[Callable[[], None]] = []
-    size = 0
-    for copy in copies:
-        steps = _chunked(copy, buffer)
-        if len(steps) > 1:
-            yield from ([step] for step in steps)
-            continue
-        portion += steps
-        size += copy.target.numel() * copy.target.element_size()
-        if size >= CHUNK_BYTES:
-            yield portion
-            portion, size = [], 0
-    yield portion
-
-
-def _guarded(errand: Sequence[Callable[[], None]]) -> CheckpointError | None:
-    try:
-        with torch.no_grad():
-            for step in errand:
-                step()
-    except RuntimeError as error:
-        return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
-    return None
-
-
-def _chunked(copy: Copy, buffer: HostBuffer) -> list[Callable[[], None]]:
-    target, source = copy.target, copy.source
-    if not (target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype):
-        return [partial(_copy, target, source)]
-    to, of = as_bytes(target), as_bytes(source)
-    move = _copy if target.device.type == "cpu" else buffer.to_device
-    return [partial(move, to[i : i + CHUNK_BYTES], of[i : i + CHUNK_BYTES]) for i in range(0, to.numel(), CHUNK_BYTES)]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.checksum import checksum
-from hasten.checkpoint.disk import chunk_parts, default_threads, host_view, segment_starts
+from hasten.checkpoint.checksum import Checksum
+from hasten.checkpoint.disk import chunk_parts, default_threads, host_views, segment_starts
 from hasten.checkpoint.local_store import same_family
 from hasten.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -78,9 +78,11 @@ class RemoteDraft:
         with self._store.fs.open(self._store.join_path(self._name, self._placed(file)), "wb") as out:
             for start in range(0, blob.size, CHUNK_BYTES):
                 parts = chunk_parts(blob, start, min(start + CHUNK_BYTES, blob.size), starts)
-                view = host_view(parts, buffer)
-                sums.append(checksum(view))
-                out.write(view)
+                total = Checksum()
+                for view in host_views(parts, buffer):
+                    total.update(view)
+                    out.write(view)
+                sums.append(total.digest())
         return FileRecord(name=self._placed(file), size=blob.size, sums=tuple(sums))
 
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:

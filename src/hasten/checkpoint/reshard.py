@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hasten.checkpoint.base import Slice
-from hasten.checkpoint.formats import Piece
+from hasten.checkpoint.formats import MappedFile, Piece
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -50,6 +50,14 @@ class Copy:
 
     target: Tensor
     source: Tensor
+    file: MappedFile | None = None
+
+    def place(self) -> int | None:
+        """Where in the file the bytes lie, if they can be read from there as they are."""
+        target, source = self.target, self.source
+        if self.file is None or target.dtype != source.dtype or not (target.is_contiguous() and source.is_contiguous()):
+            return None
+        return self.file.place(source)
 
 
 Region = tuple[tuple[int, int], ...]  # (start, length) per dim
@@ -75,19 +83,21 @@ def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> l
     shape = target.shape if isinstance(target, Slice) else tuple(live.shape)
     offset = target.offset if isinstance(target, Slice) else (0,) * live.dim()
     for piece in pieces:
-        if tuple(piece.shape) != tuple(shape):
+        if piece.shape != shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(shape)} here and {tuple(piece.shape)} in the checkpoint. Nothing was loaded. "
                 "Build the model as it was when it was saved, or load with strict=False to leave this tensor out."
             )
     if live.numel() == 0:
         return []
+    if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:  # the common case, without the arithmetic
+        return [Copy(live, pieces[0].data, pieces[0].file)]
     copies, filled = [], 0
     for piece in pieces:
         region = overlap(offset, tuple(live.shape), piece.offset, tuple(piece.data.shape))
         if region is None:
             continue
-        copies.append(Copy(_cut(live, region, offset), _cut(piece.data, region, piece.offset)))
+        copies.append(Copy(_cut(live, region, offset), _cut(piece.data, region, piece.offset), piece.file))
         filled += copies[-1].target.numel()
     if filled != live.numel():
         raise CorruptCheckpointError(

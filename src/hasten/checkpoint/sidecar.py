@@ -11,7 +11,7 @@ import msgspec
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob, Json, Slice, local_data
-from hasten.checkpoint.formats import DTYPE_NAMES, DTYPES, Piece, TensorFile, dims, lay_out_torch, mapped
+from hasten.checkpoint.formats import DTYPE_NAMES, DTYPES, MappedFile, Piece, TensorFile, dims, lay_out_torch
 from hasten.errors import CorruptCheckpointError
 
 SUFFIX: Final = ".layout.json"
@@ -50,8 +50,8 @@ def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
         size = path.stat().st_size
         if size != found.size:
             raise ValueError(f"it describes a file of {found.size} bytes, {path.name} has {size}")
-        raw = mapped(path, size)
-        return TensorFile({key: _piece(raw, key, *entry) for key, entry in found.tensors.items()}, {}, found.data)
+        file = MappedFile(path, size)
+        return TensorFile({key: _piece(file, key, *entry) for key, entry in found.tensors.items()}, {}, found.data)
     except (
         msgspec.MsgspecError,
         KeyError,
@@ -67,12 +67,12 @@ def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
         ) from error
 
 
-def _piece(raw: Tensor, key: str, name: str, shape: tuple[int, ...], start: int) -> Piece:
-    dtype, shape = DTYPES[name], dims(shape)
+def _piece(file: MappedFile, key: str, name: str, shape: tuple[int, ...], start: int) -> Piece:
+    raw, dtype, shape = file.data, DTYPES[name], dims(shape)
     end = start + math.prod(shape) * dtype.itemsize
     if start < 0 or end > raw.numel():
         raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
     part = raw[start:end]
     if start % dtype.itemsize:  # as it is written, every tensor is aligned
         part = part.clone()
-    return Piece(part.view(dtype).reshape(shape), shape, (0,) * len(shape))
+    return Piece(part.view(dtype).reshape(shape), shape, (0,) * len(shape), file)

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.disk import default_threads
 from hasten.checkpoint.manifest import CHUNK_BYTES
-from hasten.checkpoint.transfer import as_bytes, device_of, worker_pool
+from hasten.checkpoint.transfer import as_bytes, copy_bytes, device_of, worker_pool
 
 Memory = tuple[torch.device, int, int]
 BLOCK_BYTES = 1024**3
@@ -153,7 +153,7 @@ class Errands:
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Start one copy."""
         if self._pool is not None:
-            self._waiting.append(self._pool.submit(_copy, target, source))
+            self._waiting.append(self._pool.submit(copy_bytes, target, source))
             return
         with self._on_stream():
             target.copy_(source, non_blocking=True)
@@ -177,10 +177,6 @@ class Errands:
             yield
         finally:
             torch.accelerator.set_stream(before)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def byte_view(tensor: Tensor) -> memoryview:
     """A flat byte tensor on the host as Python sees memory."""
     return memoryview(tensor.numpy().data)
+
+
+def copy_bytes(target: Tensor, source: Tensor) -> None:
+    """Copy flat bytes on the host on this thread alone; torch would call on all cores from every thread."""
+    np.copyto(target.numpy(), source.numpy())
 
 
 def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
@@ -59,16 +65,11 @@ class HostBuffer(threading.local):
         for part, size in zip(parts, sizes, strict=True):
             if isinstance(part, bytes):
                 byte_view(buffer)[at : at + size] = part
+            elif part.device.type == "cpu":
+                copy_bytes(buffer[at : at + size], part)
             else:
                 buffer[at : at + size].copy_(part, non_blocking=True)
             at += size
         if device is not None:
             torch.accelerator.current_stream(device).synchronize()
         return byte_view(buffer)
-
-    def to_device(self, target: Tensor, source: Tensor) -> None:
-        """Copy mapped bytes to a device by way of this thread's buffer."""
-        buffer = self.take(source.numel(), pinned=True)
-        buffer.copy_(source)
-        target.copy_(buffer, non_blocking=True)
-        torch.accelerator.current_stream(target.device).synchronize()

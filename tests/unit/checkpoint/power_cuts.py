@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -77,11 +77,12 @@ class DeadlyDisk(Disk):
         self._lost.add(path)
         return made[0]
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
         done: list[int] = []
+        whole = memoryview(b"".join(data))
         self._turn(
             lambda: done.append(Disk.write_at(self, fd, data, offset)),
-            lambda: done.append(Disk.write_at(self, fd, data[: len(data) // 2], offset)),
+            lambda: done.append(Disk.write_at(self, fd, [whole[: len(whole) // 2]], offset)),
         )
         return done[0]
 

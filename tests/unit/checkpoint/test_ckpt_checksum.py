@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from hasten.checkpoint.checksum import PIECE_BYTES, ROW_BYTES, Checksum, checksum
+from hasten.checkpoint.checksum import ROW_BYTES, Checksum, checksum
 
-SIZES = (1, 7, 8, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 1, 3 * ROW_BYTES + 5, PIECE_BYTES + 3 * ROW_BYTES + 1)
+SIZES = (1, 7, 8, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 1, 3 * ROW_BYTES + 5, 600 * ROW_BYTES + 1)
 
 
 def chunk(size: int) -> bytes:
@@ -35,6 +35,17 @@ def test_feeding_in_pieces_is_the_same() -> None:
             for start in range(0, size, rows * ROW_BYTES):
                 total.update(data[start : start + rows * ROW_BYTES])
             assert total.digest() == checksum(data)
+
+
+def test_feeding_at_any_boundary_is_the_same() -> None:
+    pick = random.Random(1)
+    for size in (*SIZES, 20 * ROW_BYTES + 13):
+        data, total, at = chunk(size), Checksum(), 0
+        while at < size:
+            length = pick.choice((0, 1, 4, 100, ROW_BYTES - 1, ROW_BYTES, 2 * ROW_BYTES + 7, 9 * ROW_BYTES))
+            total.update(memoryview(data)[at : at + length])
+            at += length
+        assert total.digest() == checksum(data), f"size {size}"
 
 
 def test_traded_words_and_blocks_are_seen() -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,12 @@ class FullDisk(Disk):
         self._room = room
         self._error = error
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
-        fits = data[: max(self._room, 0)]
+    def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
+        fits = memoryview(b"".join(data))[: max(self._room, 0)]
         if not fits:
             raise OSError(self._error, os.strerror(self._error))
         self._room -= len(fits)
-        return super().write_at(fd, fits, offset)
+        return super().write_at(fd, [fits], offset)
 
 
 @pytest.mark.parametrize("room", [0, 1, 1000, 400_000, 800_200])
@@ -130,7 +131,7 @@ class Recorder(Disk):
         self.log.append(("create", path.name))
         return fd
 
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+    def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
         self.log.append(("write", self._names[fd]))
         return super().write_at(fd, data, offset)
 

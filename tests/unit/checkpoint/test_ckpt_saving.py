@@ -227,7 +227,7 @@ def test_an_error_in_the_background_comes_up_at_the_next_save(tmp_path: Path, mo
 
     accelerator.save_state()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", full)
+        patch.setattr(os, "pwritev", full)
         accelerator.save_state(blocking=False)
         with pytest.raises(CheckpointError, match="No space left"):
             accelerator.wait_for_saves()

@@ -1,0 +1,136 @@
+"""Filling live tensors from checkpoint files: many tensors in one read, straight to where they belong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from hasten.checkpoint.disk import default_threads, read_all
+from hasten.checkpoint.formats import MappedFile
+from hasten.checkpoint.manifest import CHUNK_BYTES
+from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, worker_pool
+from hasten.errors import CheckpointError, CorruptCheckpointError
+
+_GAP_BYTES = 65536  # less than this between two tensors is read and dropped rather than skipped
+_MOST_TENSORS = 400  # a read takes at most 1024 places, and every tensor may need two
+
+
+@dataclass(slots=True)
+class _Stretch:
+    """Bytes start..stop of a file, and the tensors they fill: (where in the file, target, its bytes from..to)."""
+
+    file: MappedFile
+    start: int
+    stop: int
+    targets: list[tuple[int, Tensor, int, int]] = field(default_factory=list)
+
+    def takes(self, file: MappedFile, start: int) -> bool:
+        """Whether a tensor that begins there can be read along."""
+        near = file is self.file and 0 <= start - self.stop < _GAP_BYTES
+        return near and self.stop - self.start < CHUNK_BYTES and len(self.targets) < _MOST_TENSORS
+
+
+def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
+    """Fill live tensors on several threads, a chunk's worth at a time, on whatever device they are.
+
+    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state.
+    """
+    buffer, device = HostBuffer(), device_of(copy.target for copy in copies)
+    stretches, others = _stretches(copies)
+    jobs: list[Callable[[], None]] = [partial(_fill, stretch, buffer) for stretch in stretches]
+    jobs += [partial(_copy, copy.target, copy.source) for copy in others]
+    with worker_pool(threads or default_threads(), device, "hasten-read") as pool:
+        for problem in pool.map(_guarded, jobs):
+            if problem is not None:
+                raise problem
+    increment_version([copy.target for copy in copies])  # as an in-place operation of torch would
+
+
+def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
+    """The copies in the order of the files, large ones cut, small ones together; and those that are no plain reads."""
+    places: list[tuple[MappedFile, int, Tensor, int]] = []
+    others = []
+    for copy in copies:
+        at = copy.place()
+        if copy.file is None or at is None:
+            others.append(copy)
+        else:
+            places.append((copy.file, at, copy.target, copy.target.numel() * copy.target.element_size()))
+    places.sort(key=lambda place: (place[0].path, place[1]))
+    stretches: list[_Stretch] = []
+    for file, at, target, size in places:
+        for low in range(0, size, CHUNK_BYTES):
+            high = min(low + CHUNK_BYTES, size)
+            if not stretches or not stretches[-1].takes(file, at + low):
+                stretches.append(_Stretch(file, at + low, at + low))
+            stretches[-1].targets.append((at + low, target, low, high))
+            stretches[-1].stop = at + high
+    return stretches, others
+
+
+def _guarded(job: Callable[[], None]) -> CheckpointError | None:
+    try:
+        with torch.no_grad():
+            job()
+    except (RuntimeError, OSError) as error:
+        return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
+
+
+def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
+    pairs = [(at, as_bytes(target)[low:high]) for at, target, low, high in stretch.targets]
+    fd = stretch.file.open()
+    if fd is None:
+        for at, part in pairs:
+            part.copy_(stretch.file.data[at : at + part.numel()])
+        return
+    try:
+        _read_to(stretch, fd, pairs, buffer)
+    finally:
+        os.close(fd)
+
+
+def _read_to(stretch: _Stretch, fd: int, pairs: Sequence[tuple[int, Tensor]], buffer: HostBuffer) -> None:
+    if all(part.device.type == "cpu" for _, part in pairs):
+        _read(stretch, fd, _places(stretch, pairs, buffer))
+        return
+    whole = buffer.take(stretch.stop - stretch.start, pinned=True)
+    _read(stretch, fd, [byte_view(whole)])
+    for at, part in pairs:
+        part.copy_(whole[at - stretch.start :][: part.numel()], non_blocking=True)
+    device = device_of(part for _, part in pairs)
+    torch.accelerator.current_stream(device).synchronize()
+
+
+def _places(stretch: _Stretch, pairs: Sequence[tuple[int, Tensor]], buffer: HostBuffer) -> list[memoryview]:
+    """The memory the stretch goes to, piece by piece; what lies between tensors goes to the buffer."""
+    views, reached = [], stretch.start
+    for at, part in pairs:
+        if at > reached:
+            views.append(byte_view(buffer.take(at - reached, pinned=False)))
+        views.append(byte_view(part))
+        reached = at + part.numel()
+    return views
+
+
+def _read(stretch: _Stretch, fd: int, views: Sequence[memoryview]) -> None:
+    wanted = stretch.stop - stretch.start
+    count = read_all(fd, views, stretch.start)
+    if count != wanted:
+        raise CorruptCheckpointError(
+            f"{stretch.file.path}: {count} of {wanted} bytes at {stretch.start} could be read, so it was cut off while "
+            "it was being loaded. Parts of the state are replaced already: load another checkpoint before going on."
+        )
