@@ -3,12 +3,12 @@
     python benchmarks/checkpoint.py                      # CPU: 67 M parameters, 0.8 GB of state
     python benchmarks/checkpoint.py --preset large       # 774 M parameters, 9.3 GB of state, on the accelerator
 
-Each way saves and loads several times in one process, in turn, after a sync of the disks, so that none waits for what
-another has left to write; the median is printed, one JSON line per way, and all go to benchmarks/results (or --out).
-Accelerate takes part where it is installed. Reads come from the page cache, as when a run resumes on the machine that
-saved. hasten syncs to the disk before it returns; the others do not, so their times leave the disk's own work out:
-the rows "synced" and "hasten unsynced, unverified" compare like with like. hasten verifies every byte before it loads,
-the others do not.
+Each way saves and loads several times in one process, in changing order, after a sync of the disks, so that none waits
+for what another has left to write; the median is printed, one JSON line per way, and all go to benchmarks/results (or
+--out). Accelerate takes part where it is installed. Reads come from the page cache, as when a run resumes on the
+machine that saved. hasten syncs to the disk before it returns; the others do not, so their times leave the disk's own
+work out: the rows "synced" and "hasten unsynced, unverified" compare like with like. hasten verifies every byte before
+it loads, the others do not.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import argparse
 import contextlib
 import gc
 import importlib.util
-import itertools
 import json
 import os
+import random
 import resource
 import shutil
 import statistics
@@ -172,11 +172,18 @@ def scratch(root: str | None) -> Iterator[Path]:
 
 
 def measure(ways: dict[str, Any], device: torch.device, rounds: int, root: str | None) -> Iterator[dict[str, Any]]:
-    """Each round takes every way once, so that a busy machine is busy for all of them."""
+    """Each round takes every way once, so that a busy machine is busy for all of them, and in another order each time.
+
+    The order matters: memory that one way's files leave behind goes back to the host of a virtual machine after a
+    while, and whoever comes next waits up to a second for new memory.
+    """
     saves: dict[str, list[float]] = {name: [] for name in ways}
     loads: dict[str, list[float]] = {name: [] for name in ways}
     sizes = {}
-    for number, (name, way) in itertools.product(range(rounds), ways.items()):
+    pick = random.Random(0)
+    turns = [(number, name) for number in range(rounds) for name in pick.sample(sorted(ways), len(ways))]
+    for number, name in turns:
+        way = ways[name]
         with scratch(root) as folder:
             saves[name].append(timed(partial(way.save, folder / f"c{number}"), device))
             loads[name].append(timed(partial(way.load, folder / f"c{number}"), device))

@@ -17,12 +17,17 @@ import numpy as np
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.checksum import Checksum, checksum
+from hasten.checkpoint.checksum import BLOCK_BYTES, Checksum, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
 from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, worker_pool
 
-PIECE_BYTES = 2 * 1024**2
-"""What is read or written at once: about what the processor's cache holds, and the largest page the system keeps."""
+SUM_BYTES = 2 * 1024**2
+"""What is summed at once: about what the processor's cache holds until it is written; more, and threads that wait for
+each other between calls wait less often."""
+WRITE_BYTES = 512 * 1024
+"""What is written at once, which makes pages of this size in the system's cache. Large pages cost little to map when
+they are read again; still larger ones are what a virtual machine gives back to its host when they are free, and must
+ask for again at several times the cost of writing."""
 _OWN_WRITE_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
@@ -123,10 +128,10 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
     return left
 
 
-def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The views cut into pieces of PIECE_BYTES, the last one shorter."""
+def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The views cut into pieces of `size` bytes, the last one shorter."""
     piece: list[memoryview] = []
-    room = PIECE_BYTES
+    room = size
     for view in views:
         at = 0
         while at < len(view):
@@ -135,7 +140,7 @@ def pieces(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
             room -= len(piece[-1])
             if not room:
                 yield piece
-                piece, room = [], PIECE_BYTES
+                piece, room = [], size
     if piece:
         yield piece
 
@@ -197,12 +202,11 @@ class BlobWriter:
         start = index * CHUNK_BYTES
         stop = min(start + CHUNK_BYTES, blob.size)
         total, at = Checksum(), start
-        # Pieces are small enough to be in the cache still when they are written, and begin at multiples of their size,
-        # so that the system keeps them in pages of that size, which load_state maps at almost no cost.
-        for piece in pieces(host_views(chunk_parts(blob, start, stop, starts), buffer)):
-            for view in piece:
+        for summed in pieces(host_views(chunk_parts(blob, start, stop, starts), buffer), SUM_BYTES):
+            for view in summed:
                 total.update(view)
-            at += self._write_all(fd, piece, at)
+            for written in pieces(summed, WRITE_BYTES):
+                at += self._write_all(fd, written, at)
         start_writeback(fd, start, stop - start)
         return total.digest()
 
@@ -227,7 +231,7 @@ class ChunkReader(threading.local):
 
     def __init__(self) -> None:
         # not a bytearray: clearing it first would hold the other threads up
-        self._view = memoryview(np.empty(PIECE_BYTES, np.uint8).data)
+        self._view = memoryview(np.empty(16 * BLOCK_BYTES, np.uint8).data)
 
     def checksum(self, path: Path, start: int, stop: int) -> str:
         """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
@@ -238,7 +242,7 @@ class ChunkReader(threading.local):
     def _checksum_read(self, fd: int, start: int, stop: int) -> str:
         total, at = Checksum(), start
         while at < stop:
-            wanted = min(PIECE_BYTES, stop - at)
+            wanted = min(len(self._view), stop - at)
             count = read_all(fd, [self._view[:wanted]], at)
             total.update(self._view[:count])
             at += wanted
@@ -250,7 +254,7 @@ def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
 
     The kernel is asked to bring the bytes first: an error of the disk is then an answer, not the end of the process.
     """
-    if sys.platform != "linux" or stop - start < PIECE_BYTES or start % mmap.ALLOCATIONGRANULARITY:
+    if sys.platform != "linux" or stop - start < SUM_BYTES or start % mmap.ALLOCATIONGRANULARITY:
         return None
     try:
         view = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)

@@ -15,7 +15,7 @@ from hasten.checkpoint.disk import default_threads, read_all
 from hasten.checkpoint.formats import MappedFile
 from hasten.checkpoint.manifest import CHUNK_BYTES
 from hasten.checkpoint.reshard import Copy
-from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, worker_pool
+from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, host_memory, worker_pool
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 _GAP_BYTES = 65536  # less than this between two tensors is read and dropped rather than skipped
@@ -91,39 +91,39 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 
 def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
-    pairs = [(at, as_bytes(target)[low:high]) for at, target, low, high in stretch.targets]
     fd = stretch.file.open()
     if fd is None:
-        for at, part in pairs:
-            part.copy_(stretch.file.data[at : at + part.numel()])
+        for at, target, low, high in stretch.targets:
+            as_bytes(target)[low:high].copy_(stretch.file.data[at : at + high - low])
         return
     try:
-        _read_to(stretch, fd, pairs, buffer)
+        device = device_of(target for _, target, _, _ in stretch.targets)
+        if device is None:
+            _read(stretch, fd, _places(stretch, buffer))
+        else:
+            _read_to_device(stretch, fd, buffer, device)
     finally:
         os.close(fd)
 
 
-def _read_to(stretch: _Stretch, fd: int, pairs: Sequence[tuple[int, Tensor]], buffer: HostBuffer) -> None:
-    if all(part.device.type == "cpu" for _, part in pairs):
-        _read(stretch, fd, _places(stretch, pairs, buffer))
-        return
-    whole = buffer.take(stretch.stop - stretch.start, pinned=True)
-    _read(stretch, fd, [byte_view(whole)])
-    for at, part in pairs:
-        part.copy_(whole[at - stretch.start :][: part.numel()], non_blocking=True)
-    device = device_of(part for _, part in pairs)
-    torch.accelerator.current_stream(device).synchronize()
-
-
-def _places(stretch: _Stretch, pairs: Sequence[tuple[int, Tensor]], buffer: HostBuffer) -> list[memoryview]:
+def _places(stretch: _Stretch, buffer: HostBuffer) -> list[memoryview]:
     """The memory the stretch goes to, piece by piece; what lies between tensors goes to the buffer."""
     views, reached = [], stretch.start
-    for at, part in pairs:
+    for at, target, low, high in stretch.targets:
         if at > reached:
             views.append(byte_view(buffer.take(at - reached, pinned=False)))
-        views.append(byte_view(part))
-        reached = at + part.numel()
+        views.append(host_memory(target, low, high))
+        reached = at + high - low
     return views
+
+
+def _read_to_device(stretch: _Stretch, fd: int, buffer: HostBuffer, device: torch.device) -> None:
+    whole = buffer.take(stretch.stop - stretch.start, pinned=True)
+    _read(stretch, fd, [byte_view(whole)])
+    for at, target, low, high in stretch.targets:
+        part = whole[at - stretch.start :][: high - low]
+        as_bytes(target)[low:high].copy_(part, non_blocking=True)
+    torch.accelerator.current_stream(device).synchronize()
 
 
 def _read(stretch: _Stretch, fd: int, views: Sequence[memoryview]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from hasten.errors import CheckpointVersionError, CorruptCheckpointError, UnsafeCheckpointError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_MANIFEST_BYTES = 256 * 1024**2
 CHUNK_BYTES = 16 * 1024**2
 """Checksums are taken over chunks of this size, so that many threads can write and verify one file."""

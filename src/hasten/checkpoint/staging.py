@@ -145,7 +145,8 @@ class Errands:
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
         if device is None:
-            self._pool = ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-stage")
+            # more threads than that wait for the interpreter between copies, and for each other
+            self._pool = ThreadPoolExecutor(min(default_threads(), 4), thread_name_prefix="hasten-stage")
         else:
             self._stream = torch.Stream(device)
             self._stream.wait_stream(torch.accelerator.current_stream(device))

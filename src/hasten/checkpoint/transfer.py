@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def byte_view(tensor: Tensor) -> memoryview:
     """A flat byte tensor on the host as Python sees memory."""
     return memoryview(tensor.numpy().data)
+
+
+def host_memory(tensor: Tensor, low: int, high: int) -> memoryview:
+    """Bytes low..high of a dense tensor on the host, good for as long as the tensor is."""
+    return memoryview((ctypes.c_char * (high - low)).from_address(tensor.data_ptr() + low)).cast("B")
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

@@ -1,0 +1,99 @@
+"""Live tensors are filled byte for byte from files, however they lie there and whatever becomes of the files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hasten.checkpoint import filling
+from hasten.checkpoint.disk import BlobWriter, Disk
+from hasten.checkpoint.filling import run_copies
+from hasten.checkpoint.formats import Piece, encode_safetensors, read_safetensors
+from hasten.checkpoint.packing import pack
+from hasten.checkpoint.reshard import plan_copies
+from hasten.checkpoint.sidecar import encode_with_sidecar, read_by_sidecar
+from hasten.errors import CorruptCheckpointError
+
+SHAPES = ((3,), (1,), (70_000,), (2, 5), (), (1000, 7), (300, 301), (1,), (9, 9, 9))
+
+
+def tensors(seed: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64, torch.uint8)
+    return {
+        f"{i}": (torch.randn(shape, generator=made) * 50).to(dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)
+    }
+
+
+def stored(folder: Path, values: dict[str, Tensor], kind: str) -> dict[str, Piece]:
+    if kind == "safetensors":
+        BlobWriter(Disk()).write(folder, {"f.safetensors": encode_safetensors(values)})
+        return dict(read_safetensors(folder / "f.safetensors").pieces)
+    data, named = pack(values | {f"s{i}": torch.tensor(float(i)) for i in range(80)})
+    blob, beside = encode_with_sidecar(named, data)
+    assert beside is not None, "many tensors have a layout file"
+    BlobWriter(Disk()).write(folder, {"f.bin": blob, "f.json": beside})
+    return dict(read_by_sidecar(folder / "f.bin", folder / "f.json").pieces)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch"])
+@pytest.mark.parametrize("chunk", [64, 1000, 65_536, 16 * 1024**2])
+def test_tensors_of_all_sizes_come_back(tmp_path: Path, kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "CHUNK_BYTES", chunk)
+    for seed in range(3):
+        folder = tmp_path / f"{seed}"
+        folder.mkdir()
+        values = tensors(seed)
+        pieces = stored(folder, values, kind)
+        names = sorted(values)
+        random.Random(seed).shuffle(names)
+        live = {name: torch.zeros_like(values[name]) for name in names}
+        run_copies([copy for name in names for copy in plan_copies(name, live[name], [pieces[name]])], threads=3)
+        for name, value in values.items():
+            assert torch.equal(live[name], value), f"{name} of shape {tuple(value.shape)}"
+
+
+def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
+    value = torch.randn(40, 30)
+    pieces = stored(tmp_path, {"w": value}, "safetensors")
+    turned = torch.zeros(30, 40).t()
+    half = torch.zeros(40, 30, dtype=torch.bfloat16)
+    part = torch.zeros(100, 30)[10:50]
+    run_copies([copy for live in (turned, half, part) for copy in plan_copies("w", live, [pieces["w"]])])
+    assert torch.equal(turned, value)
+    assert torch.equal(half, value.bfloat16())
+    assert torch.equal(part, value)
+
+
+@pytest.mark.parametrize("fate", ["deleted", "replaced"])
+def test_a_file_that_goes_away_is_still_the_one_that_was_opened(tmp_path: Path, fate: str) -> None:
+    values = tensors(0)
+    pieces = stored(tmp_path, values, "safetensors")
+    path = tmp_path / "f.safetensors"
+    path.rename(tmp_path / "gone")
+    if fate == "replaced":
+        path.write_bytes(bytes((tmp_path / "gone").stat().st_size))
+    (tmp_path / "gone").unlink()
+    live = {name: torch.zeros_like(value) for name, value in values.items()}
+    run_copies([copy for name in values for copy in plan_copies(name, live[name], [pieces[name]])])
+    assert all(torch.equal(live[name], value) for name, value in values.items())
+
+
+def test_a_file_cut_off_under_way_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = stored(tmp_path, {"w": torch.randn(5000)}, "safetensors")
+    monkeypatch.setattr(filling, "read_all", lambda fd, views, offset: 4)
+    with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors: 4 of 20000 bytes"):
+        run_copies(plan_copies("w", torch.zeros(5000), [pieces["w"]]))
+
+
+def test_autograd_notices_that_a_weight_was_replaced(tmp_path: Path) -> None:
+    pieces = stored(tmp_path, {"w": torch.randn(50)}, "safetensors")
+    weight = torch.nn.Parameter(torch.randn(50))
+    loss = (weight * weight).sum()
+    run_copies(plan_copies("w", weight, [pieces["w"]]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
