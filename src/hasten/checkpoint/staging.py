@@ -47,19 +47,22 @@ class Staging:
         self.reserve(sum(t.numel() * t.element_size() for t in dense), device)
         self._places = _Places(self._blocks)
         self._errands = Errands(device)
-        for tensor in dense:
-            self._pieces(tensor)
+        with self._errands.running():
+            for tensor in dense:
+                self._pieces(tensor)
 
     def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
         """The files with host copies in place of every tensor; the originals may change afterwards."""
         if self._errands is None:
             self.begin([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
+        assert self._errands is not None, "copies were begun"
         staged = {}
-        for name, blob in blobs.items():
-            segments: list[bytes | Tensor] = []
-            for segment in blob.segments:
-                segments += [segment] if isinstance(segment, bytes) else self._pieces(segment)
-            staged[name] = Blob(segments, blob.size)
+        with self._errands.running():
+            for name, blob in blobs.items():
+                segments: list[bytes | Tensor] = []
+                for segment in blob.segments:
+                    segments += [segment] if isinstance(segment, bytes) else self._pieces(segment)
+                staged[name] = Blob(segments, blob.size)
         self.abandon()
         return staged
 
@@ -73,12 +76,11 @@ class Staging:
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
         """The host copy of a tensor, on its way; one for each memory, however often it is asked for."""
         assert self._errands is not None, "copies were begun"
-        flat = as_bytes(tensor)
-        memory = (flat.device, flat.data_ptr(), flat.numel())
+        memory = (tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
         if (known := self._copied.get(memory)) is not None:
             return known
         pieces = self._copied[memory] = []
-        for source in chunks(flat):
+        for source in chunks(as_bytes(tensor)):
             for target, part in self._places.fit(source, self._grow):
                 pieces.append(target)
                 self._errands.copy(target, part)
@@ -152,11 +154,10 @@ class Errands:
             self._stream.wait_stream(torch.accelerator.current_stream(device))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start one copy."""
+        """Start one copy, within `running`."""
         if self._pool is not None:
             self._waiting.append(self._pool.submit(copy_bytes, target, source))
-            return
-        with self._on_stream():
+        else:
             target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
@@ -169,9 +170,11 @@ class Errands:
             self._stream.synchronize()
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        assert self._device is not None
-        assert self._stream is not None
+    def running(self) -> Iterator[None]:
+        """Copies that are started in the block go to the stream, if there is one."""
+        if self._stream is None:
+            yield
+            return
         before = torch.accelerator.current_stream(self._device)
         torch.accelerator.set_stream(self._stream)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,6 +100,7 @@ class Progress(Generic[T]):
 
     def close(self) -> None:
         """Show the last state; a second call does nothing."""
+        atexit.unregister(self.close)
         if self._open:
             self._open = False
             if self._here.is_main:
@@ -106,6 +108,9 @@ class Progress(Generic[T]):
                 self._here.display.close(self._complete(self._meter.read_all(now, self._desc), wait=True))
 
     def __enter__(self) -> Self:
+        atexit.register(
+            self.close
+        )  # a loop left by `break` may end with the process, when nothing can be shown any more
         return self
 
     def __exit__(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -306,3 +308,17 @@ def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
             pulse.reached()
     assert inner.readings[-1].hint.startswith("rank 1 holds up the rest")
     assert outer.readings[-1].hint == ""
+
+
+def test_a_loop_that_is_left_ends_with_the_process_in_peace() -> None:
+    program = "\n".join(
+        [
+            "from hasten import Accelerator",
+            "steps = iter(Accelerator(cpu=True).progress(range(10), desc='left'))",
+            "next(steps), next(steps)",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "left" in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+    assert "ignored" not in done.stderr

@@ -53,4 +53,4 @@ def default_config_command(args: Any) -> None:  # Any: argparse's namespace
     """Run `accelerate config default`."""
     file = write_basic_config(args.mixed_precision, args.save_location)
     if file:
-        print(f"accelerate configuration saved at {file}")  # noqa: T201
+        print(f"accelerate configuration saved at {file}")  # noqa: T201  the command answers on the terminal

@@ -30,4 +30,4 @@ def update_command_parser(parser: Any, parents: Any) -> Any:  # Any: argparse's 
 
 def update_config_command(args: Any) -> None:  # Any: argparse's namespace
     """Run `accelerate config update`."""
-    print(f"Successfully updated the configuration file at {update_config(args)}.")  # noqa: T201
+    print(f"Successfully updated the configuration file at {update_config(args)}.")  # noqa: T201  the command answers
