@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 _WORDS: Final = 1021  # in a row; a prime, so that nothing that is moved by sectors or pages stays in its columns
-_ROWS: Final = 16
+_ROWS: Final = 17  # odd, so that a bit stuck in a whole column does not add up to nothing
 BLOCK_BYTES: Final = _ROWS * _WORDS * 8
 """A chunk is laid out in blocks of rows of 64-bit words."""
 Bytes = bytes | bytearray | memoryview
@@ -18,9 +18,10 @@ class Checksum:
     """The checksum of one chunk, fed piece by piece.
 
     In every block each column of words is added up; a CRC-32 over these sums, in order, is the checksum. A changed bit
-    changes a column; bytes that are lost, shifted or trade places land in other columns or other blocks. Only words that trade places a multiple of 8168 bytes apart within one block stay unseen, which no
-    disk and no memory does. Like a CRC it guards against damage, not against somebody who forges it, and it costs a
-    fraction of a CRC over all bytes.
+    changes a column; bytes that are lost, shifted or trade places land in other columns or other blocks. Unseen stay
+    changes that cancel out within one column of a block, as two words that trade places a multiple of 8168 bytes
+    apart: nothing that disks or memory are known to do. Like a CRC it guards against damage, not against somebody who
+    forges it, and it costs a fraction of a CRC over all bytes.
     """
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.checksum import BLOCK_BYTES, Checksum, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
-from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, worker_pool
+from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, devices_of, worker_pool
 
 SUM_BYTES = 2 * 1024**2
-"""What is summed at once: about what the processor's cache holds until it is written; more, and threads that wait for
-each other between calls wait less often."""
+"""What is summed before it is written: little enough to be in the processor's cache still, and enough that threads
+seldom wait for each other between calls."""
 WRITE_BYTES = 512 * 1024
 """What is written at once, which makes pages of this size in the system's cache. Large pages cost little to map when
 they are read again; still larger ones are what a virtual machine gives back to its host when they are free, and must
@@ -103,7 +103,7 @@ def segment_starts(blob: Blob) -> list[int]:
 
 
 def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
-    """The parts in host memory: large ones that are there stay where they are, all others are gathered in the buffer."""
+    """The parts in host memory: large ones that are there already stay, all others are gathered in the buffer."""
     scattered = [part for part in parts if not _stays(part)]
     gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
     views: list[memoryview] = []
@@ -165,8 +165,8 @@ class BlobWriter:
             for name in files:
                 opened[name] = self._disk.create(folder / name)
             segments = (segment for blob in files.values() for segment in blob.segments)
-            device = device_of(segment for segment in segments if isinstance(segment, Tensor))
-            with worker_pool(self._threads, device, "hasten-write") as pool:
+            devices = devices_of(segment for segment in segments if isinstance(segment, Tensor))
+            with worker_pool(self._threads, devices, "hasten-write") as pool:
                 jobs = self._jobs(files, opened, buffer)
                 sums = dict(pool.map(lambda job: job(), jobs))
                 list(pool.map(self._disk.sync, opened.values()))

@@ -15,7 +15,15 @@ from hasten.checkpoint.disk import default_threads, read_all
 from hasten.checkpoint.formats import MappedFile
 from hasten.checkpoint.manifest import CHUNK_BYTES
 from hasten.checkpoint.reshard import Copy
-from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, device_of, host_memory, worker_pool
+from hasten.checkpoint.transfer import (
+    HostBuffer,
+    as_bytes,
+    byte_view,
+    devices_of,
+    finish_copies,
+    host_memory,
+    worker_pool,
+)
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 _GAP_BYTES = 65536  # less than this between two tensors is read and dropped rather than skipped
@@ -42,15 +50,17 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
 
     Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state.
     """
-    buffer, device = HostBuffer(), device_of(copy.target for copy in copies)
+    buffer, devices = HostBuffer(), devices_of(copy.target for copy in copies)
     stretches, others = _stretches(copies)
     jobs: list[Callable[[], None]] = [partial(_fill, stretch, buffer) for stretch in stretches]
-    jobs += [partial(_copy, copy.target, copy.source) for copy in others]
-    with worker_pool(threads or default_threads(), device, "hasten-read") as pool:
-        for problem in pool.map(_guarded, jobs):
-            if problem is not None:
-                raise problem
-    increment_version([copy.target for copy in copies])  # as an in-place operation of torch would
+    jobs += [partial(_copy, others[start : start + _MOST_TENSORS]) for start in range(0, len(others), _MOST_TENSORS)]
+    try:
+        with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
+            for problem in pool.map(_guarded, jobs):
+                if problem is not None:
+                    raise problem
+    finally:
+        increment_version([copy.target for copy in copies])  # as an in-place operation of torch would
 
 
 def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
@@ -79,15 +89,16 @@ def _guarded(job: Callable[[], None]) -> CheckpointError | None:
     try:
         with torch.no_grad():
             job()
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
     except CheckpointError as error:
         return error
     return None
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+def _copy(copies: Sequence[Copy]) -> None:
+    for copy in copies:
+        copy.target.copy_(copy.source)
 
 
 def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
@@ -97,11 +108,16 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
             as_bytes(target)[low:high].copy_(stretch.file.data[at : at + high - low])
         return
     try:
-        device = device_of(target for _, target, _, _ in stretch.targets)
-        if device is None:
-            _read(stretch, fd, _places(stretch, buffer))
+        devices = devices_of(target for _, target, _, _ in stretch.targets)
+        if devices:
+            _read_to_devices(stretch, fd, buffer, devices)
         else:
-            _read_to_device(stretch, fd, buffer, device)
+            _read(stretch, fd, _places(stretch, buffer))
+    except OSError as error:
+        raise CheckpointError(
+            f"{stretch.file.path}: cannot be read any more ({error}). Parts of the state may be replaced already: look "
+            "after the disk, and load this or another checkpoint before going on."
+        ) from error
     finally:
         os.close(fd)
 
@@ -117,13 +133,13 @@ def _places(stretch: _Stretch, buffer: HostBuffer) -> list[memoryview]:
     return views
 
 
-def _read_to_device(stretch: _Stretch, fd: int, buffer: HostBuffer, device: torch.device) -> None:
+def _read_to_devices(stretch: _Stretch, fd: int, buffer: HostBuffer, devices: Sequence[torch.device]) -> None:
     whole = buffer.take(stretch.stop - stretch.start, pinned=True)
     _read(stretch, fd, [byte_view(whole)])
     for at, target, low, high in stretch.targets:
         part = whole[at - stretch.start :][: high - low]
         as_bytes(target)[low:high].copy_(part, non_blocking=True)
-    torch.accelerator.current_stream(device).synchronize()
+    finish_copies(devices)
 
 
 def _read(stretch: _Stretch, fd: int, views: Sequence[memoryview]) -> None:

@@ -53,10 +53,10 @@ class MappedFile:
     """A file whose bytes are read when they are looked at, also after it was deleted."""
 
     def __init__(self, path: Path, size: int) -> None:
-        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
         self.path = path
-        self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
         self._identity = _identity(path.stat())
+        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
+        self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def place(self, part: Tensor) -> int | None:
         """Where in the file a tensor begins; None when it is a copy."""
@@ -75,8 +75,8 @@ class MappedFile:
         return None
 
 
-def _identity(found: os.stat_result) -> tuple[int, int, int]:
-    return found.st_dev, found.st_ino, found.st_size
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 @dataclass(frozen=True, slots=True)

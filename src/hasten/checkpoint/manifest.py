@@ -18,7 +18,7 @@ CHUNK_BYTES = 16 * 1024**2
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file: its path inside the checkpoint, its size and the checksum of each chunk (`checksum.py`), as 16 hex digits."""
+    """One file: its path inside the checkpoint, its size and the checksum of each chunk (`checksum.py`), as 8 hex digits."""
 
     name: str
     size: int

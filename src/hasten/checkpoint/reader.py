@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from hasten.comm.base import Comm
 from hasten.errors import CorruptCheckpointError, HastenError, IncompleteCheckpointError
 
 Progress = Callable[[int], None]
+Stamp = tuple[int, int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,20 @@ class Found:
 class Checkpoint:
     """An open checkpoint. Files are mapped, not read, until copied from."""
 
-    def __init__(self, name: str, manifest: Manifest, folder: Path, allow_pickle: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        folder: Path,
+        allow_pickle: bool = False,
+        stamps: Mapping[str, Stamp] | None = None,
+    ) -> None:
+        """`stamps` are those of the files that were verified; another file under the same name is refused."""
         self.name = name
         self.manifest = manifest
         self.folder = folder
         self._allow_pickle = allow_pickle
+        self._stamps = stamps or {}
         self._names = frozenset(file.name for file in manifest.files)
 
     def component(self, name: str, rank: int | None = None) -> Found:
@@ -82,8 +92,24 @@ class Checkpoint:
     def _content(self, file: str) -> TensorFile:
         path, beside = inside(self.folder, file), file + SUFFIX
         if beside in self._names:
-            return read_by_sidecar(path, inside(self.folder, beside))
-        return read_tensors(path, self._allow_pickle)
+            content = read_by_sidecar(path, inside(self.folder, beside))
+        else:
+            content = read_tensors(path, self._allow_pickle)
+        if self._stamps and stamp(path) != self._stamps.get(file):
+            raise CorruptCheckpointError(
+                f"{path}: was replaced or changed after it was verified, so it may not be part of this checkpoint. "
+                "Nothing was loaded. Let whoever writes there finish, and load again."
+            )
+        return content
+
+
+def stamp(path: Path) -> Stamp:
+    """What tells a file from one that takes its place; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def verify_files(
@@ -156,9 +182,8 @@ def open_checkpoint(
             error = problem
         settle(comm, error, f"fetching {name!r} from {store.address}")
         folder = _shared_folder(store, name, manifest, comm, folder, stack)
-        if verify:
-            _verify_together(folder, manifest, comm)
-        yield Checkpoint(name, manifest, folder, allow_pickle)
+        stamps = _verify_together(folder, manifest, comm) if verify else None
+        yield Checkpoint(name, manifest, folder, allow_pickle, stamps)
 
 
 def _first_of_host(comm: Comm) -> int:
@@ -194,13 +219,17 @@ def _shared_folder(
     return mine
 
 
-def _verify_together(folder: Path, manifest: Manifest, comm: Comm) -> None:
+def _verify_together(folder: Path, manifest: Manifest, comm: Comm) -> dict[str, Stamp]:
+    """Verify a share of the files on every rank. Returns: the files as they were before. Ranks: every rank."""
     mine, error = share_out(manifest.files, comm.rank, comm.size), None
+    stamps = {file.name: stamp(folder / file.name) for file in manifest.files}
+    comm.barrier(f"verifying {folder}")  # every rank has taken its stamps before one begins to verify
     try:
         check_sound(folder, mine, manifest.chunk_bytes)
     except HastenError as problem:
         error = problem
     settle(comm, error, f"verifying {folder}")
+    return stamps
 
 
 def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> None:

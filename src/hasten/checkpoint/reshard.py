@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.formats import MappedFile, Piece
+from hasten.checkpoint.transfer import is_plain
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -55,9 +56,8 @@ class Copy:
     def place(self) -> int | None:
         """Where in the file the bytes lie, if they can be read from there as they are."""
         target, source = self.target, self.source
-        if self.file is None or target.dtype != source.dtype or not (target.is_contiguous() and source.is_contiguous()):
-            return None
-        return self.file.place(source)
+        plain = type(target) is Tensor and is_plain(target) and source.is_contiguous() and target.dtype == source.dtype
+        return self.file.place(source) if self.file is not None and plain else None
 
 
 Region = tuple[tuple[int, int], ...]  # (start, length) per dim
@@ -90,6 +90,11 @@ def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> l
             )
     if live.numel() == 0:
         return []
+    if live.device.type == "meta":
+        raise CheckpointError(
+            f"{name} is on the meta device, where there is no memory to load into. Nothing was loaded. Give the model "
+            "memory first (prepare it, or call to_empty)."
+        )
     if len(pieces) == 1 and pieces[0].data.shape == live.shape == shape:  # the common case, without the arithmetic
         return [Copy(live, pieces[0].data, pieces[0].file)]
     copies, filled = [], 0

@@ -13,7 +13,7 @@ from torch import Tensor
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.disk import default_threads
 from hasten.checkpoint.manifest import CHUNK_BYTES
-from hasten.checkpoint.transfer import as_bytes, copy_bytes, device_of, worker_pool
+from hasten.checkpoint.transfer import as_bytes, copy_bytes, devices_of, is_plain, worker_pool
 
 Memory = tuple[torch.device, int, int]
 BLOCK_BYTES = 1024**3
@@ -43,10 +43,10 @@ class Staging:
         """Start to copy tensors to the host; they must not change before `end` returns."""
         self.abandon()
         dense = [tensor for tensor in tensors if is_plain(tensor)]
-        device = device_of(dense)
-        self.reserve(sum(t.numel() * t.element_size() for t in dense), device)
+        devices = devices_of(dense)
+        self.reserve(sum(t.numel() * t.element_size() for t in dense), devices[0] if devices else None)
         self._places = _Places(self._blocks)
-        self._errands = Errands(device)
+        self._errands = Errands(devices)
         with self._errands.running():
             for tensor in dense:
                 self._pieces(tensor)
@@ -104,7 +104,7 @@ class Staging:
             sizes.append(size)
             missing -= size
         if sizes:
-            with worker_pool(min(default_threads(), len(sizes)), None, "hasten-reserve") as pool:
+            with worker_pool(min(default_threads(), len(sizes)), [], "hasten-reserve") as pool:
                 make = partial(torch.empty, dtype=torch.uint8, pin_memory=self._pinned)
                 self._blocks += list(pool.map(make, sizes))
 
@@ -139,10 +139,11 @@ class _Places:
 
 
 class Errands:
-    """Copies under way: on a stream of their own from a device, on threads within the host."""
+    """Copies under way: on a stream of their own from the first device, on threads within the host."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        device = devices[0] if devices else None
+        self._device, self._others = device, devices[1:]
         self._stream: torch.Stream | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: list[Future[None]] = []
@@ -168,6 +169,8 @@ class Errands:
                 one.result()
         if self._stream is not None:
             self._stream.synchronize()
+        for device in self._others:  # whose copies went along with what else it does
+            torch.accelerator.synchronize(device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -181,11 +184,6 @@ class Errands:
             yield
         finally:
             torch.accelerator.set_stream(before)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is consecutive memory that can be copied as bytes."""
-    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.is_contiguous()
 
 
 def chunks(flat: Tensor) -> list[Tensor]:

@@ -34,17 +34,30 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
     np.copyto(target.numpy(), source.numpy())
 
 
-def device_of(tensors: Iterable[Tensor]) -> torch.device | None:
-    """The accelerator the tensors lie on; None when all are on the host."""
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is consecutive memory that holds its numbers as they are, so that it can be copied as bytes."""
+    dense = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.is_contiguous()
+    return dense and not (tensor.is_conj() or tensor.is_neg())
 
 
-def worker_pool(threads: int, device: torch.device | None, name: str) -> ThreadPoolExecutor:
-    """Threads that copy; with a device, each has a stream of its own, after all work queued so far is done."""
-    if device is None:
+def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
+    """The accelerators the tensors lie on; none when all are on the host."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu"))
+
+
+def worker_pool(threads: int, devices: Sequence[torch.device], name: str) -> ThreadPoolExecutor:
+    """Threads that copy, after all work queued so far is done; each has a stream of its own on the first device."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    if not devices:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
-    torch.accelerator.synchronize(device)
-    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_own_stream, initargs=(device,))
+    return ThreadPoolExecutor(threads, thread_name_prefix=name, initializer=_own_stream, initargs=(devices[0],))
+
+
+def finish_copies(devices: Iterable[torch.device]) -> None:
+    """Wait for the copies this thread has started."""
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _own_stream(device: torch.device) -> None:
@@ -66,8 +79,8 @@ class HostBuffer(threading.local):
     def to_host(self, parts: Sequence[bytes | Tensor]) -> memoryview:
         """The parts one after another, in this thread's buffer."""
         sizes = [len(part) if isinstance(part, bytes) else part.numel() for part in parts]
-        device = device_of(part for part in parts if isinstance(part, Tensor))
-        buffer, at = self.take(sum(sizes), device is not None), 0
+        devices = devices_of(part for part in parts if isinstance(part, Tensor))
+        buffer, at = self.take(sum(sizes), bool(devices)), 0
         for part, size in zip(parts, sizes, strict=True):
             if isinstance(part, bytes):
                 byte_view(buffer)[at : at + size] = part
@@ -76,6 +89,5 @@ class HostBuffer(threading.local):
             else:
                 buffer[at : at + size].copy_(part, non_blocking=True)
             at += size
-        if device is not None:
-            torch.accelerator.current_stream(device).synchronize()
+        finish_copies(devices)
         return byte_view(buffer)

@@ -19,7 +19,7 @@ def test_every_flipped_bit_is_seen() -> None:
     for size in SIZES[:-1]:
         data = bytearray(chunk(size))
         sound = checksum(data)
-        for at in range(0, size, 1 if size < 100 else 1 + size // 20):
+        for at in range(0, size, 1 if size < 100 else 1 + size // 100):
             for bit in range(8):
                 data[at] ^= 1 << bit
                 assert checksum(data) != sound, f"size {size}: bit {bit} of byte {at}"
@@ -74,3 +74,12 @@ def test_lost_and_shifted_bytes_are_seen() -> None:
             assert checksum(data[:at] + bytes(lost) + data[at + lost :]) != sound
             assert checksum(data[:at] + data[at + lost : at + 2 * lost] + data[at + lost :]) != sound
     assert checksum(bytes(len(data))) != sound
+
+
+def test_stuck_bits_and_turned_signs_are_seen() -> None:
+    zeros = np.zeros(4 * BLOCK_BYTES // 8, np.uint64)
+    sound = checksum(zeros.tobytes())
+    for bit in range(64):
+        assert checksum((zeros + np.uint64(1 << bit)).tobytes()) != sound, f"bit {bit} stuck"
+    numbers = np.random.default_rng(0).standard_normal(len(zeros))
+    assert checksum((-numbers).tobytes()) != checksum(numbers.tobytes())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hasten.checkpoint import filling
 from hasten.checkpoint.disk import BlobWriter, Disk
@@ -16,7 +21,7 @@ from hasten.checkpoint.formats import Piece, encode_safetensors, read_safetensor
 from hasten.checkpoint.packing import pack
 from hasten.checkpoint.reshard import plan_copies
 from hasten.checkpoint.sidecar import encode_with_sidecar, read_by_sidecar
-from hasten.errors import CorruptCheckpointError
+from hasten.errors import CheckpointError, CorruptCheckpointError
 
 SHAPES = ((3,), (1,), (70_000,), (2, 5), (), (1000, 7), (300, 301), (1,), (9, 9, 9))
 
@@ -83,11 +88,52 @@ def test_a_file_that_goes_away_is_still_the_one_that_was_opened(tmp_path: Path, 
     assert all(torch.equal(live[name], value) for name, value in values.items())
 
 
-def test_a_file_cut_off_under_way_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_cut_off_under_way_is_an_error_that_names_it(tmp_path: Path) -> None:
+    pieces = stored(tmp_path, {"w": torch.randn(50_000)}, "safetensors")
+    copies = plan_copies("w", torch.zeros(50_000), [pieces["w"]])
+    os.truncate(tmp_path / "f.safetensors", 4096)
+    with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors: \d+ of 200000 bytes"):
+        run_copies(copies)
+
+
+def test_a_disk_that_fails_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = stored(tmp_path, {"w": torch.randn(5000)}, "safetensors")
-    monkeypatch.setattr(filling, "read_all", lambda fd, views, offset: 4)
-    with pytest.raises(CorruptCheckpointError, match=r"f\.safetensors: 4 of 20000 bytes"):
-        run_copies(plan_copies("w", torch.zeros(5000), [pieces["w"]]))
+
+    def failing(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(filling, "read_all", failing)
+    weight = torch.nn.Parameter(torch.randn(5000))
+    loss = (weight * weight).sum()
+    with pytest.raises(CheckpointError, match=r"f\.safetensors: cannot be read any more .*Input/output error"):
+        run_copies(plan_copies("w", weight, [pieces["w"]]))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(loss)
+
+
+def test_conjugate_and_negative_views_get_the_numbers_that_were_saved(tmp_path: Path) -> None:
+    value = torch.polar(torch.ones(40), torch.arange(40.0))
+    pieces = stored(tmp_path, {"c": value, "n": value.imag.clone()}, "safetensors")
+    turned, negative = torch.zeros(40, dtype=torch.complex64).conj(), torch.zeros(40, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    run_copies([*plan_copies("c", turned, [pieces["c"]]), *plan_copies("n", negative, [pieces["n"]])])
+    assert torch.equal(turned.resolve_conj(), value)
+    assert torch.equal(negative.resolve_neg(), value.imag)
+
+
+def test_tensors_made_of_others_are_filled(tmp_path: Path) -> None:
+    value = torch.randn(30)
+    pieces = stored(tmp_path, {"w": value}, "safetensors")
+    double: Any = TwoTensor(torch.zeros(30), torch.zeros(30))  # type: ignore[no-untyped-call]  # torch's own example
+    run_copies(plan_copies("w", double, [pieces["w"]]))
+    assert torch.equal(double.a, value)
+    assert torch.equal(double.b, value)
+
+
+def test_nothing_is_loaded_into_no_memory(tmp_path: Path) -> None:
+    pieces = stored(tmp_path, {"w": torch.randn(30)}, "safetensors")
+    with pytest.raises(CheckpointError, match="on the meta device"):
+        plan_copies("w", torch.zeros(30, device="meta"), [pieces["w"]])
 
 
 def test_autograd_notices_that_a_weight_was_replaced(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.accelerator.preemption import told_by
+from hasten.checkpoint import reader
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.places import newest
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
@@ -288,3 +289,42 @@ def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
     assert code == 0
     second, whole, _ = then.split("--\n")
     assert first + second == whole, "sample by sample and loss by loss as if never stopped"
+
+
+@pytest.mark.parametrize("way", ["replaced", "overwritten"])
+def test_a_file_exchanged_after_it_was_verified_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    accelerator, model, _ = make(tmp_path)
+    accelerator.save_state(tmp_path / "out")
+    before = {key: value.clone() for key, value in model.state_dict().items() if torch.is_tensor(value)}
+    sound = reader.check_sound
+
+    def then_exchanged(folder: Path, files: Any, chunk_bytes: int) -> None:
+        sound(folder, files, chunk_bytes)
+        path = folder / "model.safetensors"
+        raw = path.read_bytes()[:-4] + b"\0\0\0\0"
+        if way == "replaced":
+            (folder / "other").write_bytes(raw)
+            (folder / "other").rename(path)
+        else:
+            path.write_bytes(raw)
+
+    monkeypatch.setattr(reader, "check_sound", then_exchanged)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: was replaced or changed"):
+        accelerator.load_state(tmp_path / "out")
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_buffers_that_are_conjugate_views_come_back(tmp_path: Path, blocking: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    turns = torch.polar(torch.ones(40), torch.arange(40.0))
+    model = nn.Linear(2, 2)
+    model.register_buffer("turns", turns.conj())
+    model = accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "out", blocking=blocking)
+    accelerator.wait_for_saves()
+    model.turns.zero_()
+    accelerator.load_state(tmp_path / "out")
+    assert torch.equal(model.turns.resolve_conj(), turns.conj().resolve_conj())

@@ -21,13 +21,14 @@ from accelerate.utils.modeling import is_peft_model
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.disk import Disk
 from hasten.checkpoint.export import replace_files_only
+from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.formats import encode_torch, read_tensors
 from hasten.checkpoint.gathering import gathered
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
 from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
 from hasten.checkpoint.places import locate
-from hasten.checkpoint.reader import Found, open_checkpoint, run_copies
+from hasten.checkpoint.reader import Found, open_checkpoint
 from hasten.checkpoint.weights import load_weights
 from hasten.checkpoint.writer import finish, prepare, settle, start
 from hasten.comm.base import Comm
