@@ -99,16 +99,18 @@ def _guarded(job: Callable[[], None]) -> CheckpointError | None:
 def _copy(copies: Sequence[Copy]) -> None:
     for copy in copies:
         copy.target.copy_(copy.source)
+    finish_copies(devices_of(copy.target for copy in copies))
 
 
 def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
+    devices = devices_of(target for _, target, _, _ in stretch.targets)
     fd = stretch.file.open()
     if fd is None:
         for at, target, low, high in stretch.targets:
             as_bytes(target)[low:high].copy_(stretch.file.data[at : at + high - low])
+        finish_copies(devices)
         return
     try:
-        devices = devices_of(target for _, target, _, _ in stretch.targets)
         if devices:
             _read_to_devices(stretch, fd, buffer, devices)
         else:
