@@ -182,7 +182,7 @@ def open_checkpoint(
             error = problem
         settle(comm, error, f"fetching {name!r} from {store.address}")
         folder = _shared_folder(store, name, manifest, comm, folder, stack)
-        stamps = _verify_together(folder, manifest, comm) if verify else None
+        stamps = _verify_together(name, folder, manifest, comm) if verify else None
         yield Checkpoint(name, manifest, folder, allow_pickle, stamps)
 
 
@@ -219,11 +219,11 @@ def _shared_folder(
     return mine
 
 
-def _verify_together(folder: Path, manifest: Manifest, comm: Comm) -> dict[str, Stamp]:
+def _verify_together(name: str, folder: Path, manifest: Manifest, comm: Comm) -> dict[str, Stamp]:
     """Verify a share of the files on every rank. Returns: the files as they were before. Ranks: every rank."""
     mine, error = share_out(manifest.files, comm.rank, comm.size), None
     stamps = {file.name: stamp(folder / file.name) for file in manifest.files}
-    comm.barrier(f"verifying {folder}")  # every rank has taken its stamps before one begins to verify
+    comm.barrier(f"verifying {name!r}")  # every rank has taken its stamps before one begins to verify
     try:
         check_sound(folder, mine, manifest.chunk_bytes)
     except HastenError as problem:
