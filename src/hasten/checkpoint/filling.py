@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -53,7 +53,7 @@ def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     buffer, devices = HostBuffer(), devices_of(copy.target for copy in copies)
     stretches, others = _stretches(copies)
     jobs: list[Callable[[], None]] = [partial(_fill, stretch, buffer) for stretch in stretches]
-    jobs += [partial(_copy, others[start : start + _MOST_TENSORS]) for start in range(0, len(others), _MOST_TENSORS)]
+    jobs += [partial(_copy, portion) for portion in _portions(others)]
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for problem in pool.map(_guarded, jobs):
@@ -83,6 +83,20 @@ def _stretches(copies: Sequence[Copy]) -> tuple[list[_Stretch], list[Copy]]:
             stretches[-1].targets.append((at + low, target, low, high))
             stretches[-1].stop = at + high
     return stretches, others
+
+
+def _portions(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Copies in portions of about one chunk, so that threads share them and tiny ones go together."""
+    portion: list[Copy] = []
+    size = 0
+    for copy in copies:
+        portion.append(copy)
+        size += copy.target.numel() * copy.target.element_size()
+        if size >= CHUNK_BYTES:
+            yield portion
+            portion, size = [], 0
+    if portion:
+        yield portion
 
 
 def _guarded(job: Callable[[], None]) -> CheckpointError | None:

@@ -108,9 +108,8 @@ class Progress(Generic[T]):
                 self._here.display.close(self._complete(self._meter.read_all(now, self._desc), wait=True))
 
     def __enter__(self) -> Self:
-        atexit.register(
-            self.close
-        )  # a loop left by `break` may end with the process, when nothing can be shown any more
+        # a loop left by `break` may end with the process, when nothing can be shown any more
+        atexit.register(self.close)
         return self
 
     def __exit__(
