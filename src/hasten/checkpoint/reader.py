@@ -93,14 +93,19 @@ class Checkpoint:
         path, beside = inside(self.folder, file), file + SUFFIX
         if beside in self._names:
             content = read_by_sidecar(path, inside(self.folder, beside))
+            self._check_same(beside)
         else:
             content = read_tensors(path, self._allow_pickle)
-        if self._stamps and stamp(path) != self._stamps.get(file):
-            raise CorruptCheckpointError(
-                f"{path}: was replaced or changed after it was verified, so it may not be part of this checkpoint. "
-                "Nothing was loaded. Let whoever writes there finish, and load again."
-            )
+        self._check_same(file)
         return content
+
+    def _check_same(self, file: str) -> None:
+        """Raise unless the file is still the one that was verified."""
+        if self._stamps and stamp(self.folder / file) != self._stamps.get(file):
+            raise CorruptCheckpointError(
+                f"{self.folder / file}: was replaced or changed after it was verified, so it may not be part of this "
+                "checkpoint. Nothing was loaded. Let whoever writes there finish, and load again."
+            )
 
 
 def stamp(path: Path) -> Stamp:
