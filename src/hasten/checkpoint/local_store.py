@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from hasten.checkpoint.claims import dead, take
 from hasten.checkpoint.disk import Disk
 from hasten.checkpoint.inplace import Switch, draft_of, home, read_manifest
 from hasten.checkpoint.local_draft import LocalDraft
-from hasten.checkpoint.local_locks import Hidden, LocalLocks, hidden, hidden_entries, lock_is_free, tag_of
+from hasten.checkpoint.local_locks import Hidden, LocalLocks, hidden, hidden_entries, tag_of
 from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, inside
 from hasten.checkpoint.ownership import Owner, Patience
 from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
@@ -125,10 +126,11 @@ class LocalStore:
 
     def _owned(self, folder: Path, entry: Hidden) -> bool:
         """Whether a hidden entry belongs to a process that may still run."""
-        locks, path = self._locks(folder), folder / hidden("lock", entry.tag, entry.token)
-        if entry.what == "claim":
-            return lock_is_free(folder / hidden("claim", entry.tag, entry.token)) is not True
-        lock = locks.lock_at(path, entry.token)
+        locks = self._locks(folder)
+        if entry.what == "claim":  # there for a moment only, before it becomes a lock
+            claim = locks.lock_at(folder / hidden("claim", entry.tag, entry.token), entry.token)
+            return claim is not None and time.time() - claim.signature[0] < locks.patience.stale_s
+        lock = locks.lock_at(folder / hidden("lock", entry.tag, entry.token), entry.token)
         return lock is not None and not dead(locks, entry.tag, lock)
 
     def _clear(self, path: Path, entry: Hidden) -> None:

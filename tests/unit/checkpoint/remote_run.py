@@ -114,7 +114,9 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
         assert restored(accelerator, model) == number
     left = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
     unfinished = left - set(open_store(f"{place}/checkpoints").names())
-    assert {name for name in unfinished if not name.startswith(".")} == {"checkpoint_2"}, "all but the manifest is there"
+    assert {name for name in unfinished if not name.startswith(".")} == {"checkpoint_2"}, (
+        "all but the manifest is there"
+    )
     locks = [name for name in unfinished if name.startswith(".hasten-lock.checkpoint_2.")]
     assert len(locks) == 1, "the lock of the killed process; the lock of the one before it was cleared"
     accelerator.save_state()
