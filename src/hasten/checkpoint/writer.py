@@ -20,7 +20,7 @@ from hasten.checkpoint.retention import Kept, Retention, expired
 from hasten.checkpoint.sidecar import SUFFIX, encode_with_sidecar
 from hasten.comm.agreement import vote
 from hasten.comm.base import Comm
-from hasten.errors import CheckpointError, HastenError, MismatchError, PeerFailedError
+from hasten.errors import CheckpointBusyError, CheckpointError, HastenError, MismatchError, PeerFailedError
 
 log = logging.getLogger(__name__)
 
@@ -244,7 +244,7 @@ def _put(prepared: Prepared, draft: Draft, rank: int) -> list[FileRecord]:
     written = draft.put(prepared.blobs)
     records = []
     for file, record in written.items():
-        plan = prepared.owners[file]
+        plan = prepared.owners.get(file)  # none for what a hook wrote
         owner = plan.component if plan is not None else None
         records.append(msgspec.structs.replace(record, component=owner, rank=rank if owner is not None else None))
     return records
@@ -254,7 +254,7 @@ def _manifest(
     header: Manifest, prepared: Prepared, group: DiskGroup, comm: Comm, gathered: Sequence[Sequence[FileRecord]]
 ) -> Manifest:
     files = [record for i, records in enumerate(gathered) if comm.ranks[i] in group.ranks for record in records]
-    files += group.draft.adopt([file.name for file in files])
+    files = _once([*files, *group.draft.adopt([file.name for file in files])])
     return msgspec.structs.replace(
         header,
         world_size=comm.size,
@@ -262,6 +262,18 @@ def _manifest(
         components=prepared.components,
         files=tuple(sorted(files, key=lambda file: file.name)),
     )
+
+
+def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
+    """The files without those that hooks wrote on several ranks alike. Raises: CheckpointError when they differ."""
+    found: dict[str, FileRecord] = {}
+    for file in files:
+        if found.setdefault(file.name, file) != file:
+            raise CheckpointError(
+                f"save hooks wrote {file.name} on several ranks with different content, and only one can be stored. Nothing "
+                "was saved. Let the main process alone write it, or give every rank's file another name."
+            )
+    return list(found.values())
 
 
 def _abort(group: DiskGroup, rank: int) -> None:
@@ -287,7 +299,12 @@ def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[
         number = numbers(name)
         if number is not None and store.complete(name):
             kept.append(Kept(name, number, store.manifest(name).metrics))
-    names = expired(kept, policy)
-    for name in names:
-        store.delete(name)
-    return names
+    deleted = []
+    for name in expired(kept, policy):
+        try:
+            store.delete(name)
+        except CheckpointBusyError as error:  # another run saves over it; it is not this one's to delete
+            log.warning("%s is not deleted: %s", name, error)
+        else:
+            deleted.append(name)
+    return deleted
