@@ -72,14 +72,17 @@ def value(draw: random.Random, depth: int) -> Any:
 
 
 def test_values_come_back_with_their_types() -> None:
+    refused: list[str] = []
     for seed in range(400):
         one = value(random.Random(seed), 4)
         try:
             data = encode(one)
-        except NotPlain as reason:  # a leaf of LEAVES may be drawn twice
-            assert "twice" in str(reason)
+        except NotPlain as reason:  # an array of LEAVES may be drawn twice
+            refused.append(str(reason))
             continue
         assert same(decode(data), one), seed
+    assert all("twice" in words for words in refused)
+    assert len(refused) < 200
     for leaf in LEAVES:
         assert same(decode(encode([leaf]))[0], leaf), leaf
 
