@@ -175,7 +175,7 @@ class Own:
 accelerator = Accelerator(cpu=True)
 while True:
     accelerator.gather_for_metrics([Own()], use_gather_object=True)
-    print('gathered', flush=True)
+    print('ROUND', 'DONE', flush=True)
     time.sleep(0.1)
     if open('stop').read():
         break
@@ -248,10 +248,10 @@ def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Pat
     ended(impostor)
     assert not (folder / "pwned").exists(), said
     assert "the job's token (HASTEN_TOKEN) is not the same on all ranks: ranks [1] do not prove" in said
-    assert "gathered" not in said
+    assert "ROUND DONE" not in said
     # the same without any token on either side, and homes of their own
-    victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2", "--main_process_port=29534")
-    impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2", "--main_process_port=29534")
+    victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2")
+    impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2")
     said = ended(victim)
     impostor.kill()
     ended(impostor)
@@ -288,11 +288,11 @@ def test_many_machines_listen_on_the_interface_where_they_meet(folder: Path, net
     (folder / "victim.py").write_text(script)
     (folder / "stop").write_text("1")
     shared = {"HASTEN_HOME": str(folder / "home")}
-    for flags in (("--num_machines=2",), ("--nnodes=2:3", "--main_process_port=29535")):
+    for flags in (("--num_machines=2",), ("--nnodes=2:3",)):
         members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
         for i, one in enumerate(members):
             text = ended(one)
-            assert "gathered" in text, text
+            assert "ROUND DONE" in text, text
             addresses = re.findall(r"'([^']+)'", re.findall(r"LISTENING (\[.*\])", text)[0])
             mine = ADDRESS.format(i + 1)
             assert addresses

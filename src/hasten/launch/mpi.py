@@ -66,7 +66,7 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
     if mpi.kind == "openmpi":
         hosts = ["--hostfile", hostfile] if hostfile else []
         variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
-        variables += ["-x", TOKEN]  # by name: a command line can be read by other users
+        variables += ["-x", TOKEN]  # by name: a command line can be read by other users. Others hand on the environment
         return [
             "mpirun",
             *hosts,
@@ -80,7 +80,6 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
         ]
     hosts = ["-f", hostfile] if hostfile else []
     variables = [word for name, value in sorted(env.items()) for word in ("-genv", name, value)]
-    variables += ["-genvlist", TOKEN]
     return ["mpirun", *hosts, "-n", str(total), "-ppn", str(per_machine), *variables]
 
 
