@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Collection, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
+from hasten.runtime.seeding import synchronize_rng_states
 
 log = get_logger(__name__)
 
@@ -44,6 +46,7 @@ def prepare_loader(
     device: torch.device | None,
     seed: int,
     slice_fn: SliceFn | None = None,
+    rng_types: Collection[str] = (),
 ) -> Loader:
     """The loader, reading this rank's share, on `device` (None leaves batches where they are).
 
@@ -83,6 +86,7 @@ def prepare_loader(
         shard=seats.shard,
         seed_workers=loader.generator is None,
         total_batch_size=total,
+        equalise=_equaliser(rng_types, loader, ctx),
     )
     made = Loader.made(loader, parts, **shown)
     if source.steps() == 0 and source.size():
@@ -95,6 +99,14 @@ def prepare_loader(
             total or seats.num_shards,
         )
     return made
+
+
+def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
+    """What makes these generators equal; a loader without one of its own shuffles alike on all ranks anyway."""
+    types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
+    if not types or ctx.world.size == 1:
+        return None
+    return partial(synchronize_rng_states, types, ctx.world, loader.generator)
 
 
 Made = tuple[Source, int | None, dict[str, Any]]

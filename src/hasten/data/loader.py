@@ -79,6 +79,8 @@ class Parts:
     total_batch_size: int | None
     cursor: LoaderCursor = field(default_factory=LoaderCursor)
     skip: int = 0
+    equalise: Callable[[], None] | None = None
+    """Makes random generators equal on all ranks, at the beginning of an epoch."""
 
 
 class Loader(DataLoader[Any]):
@@ -137,6 +139,8 @@ class Loader(DataLoader[Any]):
         at = track.upcoming()
         if parts.skip:
             at = parts.source.skipped(replace(at, consumed=0, stream=None), parts.skip)
+        if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has its own states
+            parts.equalise()
         self._set_seeds(at)
         at = parts.source.begin(at)
         track.enter(at)

@@ -13,18 +13,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
+from hasten.comm.session import Credentials
 from hasten.runtime.axes import AXES, Axis, MeshSpec
 
 
 class Groups:
     """Communicators along mesh axes, made on first use. Ranks: every rank asks in the same order."""
 
-    def __init__(self, mesh: MeshSpec, rank: int, world: Comm, store: dist.Store | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        rank: int,
+        world: Comm,
+        store: dist.Store | None,
+        timeout_s: float,
+        credentials: Credentials | None = None,
+    ) -> None:
         self._mesh = mesh
         self._rank = rank
         self._world = world
         self._store = store
         self._timeout_s = timeout_s
+        self._credentials = credentials
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
@@ -41,7 +51,7 @@ class Groups:
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
-        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s)
+        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._credentials)
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
