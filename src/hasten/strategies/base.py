@@ -27,6 +27,8 @@ class Caps:
     sharded_state: bool = False
     joins_uneven_inputs: bool = False
     synchronises: bool = True
+    hides_gradients: bool = False
+    """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
 
 
 class Stage(IntEnum):

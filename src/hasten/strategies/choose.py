@@ -53,11 +53,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             )
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
-            return _sharded(config)
+            return _sharded(config, ctx)
         case "auto" | "none" | "ddp":
             return _replicated(config, ctx)
         case "fsdp":
-            return _sharded(config)
+            return _sharded(config, ctx)
         case "deepspeed" | "megatron" | "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
@@ -85,14 +85,15 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     return NativeStrategy("single" if alone else "ddp", spread, transforms, caps)
 
 
-def _sharded(config: Config) -> Strategy:
+def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(), *_common(config)]
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
     spread = Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
-    return NativeStrategy("fsdp", spread, transforms, Caps(sharded_state=True))
+    caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
+    return NativeStrategy("fsdp", spread, transforms, caps)
 
 
 def _common(config: Config) -> list[Transform]:
