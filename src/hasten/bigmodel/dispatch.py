@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.device_map import OFFLOAD, check_device_map, owner_in
-from hasten.bigmodel.hostpool import HostPool
+from hasten.bigmodel.hostpool import HostPool, aligned
 from hasten.bigmodel.meta import meta_names
 from hasten.bigmodel.packs import Entry, Table, mapped_entry
 from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, streamers_of
@@ -215,9 +215,8 @@ def _stream(
     units = make_units(cuts, entry_of)
     packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
     pool = HostPool(main.type != "cpu", options.pinned)
-    resting = sum(
-        entry.num_bytes + 512 for pack in packs for entry in pack.entries if entry.piece is None or entry.to_host
-    )
+    moving = [entry for pack in packs for entry in pack.entries if entry.piece is None or entry.to_host]
+    resting = sum(aligned(entry.num_bytes) for entry in moving if pool.adopt(entry.rest) is None)
     if resting:
         pool.reserve(resting)
     for pack in packs:

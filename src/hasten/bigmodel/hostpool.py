@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -34,7 +35,10 @@ class HostPool:
         """`pinned_bytes` bounds the page-locked memory; by default a share of what is free."""
         self._pin = pinned
         self._bound = int(PINNED_SHARE * free_host_bytes()) if pinned_bytes is None else pinned_bytes
+        self._lock = threading.Lock()
         self._ready: list[Tensor] = []
+        self._adopted: dict[int, Tensor] = {}
+        self._size = SLAB_BYTES
         self._slab: Tensor | None = None
         self._used = 0
         self.pinned_bytes = 0
@@ -43,7 +47,7 @@ class HostPool:
     def reserve(self, num_bytes: int) -> None:
         """Take memory for about this much, in parallel; taking page-locked memory is slow, so it is said."""
         slabs = max(1, -(-num_bytes // SLAB_BYTES))
-        size = SLAB_BYTES if slabs > 1 else _power_of_two(max(num_bytes, ALIGN_BYTES))
+        size = self._size = SLAB_BYTES if slabs > 1 else _power_of_two(max(num_bytes, ALIGN_BYTES))
         started = time.perf_counter()
         with ThreadPoolExecutor(min(default_threads(), slabs), thread_name_prefix="hasten-pin") as pool:
             self._ready += list(pool.map(self._take, [size] * slabs))
@@ -56,32 +60,49 @@ class HostPool:
 
     def _take(self, size: int) -> Tensor:
         with torch.inference_mode(False):
-            if self._pin and self.pinned_bytes + size <= self._bound:
-                self.pinned_bytes += size
+            if self._may_pin(size):
                 try:
                     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 except RuntimeError as error:
-                    self.pinned_bytes -= size
-                    self._pin = False
-                    log.warning(
-                        "host memory could not be page-locked (%s); offloaded weights use ordinary memory, and every "
-                        "forward takes longer. Raise the limit of locked memory (ulimit -l) or offload less.",
-                        str(error).splitlines()[0],
+                    self._give_up(
+                        f"host memory could not be page-locked ({str(error).splitlines()[0]}). Raise the limit of locked "
+                        "memory (ulimit -l) or offload less."
                     )
-            elif self._pin:
-                log.warning(
-                    "the bound of %s of page-locked memory is reached; further offloaded weights use ordinary memory, "
-                    "which devices read more slowly. Raise pinned_bytes if the host has room.",
-                    readable(self._bound),
-                )
-                self._pin = False
+                    self.pinned_bytes -= size
             return torch.empty(size, dtype=torch.uint8)
+
+    def _may_pin(self, size: int) -> bool:
+        with self._lock:
+            if self._pin and self.pinned_bytes + size <= self._bound:
+                self.pinned_bytes += size
+                return True
+        if self._pin:
+            self._give_up(f"the bound of {readable(self._bound)} of page-locked memory is reached. Raise pinned_bytes.")
+        return False
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            said, self._pin = not self._pin, False
+        if not said:
+            log.warning("%s Further offloaded weights use ordinary memory, which devices read more slowly.", why)
+
+    def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
+        """The slab a tensor lies in and where, if that memory is page-locked already; None when it must move."""
+        if not self._pin or tensor.device.type != "cpu" or not tensor.is_pinned():
+            return None
+        storage = tensor.untyped_storage()
+        slab = self._adopted.get(storage.data_ptr())
+        if slab is None:
+            slab = self._adopted[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
+        start = tensor.storage_offset() * tensor.element_size()
+        return (slab, start) if start % ALIGN_BYTES == 0 else None
 
     def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
         """Bytes for one tensor: the slab they lie in, where they begin, and the bytes themselves."""
         if self._slab is None or self._used + num_bytes > self._slab.numel():
             fits = next((i for i, slab in enumerate(self._ready) if slab.numel() >= num_bytes), None)
-            self._slab = self._ready.pop(fits) if fits is not None else self._take(_power_of_two(num_bytes))
+            size = max(_power_of_two(num_bytes), min(self._size, SLAB_BYTES))
+            self._slab = self._ready.pop(fits) if fits is not None else self._take(size)
             self._used = 0
         start = self._used
         self._used = start + aligned(num_bytes)

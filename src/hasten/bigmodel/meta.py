@@ -82,6 +82,8 @@ def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: raise when real inputs meet meta weights; once the weights are there, the hook goes away."""
+    if "forward" in module.__dict__:
+        return  # whoever replaced the forward may bring the weights in it
     empty = [name for name, param in module._parameters.items() if param is not None and param.is_meta]
     if empty:
         if any(not tensor.is_meta for tensor in tensors((args, kwargs))):

@@ -123,8 +123,11 @@ def _view(entry: Entry, buffer: Tensor, start: int) -> Tensor:
 
 
 def _move(entry: Entry, pool: HostPool) -> None:
-    """Copy a tensor into the pool and let the model's object look there."""
+    """Copy a tensor into the pool and let the model's object look there; one that is page-locked stays."""
     rest = entry.rest
+    entry.home = pool.adopt(rest)
+    if entry.home is not None:
+        return
     slab, start, flat = pool.cut(entry.num_bytes)
     with torch.inference_mode(False), torch.no_grad():
         typed = flat.view(rest.dtype)

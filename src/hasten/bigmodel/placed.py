@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
+from hasten.bigmodel.saved import SavedWeights
 from hasten.bigmodel.stream import Streamer
 from hasten.modules import forwarding
 from hasten.trees import map_tensors, tensors
@@ -70,12 +70,11 @@ class StreamedForward(PlacedForward):
         return self._run(*args, **kwargs)
 
     def _streamed(self, *args: Any, **kwargs: Any) -> Any:
-        streamer = self.streamer
         self._acquire(self.index)
         try:
             args, kwargs = self.inputs(args, kwargs)
             watching = torch.is_grad_enabled()
-            with saved_tensors_hooks(streamer.pack_saved, streamer.unpack_saved) if watching else nullcontext():
+            with SavedWeights(self.streamer).watching() if watching else nullcontext():
                 output = self.inner(*args, **kwargs)
             return self._owned(output)
         finally:

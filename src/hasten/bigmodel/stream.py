@@ -13,15 +13,16 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from hasten.bigmodel.blocks import Unit, put_loose, relist, window
 from hasten.bigmodel.order import Order, spread
-from hasten.bigmodel.packs import Entry, Pack
+from hasten.bigmodel.packs import Pack
 from hasten.bigmodel.ring import Ring, Span
 from hasten.bigmodel.staging import Staging
 from hasten.errors import PrepareError
@@ -30,18 +31,6 @@ BLOCKS_AT_ONCE = 3
 """Blocks the buffer holds: the one that computes, the next one, and one more to smooth out uneven times."""
 _LOOK_AHEAD = 8  # units looked at when fetching ahead; some of them may be resident
 _LAST_UNPACKED = 2  # packs that backward has looked at last and may be about to use
-
-
-@dataclass(slots=True, eq=False)
-class Unit:
-    """A module whose forward needs packs, and the recurrent modules in it that keep lists of their weights."""
-
-    module: nn.Module
-    name: str
-    packs: list[Pack]
-    recurrent: list[nn.RNNBase] = field(default_factory=list)
-    resident: bool = False
-    """Holds other units, so that its tensors are in use while they stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,15 +69,11 @@ class Streamer:
         self._unpacked: list[Pack] = []
         self._order = Order(len(self.units))
         self._thread: ThreadPoolExecutor | None = None
+        self._copies = torch.Stream(device) if self._async else None
         self._keep_some(resident_bytes)
         streamed = [pack for pack in self._packs if self._states[pack].home is None]
-        self._ring = Ring(_window(self.units, streamed, blocks_at_once))
-        with torch.inference_mode(False):
-            self._arena = torch.empty(self._ring.capacity, dtype=torch.uint8, device=device)
-        self._copies: torch.Stream | None = None
-        if self._async:
-            self._copies = torch.Stream(device)
-            self._copies.wait_stream(torch.accelerator.current_stream(device))  # earlier users of the buffer's memory
+        self._ring = Ring(window(self.units, streamed, blocks_at_once))
+        self._arena = self._memory(self._ring.capacity)
         self._staging = Staging(max((pack.num_bytes for pack in self._packs if not pack.segments), default=0))
         self._storages = {self._arena.untyped_storage().data_ptr()}
         for state in self._states.values():
@@ -105,7 +90,7 @@ class Streamer:
     @property
     def host_bytes(self) -> int:
         """Bytes of the weights that are streamed."""
-        return sum(pack.num_bytes for pack in self._packs)
+        return sum(entry.num_bytes for pack in self._packs for entry in (*pack.entries, *pack.loose))
 
     def _keep_some(self, budget: int) -> None:
         outer = [pack for unit in self.units if unit.resident for pack in unit.packs]
@@ -118,9 +103,17 @@ class Streamer:
     def _give_home(self, pack: Pack) -> None:
         state = self._states[pack]
         if state.home is None:
-            with torch.inference_mode(False):
-                state.home = torch.empty(pack.num_bytes, dtype=torch.uint8, device=self.device)
-                pack.views.clear()
+            state.home = self._memory(pack.num_bytes)
+            pack.views.clear()
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        """Device memory that the copying stream may write to, from now until it is given back."""
+        with torch.inference_mode(False):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self._copies is not None:
+            memory.record_stream(self._copies)  # not reused by others while a copy is under way, when it is freed
+            self._copies.wait_stream(torch.accelerator.current_stream(self.device))  # whoever used this memory before
+        return memory
 
     # ---------------------------------------------------------------------------------------------- use and release
     def acquire(self, index: int) -> None:
@@ -143,7 +136,7 @@ class Streamer:
             for pack in unit.packs:
                 self._await(pack)
                 self._swap_in(pack)
-            _relist(unit.recurrent)
+            relist(unit.recurrent)
         except BaseException:
             self._leave(unit, entered)
             raise
@@ -163,7 +156,7 @@ class Streamer:
                         entry.put(entry.rest)
                 state.used = True
                 self._mark_done(state)
-            _relist(unit.recurrent)
+            relist(unit.recurrent)
         finally:
             self._lock.release()
 
@@ -178,7 +171,7 @@ class Streamer:
         for entry, view in zip(pack.entries, self._views(pack, state), strict=True):
             entry.put(view)
         for entry in pack.loose:
-            _put_loose(entry, self.device)
+            put_loose(entry, self.device)
 
     def _views(self, pack: Pack, state: _State) -> list[Tensor]:
         if state.home is not None:
@@ -197,8 +190,6 @@ class Streamer:
             self._give_home(pack)  # units inside each other that the buffer cannot hold together
             assert state.home is not None, "just given"
             self._storages.add(state.home.untyped_storage().data_ptr())
-            if self._copies is not None:
-                self._copies.wait_stream(torch.accelerator.current_stream(self.device))
         self._fetch(pack, state)
 
     def _prefetch(self, using: Sequence[Pack]) -> None:
@@ -321,40 +312,33 @@ class Streamer:
             torch.accelerator.current_stream(self.device).wait_event(state.ready)
 
     # ---------------------------------------------------------------------------------------------------- autograd
-    def pack_saved(self, tensor: Tensor) -> Any:  # Any: what autograd keeps for the backward
-        """A note in place of a weight that autograd would keep: its memory will hold other weights by then."""
-        if not self.holds(tensor):
-            return tensor
+    def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
+        """The pack in use that a tensor looks into, and at which byte; None when there is none."""
         address = tensor.data_ptr()
         for pack, state in self._states.items():
-            base = self._base(state)
-            if base is not None and 0 <= address - base < max(pack.num_bytes, 1):
-                note = _Saved(pack, address - base, tensor.dtype, tuple(tensor.shape), tensor.stride())
-                return note if state.users else tensor.clone()
-        return tensor.clone()
+            base = None
+            if state.home is not None:
+                base = state.home.data_ptr()
+            elif state.span is not None:
+                base = self._arena.data_ptr() + state.span.start
+            if base is not None and state.users and 0 <= address - base < max(pack.num_bytes, 1):
+                return pack, address - base
+        return None
 
-    def _base(self, state: _State) -> int | None:
-        if state.home is not None:
-            return state.home.data_ptr()
-        return None if state.span is None else self._arena.data_ptr() + state.span.start
-
-    def unpack_saved(self, saved: Any) -> Tensor:
-        """The weight, brought back to the device."""
-        if not isinstance(saved, _Saved):
-            kept: Tensor = saved
-            return kept
+    @contextmanager
+    def looking_into(self, pack: Pack) -> Iterator[Tensor]:
+        """The bytes of a pack, brought to the device for something that happens right after the block."""
         with self._lock:
-            pack, state = saved.pack, self._states[saved.pack]
-            self._unpacked = [*(p for p in self._unpacked if p is not pack), pack][-_LAST_UNPACKED:]
+            state = self._states[pack]
+            self._unpacked = [*(other for other in self._unpacked if other is not pack), pack][-_LAST_UNPACKED:]
             self._demand(pack)
             self._await(pack)
             state.unpacked = True
-            buffer, start = (state.home, 0) if state.home is not None else (self._arena, state.span.start)  # type: ignore[union-attr]
-            with torch.no_grad():
-                begin = start + saved.offset
-                flat = buffer[begin : begin + (len(buffer) - begin) // saved.dtype.itemsize * saved.dtype.itemsize]
-                typed = flat.view(saved.dtype)
-                return torch.as_strided(typed, saved.shape, saved.stride, typed.storage_offset())
+            if state.home is not None:
+                yield state.home
+            else:
+                assert state.span is not None, "the pack is on the device"
+                yield self._arena[state.span.start : state.span.stop]
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor looks at memory that other weights will be copied to."""
@@ -385,41 +369,8 @@ class Streamer:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A weight that backward will need: which pack it is part of, and how it lay there."""
-
-    pack: Pack
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 def _read(streamer: weakref.ref[Streamer], pack: Pack, state: _State, target: Tensor) -> None:
     """What the thread runs; it does not keep the streamer alive."""
     owner = streamer()
     if owner is not None:
         owner.read(pack, state, target)
-
-
-def _put_loose(entry: Entry, device: torch.device) -> None:
-    moved: Any = entry.rest.detach().to(device)
-    entry.put(nn.Parameter(moved, requires_grad=False) if isinstance(entry.rest, nn.Parameter) else moved)
-
-
-def _relist(recurrent: Sequence[nn.RNNBase]) -> None:
-    for module in recurrent:
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-
-def _window(units: Sequence[Unit], streamed: Sequence[Pack], count: int) -> int:
-    """Bytes that hold any `count` units in a row."""
-    wanted = set(streamed)
-    rows = [[pack for pack in unit.packs if pack in wanted] for unit in units]
-    rows = [row for row in rows if row]
-    most = 0
-    for start in range(len(rows)):
-        near = {pack for step in range(min(count, len(rows))) for pack in rows[(start + step) % len(rows)]}
-        most = max(most, sum(pack.num_bytes for pack in near))
-    return most

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from hasten.bigmodel.blocks import Unit
 from hasten.bigmodel.packs import Entry, Pack, Table
-from hasten.bigmodel.stream import Unit
 from hasten.modules.surgery import repeated_blocks
 
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
