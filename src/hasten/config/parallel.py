@@ -94,7 +94,8 @@ class ParallelismConfig(Section):
         1, "stages the layers are divided into (pipeline parallel)", minimum=1, also=(-1,), flags=("pp_size",)
     )
     tp_plan: Literal["auto"] | Mapping[str, str] = setting(
-        "auto", "how layers are split, by patterns of module names (auto: the model's own plan, else attention and MLPs)"
+        "auto",
+        "how layers are split, by patterns of module names (auto: the model's own plan, else attention and MLPs)",
     )
     tp_divide: tuple[str, ...] = setting(
         (), "attributes that count what is split, such as num_heads: divided by tp_size"

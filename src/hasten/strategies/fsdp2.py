@@ -73,9 +73,7 @@ class Shard:
 
     stage = Stage.SPREAD
 
-    def __init__(
-        self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False
-    ) -> None:
+    def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
         self._config = config
         self._world_mesh = mesh
         self._keep_outputs = keep_outputs
@@ -224,7 +222,9 @@ class Shard:
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
     """Raise when the block is called by itself: only the whole model gathers its parameters."""
-    if isinstance(next(block.parameters(), None), DTensor):
+    first = next(block.parameters(), None)
+    gathered = not isinstance(first, DTensor) or first.device_mesh.mesh_dim_names == (str(Axis.TP),)
+    if not gathered:
         raise StepError(
             f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
             "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "

@@ -167,9 +167,13 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int) ->
             f"{'torch.nn.Embedding' if table else 'torch.nn.Linear'}. Leave it out of the plan."
         )
     if isinstance(layer, nn.Embedding):
-        what, size = ("rows", layer.num_embeddings) if style == "embedding_rowwise" else ("columns", layer.embedding_dim)
+        what, size = (
+            ("rows", layer.num_embeddings) if style == "embedding_rowwise" else ("columns", layer.embedding_dim)
+        )
         if layer.max_norm is not None or layer.sparse:
-            raise ConfigError(f"{name!r} uses max_norm or sparse gradients, which need the whole table; leave it whole.")
+            raise ConfigError(
+                f"{name!r} uses max_norm or sparse gradients, which need the whole table; leave it whole."
+            )
     elif style in ("colwise", "colwise_gather_output"):
         what, size = "output features", layer.out_features
     else:
