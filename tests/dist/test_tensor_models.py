@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.parallel import ParallelismConfig, TorchTensorParallelConfig
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -192,5 +192,8 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessCon
         prepare(net(), tp_plan={"norm": "colwise"})
     with pytest.raises(ConfigError, match=r"tp_divide names 'n_heads'"):
         prepare(TinyLM(), tp_divide=("n_heads",))
+    for option in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
+        with pytest.raises(ConfigError, match=rf"tp_handler.{option}=True was asked for"):
+            prepare(net(), tp_handler=TorchTensorParallelConfig(**{option: True}))
     with pytest.raises(PrepareError, match=r"no layer of Linear can be split automatically"):
         prepare(nn.Linear(4, 4))

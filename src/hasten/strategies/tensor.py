@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,8 @@ class VocabularyRows(_SplitForward):
 
     def __call__(self, tokens: Tensor) -> Tensor:
         weight = self.part("weight")
-        assert weight is not None and isinstance(self.module, nn.Embedding), "an embedding has a table"
+        assert weight is not None, "an embedding has a table"
+        assert isinstance(self.module, nn.Embedding), "the plan was checked"
         first = self.group.rank() * weight.shape[0]
         local = tokens - first
         other = (local < 0) | (local >= weight.shape[0])
@@ -107,7 +108,8 @@ class TableColumns(_SplitForward):
 
     def __call__(self, tokens: Tensor) -> Tensor:
         weight = self.part("weight")
-        assert weight is not None and isinstance(self.module, nn.Embedding), "an embedding has a table"
+        assert weight is not None, "an embedding has a table"
+        assert isinstance(self.module, nn.Embedding), "the plan was checked"
         return F.embedding(tokens, weight, self.module.padding_idx)
 
 

@@ -121,7 +121,7 @@ def _split_attention(linears: Layers, split: Split) -> Layers:
         leaf = name.rpartition(".")[2]
         if any(pattern.search(leaf) for pattern in (_QUERY, _KEY, _VALUE)):
             waiting[name] = layer
-        elif len(waiting) == 3 and layer.in_features == list(waiting.values())[0].out_features:
+        elif len(waiting) == 3 and layer.in_features == next(iter(waiting.values())).out_features:
             split.styles.update(dict.fromkeys(waiting, "colwise"))
             split.styles[name] = "rowwise"
             waiting = {}
