@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from hasten.comm.base import Comm
@@ -74,7 +74,7 @@ def _place(grad: Tensor) -> object:
     """What gradients whose norms are taken together have in common: the mesh, and how they lie on it."""
     if not isinstance(grad, DTensor):
         return grad.device
-    return grad.device_mesh, tuple("split" if isinstance(p, Shard) else str(p) for p in grad.placements)
+    return grad.device_mesh, tuple("split" if _is_split(p) else str(p) for p in grad.placements)
 
 
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
@@ -91,10 +91,15 @@ def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor
     kind = "max" if math.isinf(norm_type) else "sum"
     total = norm if kind == "max" else norm**norm_type
     for dim, placement in enumerate(first.placements):
-        if isinstance(placement, Shard):
+        if _is_split(placement):
             lying = [Partial(kind) if other == dim else Replicate() for other in range(len(first.placements))]
             total = DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
     return total if kind == "max" else total ** (1.0 / norm_type)
+
+
+def _is_split(placement: Placement) -> bool:
+    """Whether ranks hold different parts; a dimension split twice is not torch's plain Shard."""
+    return not placement.is_replicate() and not placement.is_partial()
 
 
 def _summed(grad: DTensor) -> list[Placement]:

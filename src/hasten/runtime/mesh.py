@@ -15,6 +15,7 @@ from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
 from hasten.runtime.axes import AXES, Axis, MeshSpec
+from hasten.runtime.context import ProcessContext
 
 
 class Groups:
@@ -67,6 +68,19 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
     return dist.init_device_mesh(
         device.type, tuple(spec.size(axis) for axis in AXES), mesh_dim_names=tuple(str(axis) for axis in AXES)
     )
+
+
+class WorldMesh:
+    """Torch's mesh of the whole world, made on first use and shared by everything that spreads a model over it."""
+
+    def __init__(self) -> None:
+        self._whole: DeviceMesh | None = None
+
+    def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
+        """This rank's part of the mesh along `axes`. Ranks: every rank."""
+        if self._whole is None:
+            self._whole = device_mesh(ctx.mesh, ctx.device)
+        return self._whole[tuple(str(axis) for axis in axes)]
 
 
 def stop() -> None:

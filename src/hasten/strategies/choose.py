@@ -10,6 +10,7 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.runtime.axes import LOSS, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
@@ -19,6 +20,7 @@ from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
+from hasten.strategies.tensor import SplitLayers
 from hasten.strategies.wrapping import blocks_to_recompute
 
 log = logging.getLogger(__name__)
@@ -45,12 +47,13 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
     """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
-    for axis in (Axis.PP, Axis.CP, Axis.TP):
+    for axis in (Axis.PP, Axis.CP):
         if ctx.mesh.size(axis) > 1:
             raise ConfigError(
                 f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
                 f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
             )
+    _refuse_missing_options(config)
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
             return _sharded(config, ctx)
@@ -67,8 +70,21 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             assert_never(other)
 
 
+def _refuse_missing_options(config: Config) -> None:
+    """Raise for options of tensor parallelism that are not built yet."""
+    handler = config.parallelism.tp_handler
+    for name in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
+        if getattr(handler, name):
+            raise ConfigError(
+                f"tp_handler.{name}=True was asked for, but this version splits layers only, and ignoring it would change "
+                f"what you asked for. Leave {name} out."
+            )
+
+
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     alone = ctx.mesh.size(*LOSS) == 1
+    if ctx.mesh.size(Axis.TP) > 1 and config.strategy != "none":
+        return _sharded(config, ctx)
     if config.strategy == "none" and not alone:
         raise ConfigError(
             f"strategy='none' was asked for with {ctx.world.size} processes; their models would drift apart. "
@@ -87,11 +103,14 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
 
 def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(), *_common(config)]
+    mesh = WorldMesh()
+    if ctx.mesh.size(Axis.TP) > 1:
+        transforms.append(SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
-    spread = Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
+    spread = Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)
 

@@ -29,7 +29,7 @@ from hasten.errors import PrepareError, StepError
 from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS, SHARD, Axis
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.mesh import device_mesh
+from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.filling import (
     Source,
@@ -73,8 +73,9 @@ class Shard:
 
     stage = Stage.SPREAD
 
-    def __init__(self, config: FullyShardedDataParallelPlugin, keep_outputs: bool = False) -> None:
+    def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
         self._config = config
+        self._world_mesh = mesh
         self._keep_outputs = keep_outputs
         self._mesh: DeviceMesh | None = None
         self._replicated = False
@@ -196,12 +197,11 @@ class Shard:
 
     def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
         if self._mesh is None:
-            whole = device_mesh(ctx.mesh, ctx.device)
             self._is_main = ctx.is_main
             self._replicated = ctx.mesh.size(Axis.DP_REPLICATE) > 1
             assert ctx.mesh.size(*SHARD) == ctx.mesh.size(Axis.DP_SHARD), "context parallel shards join later"
             names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if self._replicated else (Axis.DP_SHARD,)
-            self._mesh = whole[tuple(str(name) for name in names)]
+            self._mesh = self._world_mesh.along(ctx, *names)
         return self._mesh
 
     def _offload(self, ctx: ProcessContext) -> OffloadPolicy:
@@ -222,7 +222,9 @@ class Shard:
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
     """Raise when the block is called by itself: only the whole model gathers its parameters."""
-    if isinstance(next(block.parameters(), None), DTensor):
+    first = next(block.parameters(), None)
+    gathered = not isinstance(first, DTensor) or first.device_mesh.mesh_dim_names == (str(Axis.TP),)
+    if not gathered:
         raise StepError(
             f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
             "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "
