@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,9 @@ def accelerated(accelerator: Any, case: Case, device: torch.device, data: Rows) 
     model, optimizer, scheduler, loader = accelerator.prepare(*made, loader)
 
     def plain() -> int:
-        for number, (x, y) in enumerate(loader, 1):
+        count = 0
+        for x, y in loader:
+            count += 1
             loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss)
             if case.clip:
@@ -163,16 +165,18 @@ def accelerated(accelerator: Any, case: Case, device: torch.device, data: Rows) 
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        return number
+        return count
 
     def accumulating() -> int:
-        for number, (x, y) in enumerate(loader, 1):
+        count = 0
+        for x, y in loader:
+            count += 1
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        return number
+        return count
 
     return plain if case.every == 1 else accumulating
 
@@ -188,7 +192,10 @@ def hasten(case: Case, device: torch.device, data: Rows) -> Epoch:
 
 def accelerate(case: Case, device: torch.device, data: Rows) -> Epoch:
     accelerator = accelerate_object(
-        device, mixed_precision=case.precision, gradient_accumulation_steps=case.every, step_scheduler_with_optimizer=True
+        device,
+        mixed_precision=case.precision,
+        gradient_accumulation_steps=case.every,
+        step_scheduler_with_optimizer=True,
     )
     return accelerated(accelerator, case, device, data)
 
@@ -248,14 +255,14 @@ def take_turns(passes: dict[str, Epoch], rounds: int, device: torch.device) -> d
     gc.collect()
     gc.disable()
     try:
-        for turn in range(rounds + 2):
+        for turn in range(rounds + 1):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 sync()
                 begun, spent = time.perf_counter(), time.process_time()
                 count = passes[name]()
                 sync()
                 took = (time.perf_counter() - begun) / count, (time.process_time() - spent) / count
-                if turn >= 2:
+                if turn:
                     times[name].append(took)
     finally:
         gc.enable()
@@ -280,17 +287,37 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
     return found
 
 
+@contextmanager
+def computing() -> Iterator[set[torch.dtype]]:
+    """The dtypes in which linear layers compute inside the block."""
+    seen: set[torch.dtype] = set()
+
+    def look(module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor):
+            seen.add(output.dtype)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
 def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> dict[str, Epoch]:
     passes = {}
     for name, make in CONTENDERS.items():
         try:
             passes[name] = make(case, device, data)
-            assert passes[name]() == STEPS
+            with computing() as seen:
+                assert passes[name]() == STEPS
+            if case.precision != "no" and DTYPES[case.precision] not in seen:
+                raise RuntimeError(f"asked for {case.precision}, it computes in {', '.join(map(str, seen))}")
         except Exception as error:
             passes.pop(name, None)
             if name in ("bare torch", "hasten"):
                 raise
-            if name != "bare torch, pinned" or device.type == "cuda":
+            installed = not isinstance(error, ModuleNotFoundError)
+            if installed and (name != "bare torch, pinned" or device.type == "cuda"):
                 left_out.add(f"{name} ({case.name}): {type(error).__name__}: {str(error).splitlines()[0][:150]}")
     return passes
 
@@ -301,7 +328,7 @@ def loops(device: torch.device, workers: list[int], rounds: int, names: list[str
     for count in workers:
         for column in COLUMNS:
             case = Case(column.name, column.precision, column.every, column.clip, count)
-            if names and case.name not in names:
+            if (names and case.name not in names) or (count and case.clip):
                 continue
             rows = summary(take_turns(build(case, device, data, left_out), rounds, device))
             found.append({"case": case.name, "workers": count, "contenders": rows})
@@ -460,7 +487,8 @@ def markdown(found: dict[str, Any], device: str) -> str:
     lines += [
         f"Median microseconds per (micro-)step on the clock over {found['rounds']} interleaved rounds of {STEPS} steps, the "
         "ratio of medians to bare torch, and the quartiles of the rounds' ratios. Bold: the reference, the fastest loop "
-        "written by hand. " + ("" if device == "cuda" else "Processor ratio: the same for processor time of the process."),
+        "written by hand. "
+        + ("" if device == "cuda" else "Processor ratio: the same for processor time of the process."),
         "",
         "| loop | workers | " + " | ".join(names) + " |",
         "|---|---|" + "---|" * len(names),

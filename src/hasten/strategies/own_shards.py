@@ -32,8 +32,11 @@ def update_own_shards(optimizer: Optimizer) -> None:
     """Let the optimizer's kernels see shards as plain tensors; harmless to repeat.
 
     A DTensor checks and wraps in Python at every operation, which on small shards takes longer than the operation.
-    Parameters, gradients and state stay DTensors for everybody else. Optimizers of other classes are left alone.
+    Parameters, gradients and state stay DTensors for everybody else. Optimizers of other classes, and those without
+    a DTensor among their parameters, are left alone.
     """
+    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        return
     collect: Collect | None = getattr(optimizer, "_init_group", None)
     if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
         optimizer._init_group = partial(_collect_shards, collect)  # type: ignore[attr-defined]  # torch's inner seam
