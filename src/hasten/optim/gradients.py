@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from hasten.modules.dtensors import is_dtensor
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -19,7 +20,7 @@ def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     """This rank's parts of the gradients, as dense tensors grouped by device and dtype: what a foreach kernel takes."""
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        part = grad.to_local() if isinstance(grad, DTensor) else grad
+        part = grad.to_local() if is_dtensor(grad) else grad
         part = part._values() if part.is_sparse else part
         places.setdefault((part.device, part.dtype), []).append(part)
     return list(places.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib import import_module
 from typing import assert_never
 
 from hasten.config.root import Config
@@ -11,11 +12,10 @@ from hasten.errors import ConfigError
 from hasten.runtime.axes import LOSS, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.alone import Alone
-from hasten.strategies.base import Caps, Strategy, Transform
+from hasten.strategies.base import Caps, Spread, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp import Replicate
-from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
@@ -91,7 +91,8 @@ def _sharded(config: Config) -> Strategy:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
-    spread = Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
+    fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor, most of a second
+    spread: Spread = fsdp2.Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
     return NativeStrategy("fsdp", spread, transforms, Caps(sharded_state=True))
 
 
