@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.window_state import bucket_order, gradients, movable, put_gradients, replay_order
@@ -27,6 +26,7 @@ from hasten.checkpoint.reshard import whole
 from hasten.checkpoint.transfer import as_bytes
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.modules.dtensors import is_dtensor
 from hasten.modules.names import plain_name
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -128,7 +128,7 @@ def named_buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Every whole buffer of every model under one name."""
     for index, model in enumerate(models):
         for name, buffer in model.named_buffers():
-            if not isinstance(buffer, DTensor) and buffer.device.type != "meta":
+            if not is_dtensor(buffer) and buffer.device.type != "meta":
                 yield f"{numbered_name('model', index)}/{plain_name(name)}", buffer.detach()
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.checkpoint.reshard import local_tensor
+from hasten.modules.dtensors import is_dtensor, is_fsdp_module
 
 _UNSHARDED = "unsharded/"  # whole gradients that no rank has reduced yet
 _PARTIAL = "partial/"  # reduced over shards, not yet over replicas
@@ -54,7 +53,7 @@ def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: 
             gradient = saved.get(names[id(parameter)])
             if gradient is None:
                 parameter.grad = None
-            elif isinstance(parameter, DTensor):
+            elif is_dtensor(parameter):
                 room = torch.empty_like(parameter, requires_grad=False)
                 local_tensor(room).copy_(gradient)
                 parameter.grad = room
@@ -73,7 +72,7 @@ def _sharded_groups(models: Sequence[nn.Module]) -> Iterator[Any]:
     """FSDP's own records of its parameters, which hold gradients between reductions. Any: not public in torch."""
     for model in models:
         for module in model.modules():
-            if isinstance(module, FSDPModule):
+            if is_fsdp_module(module):
                 state: Any = module._get_fsdp_state()
                 # torch<2.12 has one group per module, later ones a list of them.
                 groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.formats import MappedFile, Piece
 from hasten.checkpoint.transfer import is_plain
 from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.modules.dtensors import is_dtensor
+from hasten.optional import need
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def dtensor_slice(tensor: DTensor) -> Slice:
@@ -24,17 +27,18 @@ def dtensor_slice(tensor: DTensor) -> Slice:
     Raises: CheckpointError for tensors whose parts still have to be summed.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
-    if any(isinstance(placement, Partial) for placement in placements):
+    if any(placement.is_partial() for placement in placements):
         raise CheckpointError(
             f"a tensor with placements {placements} holds partial sums, which are no state; reduce it before saving "
             "(call redistribute with Replicate or Shard)."
         )
     local: Tensor = tensor.to_local()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    layout = need("torch.distributed.tensor._utils")  # loaded already, where there is a DTensor
+    shape, offset = layout.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor's mesh"
-    owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if isinstance(p, Replicate))
+    owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
     owned = owned and _first_on_other_axes(mesh)
     if local.numel() == 0:  # an empty shard at the end of an uneven split has no place of its own
         offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
@@ -57,7 +61,7 @@ def _first_on_other_axes(mesh: DeviceMesh) -> bool:
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:
     """A tensor as checkpoints see it: distributed tensors become slices, others stay."""
-    return dtensor_slice(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,4 +152,4 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
 
 def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor whose memory lies one level down
     """The plain memory behind a tensor on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

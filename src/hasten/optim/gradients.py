@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from hasten.modules.dtensors import is_dtensor
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -21,7 +22,7 @@ def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
 
 
 def _part(grad: Tensor) -> Tensor:
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return grad.to_local() if is_dtensor(grad) else grad
 
 
 def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib import import_module
 from typing import assert_never
 
 from hasten.config.root import Config
@@ -12,15 +13,13 @@ from hasten.runtime.axes import LOSS, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.alone import Alone
-from hasten.strategies.base import Caps, Strategy, Transform
+from hasten.strategies.base import Caps, Spread, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp import Replicate
-from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
-from hasten.strategies.tensor import SplitLayers
 from hasten.strategies.wrapping import blocks_to_recompute
 
 log = logging.getLogger(__name__)
@@ -105,12 +104,14 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(), *_common(config)]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
-        transforms.append(SplitLayers(config.parallelism, config.fsdp, mesh))
+        tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor
+        transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
-    spread = Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+    fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor, most of a second
+    spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)
 
