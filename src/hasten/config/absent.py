@@ -14,7 +14,7 @@ from hasten.config.source import Entry, Path, shown
 from hasten.errors import ConfigError
 
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
-_DATA: Final = "this version spreads models over the data-parallel axes"
+_DATA: Final = "this version spreads models over the data-parallel and tensor-parallel axes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Absent:
     """A setting, or a whole section, that would have no effect."""
 
     name: str
-    """Dotted, such as parallelism.tp_size; a section stands for everything below it."""
+    """Dotted, such as parallelism.pp_size; a section stands for everything below it."""
     what: str
     """The feature, as the subject of `… is not in this version`."""
     instead: str
@@ -63,8 +63,7 @@ ABSENT: Final[tuple[Absent, ...]] = (
         ),  # of its launcher, which starts ranks
     ),
     Absent("megatron", "Megatron-LM", _FSDP),
-    Absent("parallelism.tp_size", "tensor parallelism", _DATA),
-    Absent("parallelism.tp_handler", "tensor parallelism", _DATA),
+    Absent("parallelism.tp_handler", "this option of tensor parallelism", "leave it out to split layers without it"),
     Absent("parallelism.cp_size", "context parallelism", _DATA),
     Absent("parallelism.cp_handler", "context parallelism", _DATA),
     Absent("parallelism.pp_size", "pipeline parallelism", _DATA),

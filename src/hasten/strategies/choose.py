@@ -52,7 +52,6 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
                 f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
                 f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
             )
-    _refuse_missing_options(config)
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
             return _sharded(config, ctx)
@@ -67,17 +66,6 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             )
         case other:
             assert_never(other)
-
-
-def _refuse_missing_options(config: Config) -> None:
-    """Raise for options of tensor parallelism that are not built yet."""
-    handler = config.parallelism.tp_handler
-    for name in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
-        if getattr(handler, name):
-            raise ConfigError(
-                f"tp_handler.{name}=True was asked for, but this version splits layers only, and ignoring it would change "
-                f"what you asked for. Leave {name} out."
-            )
 
 
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
