@@ -95,7 +95,7 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
         outside = environment.snapshot()
         # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
-        agent = import_module("hasten.launch.agent")  # needs torch, which planning does not
+        agent = import_module("hasten.launch.elastic.agent")  # needs torch, which planning does not
         handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
         environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
@@ -147,6 +147,8 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) ->
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal stopped_by, since
+        if stopped_by in SAVING and number in SAVING:
+            return  # schedulers send them more than once, and a save must not be cut short
         again = stopped_by is not None
         stopped_by, since = number, time.monotonic()
         os.killpg(child.pid, signal.SIGKILL if again else number)
