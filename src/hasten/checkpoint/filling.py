@@ -48,7 +48,8 @@ class _Stretch:
 def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
     """Fill live tensors on several threads, a chunk's worth at a time, on whatever device they are.
 
-    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state.
+    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state, which the
+    caller must undo.
     """
     buffer, devices = HostBuffer(), devices_of(copy.target for copy in copies)
     stretches, others = _stretches(copies)
@@ -131,8 +132,8 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
             _read(stretch, fd, _places(stretch, buffer))
     except OSError as error:
         raise CheckpointError(
-            f"{stretch.file.path}: cannot be read any more ({error}). Parts of the state may be replaced already: look "
-            "after the disk, and load this or another checkpoint before going on."
+            f"{stretch.file.path}: cannot be read any more ({error}). Look after the disk, and "
+            "load this or another checkpoint."
         ) from error
     finally:
         os.close(fd)
@@ -164,5 +165,5 @@ def _read(stretch: _Stretch, fd: int, views: Sequence[memoryview]) -> None:
     if count != wanted:
         raise CorruptCheckpointError(
             f"{stretch.file.path}: {count} of {wanted} bytes at {stretch.start} could be read, so it was cut off while "
-            "it was being loaded. Parts of the state are replaced already: load another checkpoint before going on."
+            "it was being loaded. Load another checkpoint."
         )
