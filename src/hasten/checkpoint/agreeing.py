@@ -10,6 +10,8 @@ from hasten import errors
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, HastenError, MissingRanksError
 
+Failure = tuple[str, str, str]  # what the rank was doing, the error's class and its text
+
 
 class Agreement:
     """The meeting points of an `agreeing` block."""
@@ -41,30 +43,30 @@ class Agreement:
         return made
 
     def _exchange(self, error: HastenError | None, value: Any) -> list[Any]:
-        told = None if error is None else (type(error).__name__, str(error))
+        told = None if error is None else (self.label, type(error).__name__, str(error))
         try:
-            everyone: list[tuple[tuple[str, str] | None, Any]] = self.comm.all_gather_object((told, value))
+            everyone: list[tuple[Failure | None, Any]] = self.comm.all_gather_object((told, value))
         except RuntimeError as problem:
             raise self._lost(problem, error) from problem
         failed = {rank: told for rank, (told, _) in zip(self.comm.ranks, everyone, strict=True) if told is not None}
         if failed:
-            raise self._joint(failed, error) from error
+            raise self._joint(failed) from error
         return [value for _, value in everyone]
 
-    def _joint(self, failed: Mapping[int, tuple[str, str]], own: HastenError | None) -> HastenError:
+    def _joint(self, failed: Mapping[int, Failure]) -> HastenError:
         """The error that every rank raises: one class and one message, whichever rank asks."""
-        kind, first = next(iter(failed.values()))
-        if len(failed) == self.comm.size and len(set(failed.values())) == 1:
+        label, kind, first = next(iter(failed.values()))
+        if len(failed) == self.comm.size and len({told[1:] for told in failed.values()}) == 1:
             text = first
         else:
             quoted: dict[tuple[str, str], list[int]] = {}
             for rank, told in failed.items():
-                quoted.setdefault(told, []).append(rank)
+                quoted.setdefault(told[1:], []).append(rank)
             lines = (
                 f"rank {', '.join(map(str, ranks))} raised {name}: {said.rstrip('.')}"
                 for (name, said), ranks in quoted.items()
             )
-            text = f"{self.label}: {'; '.join(lines)}. Every rank stops here, so that none waits for another."
+            text = f"{label}: {'; '.join(lines)}. Every rank stops here, so that none waits for another."
         known = getattr(errors, kind, None)
         agreed: HastenError = known(text) if _is_plain(known) else CheckpointError(text)
         agreed.agreed = True
