@@ -34,6 +34,9 @@ A message has three parts: what happened with the values, why it matters, what t
 class HastenError(Exception):
     """Base of every error hasten raises on purpose."""
 
+    agreed: bool = False
+    """Every rank of the group raises this error at the same point, so no rank waits for another."""
+
 
 class HastenWarning(UserWarning):
     """The one category of hasten's warnings."""

@@ -118,6 +118,7 @@ class Accelerator:
                 parts.precision,
                 Randomness(parts.ctx.device),
                 parts.tracking,
+                parts.strategy,
             ),
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",

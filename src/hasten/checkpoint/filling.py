@@ -52,7 +52,8 @@ def run_copies(
 
     `progress` is called with the bytes of every part that is done.
 
-    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state.
+    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state, which the
+    caller must undo.
     """
     buffer, devices = HostBuffer(), devices_of(copy.target for copy in copies)
     stretches, others = _stretches(copies)
@@ -138,8 +139,8 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> int:
             _read(stretch, fd, _places(stretch, buffer))
     except OSError as error:
         raise CheckpointError(
-            f"{stretch.file.path}: cannot be read any more ({error}). Parts of the state may be replaced already: look "
-            "after the disk, and load this or another checkpoint before going on."
+            f"{stretch.file.path}: cannot be read any more ({error}). Look after the disk, and "
+            "load this or another checkpoint."
         ) from error
     finally:
         os.close(fd)
@@ -172,5 +173,5 @@ def _read(stretch: _Stretch, fd: int, views: Sequence[memoryview]) -> None:
     if count != wanted:
         raise CorruptCheckpointError(
             f"{stretch.file.path}: {count} of {wanted} bytes at {stretch.start} could be read, so it was cut off while "
-            "it was being loaded. Parts of the state are replaced already: load another checkpoint before going on."
+            "it was being loaded. Load another checkpoint."
         )

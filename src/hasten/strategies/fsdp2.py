@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -30,7 +30,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS, SHARD, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import LoopState, Stage, Wish
 from hasten.strategies.filling import (
     Source,
     copy_from_rank_0,
@@ -41,6 +41,7 @@ from hasten.strategies.filling import (
     named_tensors,
     source_of,
 )
+from hasten.strategies.fsdp2_gradients import HeldGradients
 from hasten.strategies.whole import average_gradients, scalars
 from hasten.strategies.wrapping import (
     CONTAINERS,
@@ -80,6 +81,7 @@ class Shard:
         self._mesh: DeviceMesh | None = None
         self._replicated = False
         self._is_main = True
+        self._held = HeldGradients()
         self._sharded = WeakValueDictionary[int, nn.Parameter]()  # by identity: what was sharded, while it lives
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
@@ -194,6 +196,18 @@ class Shard:
             "join_uneven_inputs() is not possible under fsdp: every rank must take part in every gather of "
             "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
         )
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return None
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        """Gradients that torch holds besides .grad, and the groups they belong to."""
+        held = self._held.find(model, names, self._replicated, open_window)
+        return LoopState({"groups": self._held.groups(model, names) if self._replicated else {}}, held)
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        self._held.put(model, names, state.tensors)
+        return None
 
     def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
         if self._mesh is None:
