@@ -287,7 +287,7 @@ def _abort(group: DiskGroup, rank: int) -> None:
 def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
     try:
         return tuple(after())
-    except OSError as error:  # the new checkpoint is safe; old ones are tried again after the next save
+    except (OSError, CheckpointError) as error:  # the new one is safe; old ones are tried again after the next save
         log.warning("after saving %s, old checkpoints could not be deleted: %s", name, error)
         return ()
 
