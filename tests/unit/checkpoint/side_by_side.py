@@ -38,7 +38,7 @@ def save(root: Path, name: str, number: int) -> None:
     """One save of several files, each of which says which save it belongs to."""
     comm = LocalComm()
     group = start(LocalStore(root, threads=2), comm, name)
-    tree = StateTree({f"part{i}": Component({"w": torch.full((100,), float(number))}, None) for i in range(FILES)})
+    tree = StateTree({f"part{i}": Component({"w": torch.full((100,), number)}, None) for i in range(FILES)})
     finish(prepare(tree, group, comm), group, comm, Manifest(number=number))
 
 
@@ -122,8 +122,11 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
                 os.waitpid(workers[index].pid, 0)
                 kills += 1
                 for name in ("best", f"trial_{index}"):
-                    if (root / name).is_dir():
-                        undisturbed(root, name)
+                    try:
+                        if (root / name).is_dir():
+                            undisturbed(root, name)
+                    except Exception as error:
+                        problems.append(f"after a kill: {type(error).__name__}: {error}")
                 workers[index] = Worker(index, how, root, log, until, serial := serial + 1)
                 pids.add(workers[index].pid)
             for worker in workers:
