@@ -110,7 +110,7 @@ def run(how: str, seconds: float, least: int) -> dict[str, object]:
         root, log = Path(folder) / "sweep", Path(folder) / "log"
         root.mkdir()
         log.touch()
-        begun, pids, kills, serial = time.monotonic(), set[int](), 0, 0
+        begun, pids, kills, serial = time.monotonic(), {os.getpid()}, 0, 0
         while True:
             until = time.monotonic() + seconds
             workers = [Worker(i, how, root, log, until, serial := serial + 1) for i in range(2)]
