@@ -4,7 +4,8 @@
     python benchmarks/full_loop.py --device cuda    # on a GPU, about three minutes
 
 Side by side with bare torch, Hugging Face Accelerate and Lightning Fabric, each with its best settings. Contenders take turns
-in one process, 24 steps at a time, many rounds over; a turn divides evenly by the accumulation window. A ratio is the
+in one process, 24 steps at a time, many rounds over; a turn divides evenly by the accumulation window. Loops without workers
+are built three times, because where one build's memory and threads lie shifts its times by some percent. A ratio is the
 median of a contender over the median of bare torch; beside it stand the quartiles of the rounds' own ratios. Bare torch is
 written twice on a GPU, with and without `pin_memory`, and the faster one is the reference. Packages that are not
 installed, or refuse a case, are left out and named. The same run measures the loader alone, single calls, and the
@@ -36,6 +37,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 STEPS = 480  # an epoch
+BUILDS = 3  # times a loop without workers is built afresh
 TURN = 24  # steps a contender makes before the next one takes over; divides by the window
 ROWS, WIDTH = 32, 32  # 4 KB a batch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -327,11 +329,15 @@ def loops(
             case = Case(column.name, column.precision, column.every, column.clip, count)
             if (names and case.name not in names) or (count and case.clip):
                 continue
-            turns = rounds if count else 2 * rounds
-            rows = summary(take_turns(build(case, device, data, left_out), turns, device))
+            builds = 1 if count else BUILDS
+            times: dict[str, list[tuple[float, float]]] = {}
+            for _ in range(builds):  # where memory and threads of one build lie shifts its times by some percent
+                for name, found in take_turns(build(case, device, data, left_out), rounds, device).items():
+                    times.setdefault(name, []).extend(found)
+            rows = summary(times)
             told = [f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})" for n, r in rows.items()]
             print(f"{case.name}, {count} workers: {', '.join(told)}", flush=True)
-            yield {"case": case.name, "workers": count, "rounds": turns, "contenders": rows}
+            yield {"case": case.name, "workers": count, "rounds": rounds * builds, "contenders": rows}
 
 
 # -- the loader alone ---------------------------------------------------------------------------------------------------

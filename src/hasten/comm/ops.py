@@ -9,6 +9,7 @@ is small and on the CPU, so that a metric costs one round trip; everything else 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ def gather_ragged(tree: Tree, comm: Comm) -> Tree:
         return trees.map_tensors(_rows, tree)
     met = _meet("gather_ragged", tree, comm, free_dim=0, carry=True)
     if met.inside is not None:
-        return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met))
+        return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met, ragged=True))
     sizes = iter(met.sizes)
     return trees.map_tensors(lambda x: _gather_rows(_rows(x), next(sizes), comm), tree)
 
@@ -141,8 +142,8 @@ class _Met(NamedTuple):
 
     sizes: list[tuple[int, ...]]
     """For each tensor, every rank's size along the free dimension."""
-    inside: Tensor | None = None
-    """Every rank's tensors as bytes, (rank, byte); None when they did not travel along."""
+    inside: list[memoryview] | None = None
+    """Every rank's tensors as bytes; None when they did not travel along."""
 
 
 def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False) -> _Met:
@@ -157,14 +158,14 @@ def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: b
     shown = sizes[:_HEADER_SIZES] + [0] * (_HEADER_SIZES - len(sizes))
     envelope = bytearray(_HEADER.pack(digest, content is not None, *shown) + (content or b""))
     envelope += bytes(_ENVELOPE_BYTES - len(envelope))
-    everyone = comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8))
-    heads: list[list[int]] = everyone[:, : _HEADER.size].contiguous().view(torch.int64).tolist()
+    everyone = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
+    heads = [_HEADER.unpack_from(row) for row in everyone]
     if any(head[0] != digest for head in heads):
         raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
     if len(sizes) > _HEADER_SIZES:
         gathered = comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
         return _Met([tuple(row) for row in gathered.T.tolist()])
-    inside = everyone[:, _HEADER.size :] if all(head[1] for head in heads) else None
+    inside = [row[_HEADER.size :] for row in everyone] if all(head[1] for head in heads) else None
     return _Met(list(zip(*(head[2 : 2 + len(sizes)] for head in heads), strict=True)), inside)
 
 
@@ -177,31 +178,24 @@ def _content(found: Sequence[Tensor]) -> bytes | None:
     return b"".join([_raw(x).numpy().tobytes() for x in found])
 
 
-def _taken_out(found: Sequence[Tensor], met: _Met) -> list[Tensor]:
-    """The gathered tensors, from the bytes of all ranks."""
+def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list[Tensor]:
+    """The gathered tensors. Rows lie one after the other in memory, so joining bytes joins rows."""
     assert met.inside is not None, "the tensors travelled in the envelope"
-    if all(len(set(sizes)) == 1 for sizes in met.sizes):  # as many rows on every rank
-        return _equal_parts(found, met.inside)
-    parts: list[list[Tensor]] = [[] for _ in found]
-    for rank, row in enumerate(met.inside):
-        offset = 0
-        for x, sizes, into in zip(found, met.sizes, parts, strict=True):
-            hole = _Hole((sizes[rank], *_rows(x).shape[1:]), x.dtype)
-            into.append(hole.view(row[offset : offset + hole.num_bytes()].clone()))
-            offset += hole.num_bytes()
-    return [torch.cat(members) for members in parts]
-
-
-def _equal_parts(found: Sequence[Tensor], inside: Tensor) -> list[Tensor]:
-    """The same for tensors of the same shape on every rank: one copy each."""
-    joined, offset = [], 0
-    for x in found:
+    starts = [0] * len(met.inside)
+    gathered = []
+    for x, sizes in zip(found, met.sizes, strict=True):
         first, *rest = _rows(x).shape
-        num_bytes = x.numel() * x.element_size()
-        raw = inside[:, offset : offset + num_bytes].clone(memory_format=torch.contiguous_format).reshape(-1)
-        joined.append(_Hole((len(inside) * first, *rest), x.dtype).view(raw))
-        offset += num_bytes
-    return joined
+        rows = sizes if ragged else (first,) * len(starts)
+        row_bytes = x.element_size() * math.prod(rest)
+        parts = []
+        for rank, count in enumerate(rows):
+            end = starts[rank] + count * row_bytes
+            parts.append(met.inside[rank][starts[rank] : end])
+            starts[rank] = end
+        joined = bytearray().join(parts)
+        shape = (sum(rows), *rest)
+        gathered.append(torch.frombuffer(joined, dtype=x.dtype).reshape(shape) if joined else x.new_empty(shape))
+    return gathered
 
 
 def _size(x: Tensor, dim: int | None) -> int:
@@ -257,8 +251,9 @@ def _pack(tree: Tree) -> tuple[Tensor, Tree]:
 def _raw(x: Tensor) -> Tensor:
     """The tensor's bytes."""
     x = x.detach()
-    real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-    return real.contiguous().reshape(-1).view(torch.uint8)
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return x.resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:
