@@ -8,10 +8,10 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format lint types layers unit names parity bench clean
+.PHONY: help train test test-slurm check format lint types layers unit names parity bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from: a second call installs nothing.
 $(READY): pyproject.toml constraints.txt dropin/pyproject.toml
@@ -28,6 +28,9 @@ train: $(READY) ## train the digits example on two CPU processes
 
 test: $(READY) ## run the whole test suite
 	$(BIN)/python -m pytest
+
+test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
+	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/test_launch_slurm.py
 
 check: ## format, lint, types, layers, arch and unit tests
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target format lint types layers unit

@@ -14,7 +14,7 @@ import socket
 import sys
 from pathlib import Path
 
-import hasten.launch.agent  # noqa: F401 - what makes it warm
+import hasten.launch.elastic.agent  # noqa: F401 - what makes it warm
 from hasten.cli.main import main
 
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000

@@ -34,6 +34,8 @@ class Machine:
     cable: tuple[str, str]
     """The namespace of the switch and the port in it."""
     output: Path = Path()
+    launcher: int = 0
+    """The process that runs `hasten launch` on this host."""
 
     def start(self, folder: Path, words: list[str], **variables: str) -> None:
         """Start `hasten launch` on this host."""
@@ -44,7 +46,7 @@ class Machine:
         assert self.zygote.stdout is not None
         self.zygote.stdin.write(json.dumps({**names, "argv": argv, "variables": variables}) + "\n")
         self.zygote.stdin.flush()
-        assert self.zygote.stdout.readline()
+        self.launcher = int(self.zygote.stdout.readline())
 
     @property
     def said(self) -> str:
@@ -262,6 +264,51 @@ def test_two_machines_with_the_same_command_and_different_counts_until_their_lin
         assert text.count("Traceback") == 1
     assert left == []
     assert took < 2 + 15  # the group's timeout, and a moment to ask the others why
+
+
+TOLD: Final = """
+import signal
+def tell(*_): open('told', 'w').close()
+for number in (signal.SIGTERM, signal.SIGUSR1): signal.signal(number, tell)
+open(f'ready-{rank}', 'w').close()
+while not os.path.exists('told'): time.sleep(0.05)  # what ranks agree on by a collective
+time.sleep(2.0 * (rank == int(sys.argv[1])))  # one machine saves longer than the other
+sys.exit(85)
+"""
+
+
+@pytest.mark.parametrize(("told", "slow"), [((0,), 0), ((0,), 1), ((1,), 1), ((0, 1), 0), ((0, 1), 1)])
+def test_machines_leave_with_the_same_code_when_some_are_told_to_stop(
+    zygote: Zygote, tmp_path: Path, told: tuple[int, ...], slow: int
+) -> None:
+    """As under srun --kill-on-bad-exit: whoever is still there when the first has left gets SIGTERM, and that changes nothing."""
+    write(tmp_path, TOLD)
+    with machines(zygote, 2) as hosts:
+        for i, host in enumerate(hosts):
+            host.start(tmp_path, [*meet(2), f"--machine_rank={i}", "--max_restarts=1", "script.py", str(slow)])
+        wait_for_files(tmp_path, "ready-?", 2)
+        for index in told:
+            os.kill(hosts[index].launcher, signal.SIGUSR1)
+        codes = [Path(f"{host.output}.code") for host in hosts]
+        deadline = time.monotonic() + 60
+        while not any(code.exists() for code in codes):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for host, code in zip(hosts, codes, strict=True):
+            if not code.exists():
+                os.kill(host.launcher, signal.SIGTERM)
+        for host in hosts:
+            code_, said = host.end()
+            assert code_ == 85, said
+            assert "restart 1" not in said
+
+
+def wait_for_files(folder: Path, pattern: str, count: int) -> None:
+    """Return when so many files are there."""
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob(pattern))) < count:
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.02)
 
 
 def test_an_elastic_job_goes_on_without_a_lost_machine(zygote: Zygote, tmp_path: Path) -> None:

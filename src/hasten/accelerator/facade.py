@@ -36,7 +36,7 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
-from hasten.errors import StepError
+from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
@@ -118,6 +118,7 @@ class Accelerator:
                 parts.precision,
                 Randomness(parts.ctx.device),
                 parts.tracking,
+                parts.strategy,
             ),
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
@@ -246,7 +247,12 @@ class Accelerator:
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """The optimizer of a prepared model, following the step clock."""
+        """The optimizer of a prepared model, following the step clock; its state lives where the parameters are."""
+        if device_placement is False:
+            raise PrepareError(
+                "prepare_optimizer(device_placement=False) asks for optimizer state apart from its parameters, which torch does "
+                "not have; give device_placement=False to prepare_model, and the state follows."
+            )
         prepared: PreparedOptimizer = self._preparer.prepare((optimizer,))[0]
         return prepared
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.formats import MappedFile, Piece
@@ -38,10 +39,24 @@ def dtensor_slice(tensor: DTensor) -> Slice:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor's mesh"
     owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    owned = owned and _first_on_other_axes(mesh)
     if local.numel() == 0:  # an empty shard at the end of an uneven split has no place of its own
         offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
         owned = False
     return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned)
+
+
+def _first_on_other_axes(mesh: DeviceMesh) -> bool:
+    """Whether this rank is the first of those that hold the same tensor on a mesh of their own.
+
+    Where layers are split over `tp`, the parameters beside them are spread over the data-parallel axes of each `tp` rank
+    alike. Stages (`pp`) hold different parameters.
+    """
+    root = mesh._get_root_mesh()
+    coordinate, names, own = root.get_coordinate(), root.mesh_dim_names, mesh.mesh_dim_names
+    if coordinate is None or names is None or own is None:
+        return True
+    return all(index == 0 for index, name in zip(coordinate, names, strict=True) if name not in (*own, "pp"))
 
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:

@@ -18,7 +18,12 @@ _WORDS: Final = MappingProxyType[str, Any](
 )
 _INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
+_LOADER: Final = getattr(
+    yaml, "CBaseLoader", yaml.BaseLoader
+)  # libyaml where PyYAML was built with it: 10 times as fast
 _MOST_NODES: Final = 20_000  # a file that grows beyond this by its aliases is an attack or an accident
+_MOST_LEVELS: Final = 100
+_MOST_REREAD: Final = 32 * 1024
 _FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)")
 
 
@@ -30,14 +35,14 @@ def parse(text: str, name: str) -> Marked:
     if text.lstrip().startswith("{"):
         text = text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
     try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
+        _check_shape(text, name)
+        node = yaml.compose(text, Loader=_LOADER)
+    except yaml.YAMLError as first:
+        error = _in_words(text, first)
         mark = getattr(error, "problem_mark", None)
         place = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigFileError(f"{place}: not valid YAML or JSON: {problem}; correct the file at this line.") from error
-    except RecursionError as error:
-        raise ConfigFileError(f"{name}: nested too deeply to be settings; write it flat.") from error
     if node is None:
         return Marked({}, 1)
     tree = Reader(name).convert(node, ())
@@ -47,6 +52,37 @@ def parse(text: str, name: str) -> Marked:
             "write lines of `key: value`."
         )
     return tree
+
+
+def _in_words(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
+    """The error as PyYAML's own parser puts it, which names the characters that libyaml does not."""
+    if len(text) <= _MOST_REREAD:
+        try:
+            for _ in yaml.parse(text, Loader=yaml.BaseLoader):
+                pass
+        except yaml.YAMLError as clearer:
+            return clearer
+    return error
+
+
+def _check_shape(text: str, name: str) -> None:
+    """Refuse a text that is too deep or too large to be settings, before a tree is made of it: libyaml's recursion has no bound."""
+    depth = num_nodes = 0
+    for event in yaml.parse(text, Loader=_LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        num_nodes += isinstance(event, yaml.NodeEvent)
+        line = event.start_mark.line + 1
+        if depth > _MOST_LEVELS:
+            raise ConfigFileError(f"{name}:{line}: nested too deeply to be settings; write it flat.")
+        if num_nodes > 2 * _MOST_NODES:  # keys and values
+            raise _too_many(name, line)
+
+
+def _too_many(name: str, line: int) -> ConfigFileError:
+    return ConfigFileError(f"{name}:{line}: more than {_MOST_NODES} values; settings are smaller than that.")
 
 
 @dataclass(slots=True)
@@ -63,9 +99,7 @@ class Reader:
         if id(node) in above:
             raise ConfigFileError(f"{self.name}:{line}: an alias refers to itself; write the value out.")
         if self.num_nodes > _MOST_NODES:
-            raise ConfigFileError(
-                f"{self.name}:{line}: more than {_MOST_NODES} values; settings are smaller than that."
-            )
+            raise _too_many(self.name, line)
         above = (*above, id(node))
         if isinstance(node, yaml.MappingNode):
             return Marked(self.mapping(node, above), line)
@@ -97,7 +131,7 @@ class Reader:
 
 def _scalar(node: yaml.ScalarNode) -> Any:
     text: str = node.value
-    if node.style is not None:  # quoted or block text
+    if node.style:  # quoted or block text
         return text
     if text in _WORDS:
         return _WORDS[text]

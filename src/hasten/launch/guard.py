@@ -27,6 +27,8 @@ class Interrupted(Exception):
 class SignalGuard:
     """Watches for signals beside the main thread; a second signal, or `grace_s` after the first, ends everything.
 
+    With `saving_grace_s`, processes may save after SIGTERM or SIGUSR1, and a repetition of these does not cut that short.
+
     A thread blocked in a native call (a store whose network is gone) runs no Python signal handler. The C-level handler
     still writes the signal's number into a pipe, which this object's thread reads.
     """
@@ -41,6 +43,7 @@ class SignalGuard:
     ) -> None:
         self._groups = groups
         self._grace_s = grace_s
+        self._lets_save = saving_grace_s is not None
         self._saving_grace_s = grace_s if saving_grace_s is None else saving_grace_s
         self._last_words = last_words
         self._first: tuple[int, float] | None = None
@@ -49,6 +52,7 @@ class SignalGuard:
         self._thread = threading.Thread(target=self._watch, name="hasten-signal-guard", daemon=True)
         self._old_fd = -1
         self._old_handlers: dict[int, object] = {}
+        self._settled = False
 
     def __enter__(self) -> Self:
         os.set_blocking(self._read, False)
@@ -64,10 +68,27 @@ class SignalGuard:
         self._ended.set()
         signal.set_wakeup_fd(self._old_fd)
         for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
+            if not self._settled:
+                signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned
         self._thread.join()
         os.close(self._read)
         os.close(self._write)
+
+    def hold(self) -> None:
+        """Ignore further SIGTERM and SIGUSR1: schedulers send them more than once, and a save must not be cut short."""
+        for number in SAVING:
+            signal.signal(number, signal.SIG_IGN)
+
+    def settle(self, code: int) -> None:
+        """Make `code` this process's exit code whatever signal comes: SIGTERM is ignored, Ctrl-C leaves at once with it.
+
+        The handlers stay for the rest of the process: the other machines count on the code.
+        """
+        self._settled = True
+        self._ended.set()
+        self.hold()
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: os._exit(code))
 
     @staticmethod
     def _raise(number: int, frame: FrameType | None) -> None:
@@ -76,9 +97,10 @@ class SignalGuard:
     def _watch(self) -> None:
         while not self._ended.wait(0.1):
             for number in self._signals():
-                if self._first is not None:
+                if self._first is None:
+                    self._first = (number, time.monotonic())
+                elif not (self._lets_save and number in SAVING and self._first[0] in SAVING):
                     self._end(number, "a second signal")
-                self._first = (number, time.monotonic())
             if self._first is not None:
                 number, since = self._first
                 grace = self._saving_grace_s if number in SAVING else self._grace_s

@@ -11,20 +11,23 @@ from typing import Final
 
 from hasten.errors import LaunchError
 from hasten.launch.checkin import Store
-from hasten.launch.failure import Failure
+from hasten.launch.failure import PREEMPTED, Failure
 
 _SILENCE_S: Final = 60.0
 _NO_ANSWER_S: Final = 30.0
 _LOOK_EVERY_S: Final = 1.0
+_LOST_S: Final = 10.0
+_STOPPING: Final = "stopping"
 _CLOSE_S: Final = 0.5  # the thread is a daemon: one that is stuck in a dead connection is left behind
 
 
 class PeerMachineFailed(LaunchError):
     """Another machine gave up; its failures say why."""
 
-    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+    def __init__(self, message: str, failures: Sequence[Failure] = (), code: int = 1) -> None:
         super().__init__(message)
         self.failures = tuple(failures)
+        self.code = code
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Peers:
         self.store.set(self._key("beat", self.index), str(self._beat))
         if failures := self.published():
             raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
+        self._hear_of_ends()
         now = time.monotonic()
         for machine, host in enumerate(self.hosts):
             if machine == self.index:
@@ -64,6 +68,47 @@ class Peers:
                     f"machine {machine} ({host}) has been silent for {_SILENCE_S:g} s: it is down, or the network to it is. "
                     f"The job cannot go on without it; look there, then start again."
                 )
+
+    def _hear_of_ends(self) -> None:
+        for machine, code in self._codes().items():
+            if machine != self.index and code not in (0, PREEMPTED):
+                raise PeerMachineFailed(
+                    f"machine {machine} ({self.hosts[machine]}) was stopped (exit code {code}), and the job cannot go on "
+                    f"without it. Look at its output.",
+                    code=code,
+                )
+
+    def say_stopping(self) -> None:
+        """Tell the others that a signal told this machine to stop: they do not start the job again by themselves."""
+        self.store.set(_STOPPING, str(self.index))
+
+    def stopping(self) -> bool:
+        """Whether a machine was told to stop by a signal."""
+        return self.store.check([_STOPPING])
+
+    def agree(self, code: int, timeout_s: float) -> int:
+        """The exit code of the job, when every machine has said how it ended.
+
+        Machines that say nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
+        """
+        self.store.set(_exit_key(self.index), str(code))
+        deadline, beats = time.monotonic() + timeout_s, dict.fromkeys(range(len(self.hosts)), ("", time.monotonic()))
+        while waited := [m for m in range(len(self.hosts)) if not self.store.check([_exit_key(m)])]:
+            now = time.monotonic()
+            for machine in waited:
+                key = self._key("beat", machine)
+                beat = self.store.get(key).decode() if self.store.check([key]) else ""
+                if beat != beats[machine][0]:
+                    beats[machine] = (beat, now)
+            if now > deadline or all(now - beats[m][1] > _LOST_S for m in waited):
+                break
+            time.sleep(0.02)
+        return agreed_code(list(self._codes().values()))
+
+    def _codes(self) -> dict[int, int]:
+        """The exit codes of the machines that have said theirs."""
+        keys = {m: _exit_key(m) for m in range(len(self.hosts))}
+        return {m: int(self.store.get(key)) for m, key in keys.items() if self.store.check([key])}
 
     def publish(self, failures: Sequence[Failure]) -> None:
         """Tell the others how this machine's ranks failed."""
@@ -110,13 +155,26 @@ class Peers:
 
     def leave(self, timeout_s: float) -> None:
         """Machine 0 serves the store: let the others read to the end before it goes."""
-        gone = [self._key("gone", m) for m in range(1, len(self.hosts))]
+        gone = [f"gone/{m}" for m in range(1, len(self.hosts))]  # the same in every round, as the exit codes
         if self.index != 0:
-            self.store.set(self._key("gone", self.index), "1")
+            self.store.set(f"gone/{self.index}", "1")
             return
         deadline = time.monotonic() + timeout_s
         while gone and time.monotonic() < deadline and not self.store.check(gone):
             time.sleep(0.02)
+
+
+def _exit_key(machine: int) -> str:
+    """Where a machine says its exit code; the same in every round, because machines may end in different ones."""
+    return f"exit/{machine}"
+
+
+def agreed_code(codes: Sequence[int]) -> int:
+    """The exit code of a job whose machines ended with `codes`: a failure counts more than a stop, a stop more than success."""
+    failed = [code for code in codes if code not in (0, PREEMPTED)]
+    if failed:
+        return failed[0]
+    return PREEMPTED if PREEMPTED in codes else 0
 
 
 class Watch:

@@ -27,6 +27,7 @@ from hasten.launch.host import Host
 from hasten.launch.report import make_report
 from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
+from hasten.runtime import secret
 
 PARENT_PID: Final = "HASTEN_PARENT_PID"
 """Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""
@@ -73,7 +74,10 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
-        case "slurm" | "mpi" | "deepspeed":
+        case "mpi" | "deepspeed":
+            proc = plan.procs[0]
+            return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
+        case "slurm":  # the batch script makes the token when the job starts
             return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
         case other:
             assert_never(other)
@@ -83,11 +87,15 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     assert plan.meeting is not None, "a torchrun plan has a meeting"
     report = make_report(plan, config, host, alone=plan.meeting.alone)
     variables = {name: value for name, value in plan.procs[0].env.items() if name != "LOCAL_RANK"}
+    if (
+        plan.meeting.alone
+    ):  # machines that meet cannot be sent a secret: there the user gives one, or shares a home folder
+        variables |= secret.job_token(host.env)
     with environment.restored():
         outside = environment.snapshot()
         # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
-        agent = import_module("hasten.launch.agent")  # needs torch, which planning does not
+        agent = import_module("hasten.launch.elastic.agent")  # needs torch, which planning does not
         handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
         environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
@@ -139,6 +147,8 @@ def _wait(argv: tuple[str, ...], env: Mapping[str, str], stop_grace_s: float) ->
 
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal stopped_by, since
+        if stopped_by in SAVING and number in SAVING:
+            return  # schedulers send them more than once, and a save must not be cut short
         again = stopped_by is not None
         stopped_by, since = number, time.monotonic()
         os.killpg(child.pid, signal.SIGKILL if again else number)

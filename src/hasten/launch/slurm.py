@@ -16,10 +16,36 @@ from hasten.launch.failure import PREEMPTED
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.torchrun import supervision
+from hasten.runtime.secret import TOKEN
 
 # Defaults of the batch script; an option of the same name in submit_options replaces one, false removes it.
 _DEFAULTS: Final = MappingProxyType({"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"})
 _SCRIPT_FLAGS: Final = ("--submit", "--submit_options", "--submit-options", "--dry-run", "--dry_run")
+
+
+# srun runs in the background because bash runs a trap only between commands; `wait` returns early when the trap has run.
+_TRAP: Final = """
+# When SLURM tells this shell alone (scancel --batch, --signal=B:USR1@120), all machines are told.
+told=yes step=
+trap 'told=yes; kill -USR1 $step 2> /dev/null' TERM USR1
+"""
+_WAIT: Final = """
+step=$!
+while [ -n "$told" ]; do told=; wait "$step"; code=$?; done
+"""
+_REQUEUE: Final = f"""
+# {PREEMPTED}: the run was told to stop and has saved. Back in the queue, it goes on from there; a cancelled job stays cancelled.
+# 138 and 143: it was stopped before it could save, which is no failure if SLURM preempted the job.
+job=$SLURM_JOB_ID
+if [ -n "${{SLURM_ARRAY_TASK_ID:-}}" ]; then job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID; fi
+case "$code" in {PREEMPTED} | 138 | 143) known=$(scontrol show job "$job") ;; *) exit "$code" ;; esac
+case "$code: $known" in
+    {PREEMPTED}:*JobState=COMPLETING*Reason=TimeLimit*) scontrol requeue "$job" ;;
+    {PREEMPTED}:*JobState=COMPLETING*PreemptTime=None* | *JobState=CANCELLED*) ;;
+    {PREEMPTED}:*) scontrol requeue "$job" ;;
+    138:*PreemptTime=[0-9]* | 143:*PreemptTime=[0-9]*) scontrol requeue "$job" ;;
+esac
+"""
 
 
 def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
@@ -67,17 +93,18 @@ def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: st
     launch = request.config.launch
     name = re.sub(r"[^\w.-]", "-", PurePath(request.target.name).stem) or "hasten"
     options: dict[str, Any] = {"job-name": name, "nodes": _nodes(launch), **_DEFAULTS, **_dashed(launch.submit_options)}
-    if launch.max_restarts:
-        options.setdefault("requeue", True)
-    lines = ["#!/bin/bash", *_directives(options), "", "set -euo pipefail", f"cd {shlex.quote(folder)}", ""]
+    options.setdefault("requeue", not options.get("no-requeue"))
+    command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(flags)]
+    lines = ["#!/bin/bash", *_directives(options), "", f"cd {shlex.quote(folder)} || exit", *_TRAP.splitlines(), ""]
     lines += [
+        "# What the ranks prove to each other (docs/security.md); srun hands it on with the environment.",
+        f"export {TOKEN}=\"${{{TOKEN}:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')}}\"",
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine itself.",
         "srun --kill-on-bad-exit=1 --wait=60 \\",
-        f"    {shlex.join([host.python, '-m', 'hasten.cli.main', 'launch', *without_submit(flags)])} \\",
-        f"    {shlex.join([request.target.name, *request.target.args])} && exit 0",
-        "code=$?",
-        f"# {PREEMPTED}: the run was told to stop and has saved; back in the queue, it goes on from there.",
-        f'if [ "$code" -eq {PREEMPTED} ]; then scontrol requeue "$SLURM_JOB_ID"; fi',
+        f"    {shlex.join(command)} \\",
+        f"    {shlex.join([request.target.name, *request.target.args])} &",
+        *_WAIT.splitlines()[1:],
+        *(_REQUEUE.splitlines() if options["requeue"] else []),
         'exit "$code"',
     ]
     path = f"{name}.sbatch"

@@ -5,6 +5,7 @@ Rank 0 serves the store at MASTER_ADDR:MASTER_PORT for its whole life, and every
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -17,14 +18,18 @@ from hasten.errors import LaunchError
 from hasten.launch import worker
 from hasten.launch.base import Target
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
+from hasten.launch.failure import PREEMPTED
+from hasten.launch.guard import SAVING
 from hasten.launch.network import port_is_free
 from hasten.launch.report import code_digest, package_versions
 from hasten.launch.run import say
 from hasten.runtime import env as environment
+from hasten.runtime.store import join, serve
 from hasten.runtime.topology import Topology
 
 _TIMEOUT_S: Final = 120.0
 _LAST_WORDS_S: Final = 1.0
+_SAVING_S: Final = 60.0
 
 
 def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
@@ -64,9 +69,9 @@ def _open_store(topology: Topology) -> TCPStore:
     host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
     try:
         if topology.is_main and port_is_free(port):
-            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except DistError as error:
+            return serve(host, port, timeout, alone=topology.local_world_size == topology.world_size)
+        return join(host, port, timeout)
+    except (DistError, OSError) as error:
         raise LaunchError(
             f"rank {topology.rank} of {topology.world_size} cannot reach rank 0 at {address}:{port} "
             f"({str(error).splitlines()[0][:200]}). Check that rank 0 runs there and the port is free; "
@@ -102,9 +107,34 @@ def main() -> None:
     )
     try:
         worker.main()
+    except SystemExit as end:
+        if end.code == PREEMPTED:
+            _leave_together(PrefixStore("hasten/leaving", store), topology)
+        raise
     finally:
         if topology.is_main:
             del store  # served until the program has ended
+
+
+def _leave_together(store: PrefixStore, topology: Topology) -> None:
+    """Return when all ranks have saved; from here on SIGTERM changes nothing.
+
+    The cluster's starter ends the other ranks as soon as the first has left, and their exit codes would hide this one.
+    """
+    for number in SAVING:
+        signal.signal(number, signal.SIG_IGN)
+    count, deadline = topology.world_size, time.monotonic() + _SAVING_S
+    try:
+        saved = store.add("saved", 1)
+        while saved < count and time.monotonic() < deadline:
+            time.sleep(0.02)
+            saved = store.add("saved", 0)
+        seen, last = store.add("seen", 1), time.monotonic() + _LAST_WORDS_S
+        while topology.is_main and seen < count and time.monotonic() < last:  # it serves the store
+            time.sleep(0.02)
+            seen = store.add("seen", 0)
+    except DistError:  # rank 0 has left, so it knows; there is nobody to wait for
+        return
 
 
 if __name__ == "__main__":

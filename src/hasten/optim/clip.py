@@ -78,7 +78,7 @@ def _place(grad: Tensor) -> object:
     """What gradients whose norms are taken together have in common: the mesh, and how they lie on it."""
     if not is_dtensor(grad):
         return grad.device
-    return grad.device_mesh, tuple("split" if p.is_shard() else str(p) for p in grad.placements)
+    return grad.device_mesh, tuple("split" if _is_split(p) else str(p) for p in grad.placements)
 
 
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
@@ -96,12 +96,17 @@ def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor
     total = norm if kind == "max" else norm**norm_type
     tensor = placements()
     for dim, placement in enumerate(first.placements):
-        if placement.is_shard():
+        if _is_split(placement):
             lying = [
                 tensor.Partial(kind) if other == dim else tensor.Replicate() for other in range(len(first.placements))
             ]
             total = tensor.DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
     return total if kind == "max" else total ** (1.0 / norm_type)
+
+
+def _is_split(placement: Placement) -> bool:
+    """Whether ranks hold different parts; a dimension split twice is not torch's plain Shard."""
+    return not placement.is_replicate() and not placement.is_partial()
 
 
 def _summed(grad: DTensor) -> list[Placement]:

@@ -1,0 +1,258 @@
+"""Runs a plan's processes under torch's elastic agent and tells how they ended. Imports torch: loaded by `run` alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from hasten.errors import LaunchError
+from hasten.launch import verdict
+from hasten.launch.base import LaunchPlan, Meeting, Supervision
+from hasten.launch.checkin import Report
+from hasten.launch.elastic import ending
+from hasten.launch.elastic.handler import elastic_handler
+from hasten.launch.elastic.torch_agent import SHUTDOWN_S, TorchAgent
+from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
+from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
+from hasten.launch.peers import PeerMachineFailed, Peers
+from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
+
+Say = Callable[[str], None]
+Handler = FixedRendezvous | ElasticRendezvous
+
+
+class MachineSupervisor:
+    """Remembers how this machine's processes failed, and leaves none of their children behind."""
+
+    def __init__(self, handler: Handler, supervision: Supervision, guard: SignalGuard, say: Say) -> None:
+        self._handler = handler
+        self._supervision = supervision
+        self._guard = guard
+        self._say = say
+        self.failures: list[Failure] = []
+        self.groups: set[int] = set()
+
+    def restart_count(self) -> int:
+        """How often the job, not this machine alone, has been started again."""
+        self.failures = []
+        return self._handler.round
+
+    def restarts_left(self, own: int) -> int:
+        """Machines of a fixed set share one budget; those that may come and go do not use it up."""
+        elastic = isinstance(self._handler, ElasticRendezvous)
+        return own if elastic else max(0, self._supervision.max_restarts - self._handler.round)
+
+    def started(self, pids: Collection[int]) -> None:
+        """Remember the process groups."""
+        self.groups.update(pids)
+
+    def failed(self, result: RunResult, restarts_left: int) -> int:
+        """Keep the failures, end what the processes left behind, and say whether they start again."""
+        self.failures = _failures_of(result)
+        kill_groups(self.groups)  # loader processes of ranks that died without ending them
+        self.groups.clear()
+        if restarts_left > 0 and self._told_elsewhere():
+            return 0  # another machine was told to stop: whoever told it starts the whole job again
+        if restarts_left > 0:
+            most = self._supervision.max_restarts
+            self._say(render_failure(self.failures))
+            self._say(f"restart {most - restarts_left + 1} of {most}")
+        return restarts_left
+
+    def _told_elsewhere(self) -> bool:
+        peers, told = self._handler.peers, [False]
+        if peers is None or not all(f.code == PREEMPTED for f in self.failures if not f.stopped):
+            return False
+
+        def ask() -> None:
+            told[0] = peers.stopping()
+
+        ending.within(ending.COLLECT_S, ask)
+        return told[0]
+
+    def stopping(self, number: signal.Signals) -> int:
+        """Tell the other machines; processes that were told to stop may save first, and that takes the time it takes."""
+        if number not in SAVING:
+            return SHUTDOWN_S
+        self._guard.hold()
+        if (peers := self._handler.peers) is not None:
+            ending.within(1.0, peers.say_stopping)
+        return math.ceil(self._supervision.stop_grace_s)
+
+    def finished(self) -> bool:
+        """Wait for the other machines of a fixed set; torch does it for a changing one."""
+        if isinstance(self._handler, FixedRendezvous):
+            self._handler.wait_done()
+            return True
+        return False
+
+
+@dataclass(slots=True)
+class _Run:
+    """One machine's part of a job from the meeting to its exit code."""
+
+    plan: LaunchPlan
+    check_in: CheckIn
+    say: Say
+    guard: SignalGuard
+    handler: Handler | None = None
+    supervisor: MachineSupervisor | None = None
+    agent: TorchAgent | None = None
+
+    def to_the_end(self, scratch: str) -> int:
+        """The exit code of the processes of this machine."""
+        meeting, supervision = self.plan.meeting, self.plan.supervision
+        assert meeting is not None, "a torchrun plan has a meeting"
+        self.handler = _handler(meeting, self.check_in)
+        self.supervisor = MachineSupervisor(self.handler, supervision, self.guard, self.say)
+        self.agent = TorchAgent(_spec(self.plan, self.handler), _logs(supervision, scratch), self.supervisor)
+        return self._outcome(self.agent, self.handler, self.supervisor)
+
+    def _outcome(self, agent: TorchAgent, handler: Handler, supervisor: MachineSupervisor) -> int:
+        """Run the processes, and print how they failed."""
+        try:
+            result: RunResult | None = agent.run()
+        except PeerMachineFailed as error:
+            self.guard.hold()
+            if not (supervisor.failures or error.failures):
+                self._fail(str(error))
+                return error.code
+            return self._tell_failure([*supervisor.failures, *error.failures], handler.peers)
+        except (LaunchError, RendezvousError, DistError) as error:
+            self.guard.hold()
+            self._fail(f"{error}" if isinstance(error, LaunchError) else f"the machines could not meet: {error}")
+            if supervisor.failures:
+                self.say(render_failure(supervisor.failures, python=sys.executable))
+            return 1
+        self.guard.hold()
+        if result is None or not result.is_failed():  # None: the job has ended while this machine wanted to join
+            supervisor.groups.clear()  # what a finished program left running in the background is its own affair
+            return 0
+        return self._tell_failure(supervisor.failures, handler.peers)
+
+    def _fail(self, words: str) -> None:
+        self.say(words)
+        verdict.leave(words)
+
+    def _tell_failure(self, failures: Sequence[Failure], peers: Peers | None) -> int:
+        failures, silent = ending.with_others(failures, peers)
+        self.say(render_failure(failures, python=sys.executable, full=self.plan.supervision.debug, lost=silent))
+        first = first_failure(failures)
+        verdict.leave(verdict.failure_words(first, many_machines=peers is not None and len(peers.hosts) > 1))
+        return first.exit_code or 1
+
+    def stopped(self, number: int) -> int:
+        """The exit code after a signal: that of a preempted run if all processes have saved."""
+        self.guard.hold()
+        name = signal.Signals(number).name
+        codes = self.agent.exit_codes() if self.agent is not None else []
+        if codes and all(code == PREEMPTED for code in codes):
+            self.say(f"{name}: all processes of this machine have saved and ended; start again to go on")
+            return PREEMPTED
+        self.say(f"{name}: all processes of this machine were ended")
+        return 128 + number
+
+    def agreed(self, code: int) -> int:
+        """The exit code on which the machines agree; from here on signals change nothing."""
+        if self.plan.meeting is None or self.plan.meeting.alone:
+            return code
+        self.guard.settle(code)
+        peers = self.handler.peers if self.handler is not None else None
+        code = ending.agreed_exit_code(peers, code, saving_s=self.plan.supervision.stop_grace_s)
+        self.guard.settle(code)
+        return code
+
+    def groups(self) -> Collection[int]:
+        """The process groups that may still be there."""
+        return self.supervisor.groups if self.supervisor is not None else ()
+
+
+def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
+    """The exit code of the job, after its processes have run on this machine (and on the others).
+
+    The processes inherit this process's environment, so the plan's variables must be set in it.
+    """
+    meeting, supervision = plan.meeting, plan.supervision
+    assert meeting is not None, "a torchrun plan has a meeting"
+    _quieten_torch(supervision)
+    check_in = CheckIn(with_address(report, meeting), supervision, say, meeting.join_timeout_s)
+    with tempfile.TemporaryDirectory(prefix="hasten-launch-") as scratch:
+        guard = SignalGuard(
+            lambda: run.groups(),
+            grace_s=SHUTDOWN_S + 5,
+            saving_grace_s=supervision.stop_grace_s + 5,
+            last_words=say,
+        )
+        run = _Run(plan, check_in, say, guard)
+        with guard:
+            try:
+                code = run.agreed(run.to_the_end(scratch))
+                if run.handler is not None:
+                    run.handler.shutdown()  # not after a signal: the other machines of an elastic job may go on
+                return code
+            except (SignalException, Interrupted) as stop:
+                return run.agreed(run.stopped(stop.sigval if isinstance(stop, SignalException) else stop.number))
+            finally:
+                kill_groups(run.groups())
+
+
+def _failures_of(result: RunResult) -> list[Failure]:
+    """The failures of this machine's ranks; torch lists those it found dead before those it then stopped."""
+    host, now = socket.gethostname(), time.time()
+    found = [
+        read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=now)
+        for rank, f in result.failures.items()
+    ]
+    return [replace(found[0], stopped=False), *found[1:]]
+
+
+def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
+    argv = plan.procs[0].argv
+    return WorkerSpec(
+        role=plan.supervision.role,
+        local_world_size=len(plan.procs),
+        entrypoint=argv[0],
+        args=argv[1:],
+        rdzv_handler=handler,
+        max_restarts=plan.supervision.max_restarts,
+        monitor_interval=plan.supervision.monitor_interval_s,
+    )
+
+
+def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
+    """Where output goes: the terminal by default; with log_dir also or only into files; error files always."""
+    keep = supervision.log_dir is not None
+    tee = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
+    folder = Path(supervision.log_dir or scratch)
+    folder.mkdir(parents=True, exist_ok=True)
+    redirects = Std.ALL if keep else Std.NONE
+    return DefaultLogsSpecs(log_dir=str(folder), redirects=redirects, tee=tee)
+
+
+def _handler(meeting: Meeting, check_in: CheckIn) -> Handler:
+    if meeting.kind == "fixed":
+        return FixedRendezvous(meeting, check_in)
+    return ElasticRendezvous(elastic_handler(meeting, check_in.report.address), check_in)
+
+
+def _quieten_torch(supervision: Supervision) -> None:
+    """Leave the telling to us: torch's elastic loggers repeat every failure in their own words."""
+    if supervision.debug:
+        return
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

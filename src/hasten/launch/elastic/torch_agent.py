@@ -1,0 +1,85 @@
+"""Torch's elastic agent with named places where a supervisor acts: the only file that relies on the agent's private names.
+
+`LocalElasticAgent` offers no public way to learn which processes failed, to choose the restart count they are given, or to decide how
+long they may take to stop. `TorchAgent` overrides the four private methods that do these things and calls a `Supervisor`.
+`tests/unit/launch/test_elastic_contract.py` checks, for the torch that is installed, every private name and what it does.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Collection
+from typing import Final, Protocol
+
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+SHUTDOWN_S: Final = 15
+"""How long processes may take to end after SIGTERM when another one has failed."""
+
+
+class Supervisor(Protocol):
+    """What happens to a machine's processes, and what is decided about them."""
+
+    def restart_count(self) -> int:
+        """The restart count that processes started now are given: it is part of names that all ranks share."""
+        ...
+
+    def restarts_left(self, own: int) -> int:
+        """How many restarts are left after a start; `own` is what this agent counted by itself."""
+        ...
+
+    def started(self, pids: Collection[int]) -> None:
+        """Processes were started."""
+        ...
+
+    def failed(self, result: RunResult, restarts_left: int) -> int:
+        """Processes failed and the others were stopped; returns how many restarts are left from here."""
+        ...
+
+    def stopping(self, number: signal.Signals) -> int:
+        """A signal told the agent to stop; returns how many seconds the processes may take to end."""
+        ...
+
+    def finished(self) -> bool:
+        """The processes of this machine have finished; returns whether the other machines have been waited for."""
+        ...
+
+
+class TorchAgent(LocalElasticAgent):
+    """Torch's agent, reporting to a supervisor."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, supervisor: Supervisor) -> None:
+        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=SHUTDOWN_S)
+        self._supervisor = supervisor
+
+    def exit_codes(self) -> list[int | None]:
+        """The exit code of every process started last; None for one that still runs. Torch keeps them nowhere else."""
+        started = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handler.proc.poll() for handler in started.values()]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        own = self._remaining_restarts
+        self._remaining_restarts = worker_group.spec.max_restarts - self._supervisor.restart_count()
+        started: dict[int, int] = super()._start_workers(worker_group)
+        self._remaining_restarts = self._supervisor.restarts_left(own)
+        self._supervisor.started(started.values())
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._remaining_restarts = self._supervisor.failed(result, self._remaining_restarts)
+        return result
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S) -> None:
+        if isinstance(sys.exception(), SignalException):
+            timeout = self._supervisor.stopping(death_sig)
+        super()._shutdown(death_sig, timeout)
+
+    def _exit_barrier(self) -> None:
+        if not self._supervisor.finished():
+            super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it so
