@@ -62,8 +62,8 @@ parity: $(READY) ## run the drop-in's scripts under the original package too, an
 	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin
 	$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original runs/parity/dropin
 
-bench: $(READY) ## run every script in benchmarks/
-	@for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(READY) ## run the benchmarks and write one table
+	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove the environment, caches and runs
 	rm -rf $(VENV) $(PARITY) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

@@ -11,6 +11,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+from hasten.version import __version__
+
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
@@ -64,8 +66,6 @@ if TYPE_CHECKING:
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
     from hasten.tracking.base import Tracker as Tracker
-
-__version__ = "0.1.0"
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hasten import __version__
 from hasten.accelerator.preemption import FinishFirst, Preemption
 from hasten.accelerator.rank_state import with_own_state
 from hasten.accelerator.restore import plan_restore
@@ -46,6 +45,7 @@ from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
+from hasten.version import __version__
 
 log = get_logger(__name__)
 

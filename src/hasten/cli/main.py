@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Final, NoReturn
 
-from hasten import __version__
 from hasten.errors import ConfigError, HastenError
+from hasten.version import __version__
 
 COMMANDS: Final = MappingProxyType(
     {

@@ -25,7 +25,7 @@ from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn
 from hasten.data.sampler import Assignment, PlannedSampler
-from hasten.data.source import IndexedSource, Source
+from hasten.data.source import IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, PrepareError
 from hasten.optim.clock import StepClock
@@ -81,7 +81,11 @@ def prepare_loader(
         make = _stream_parts
     else:
         make = _indexed_parts
-    source, total, shown = make(_Request(loader, ctx, config, seats, slice_fn, _depth(device, config)))
+    pinned = _pins(loader, device, config)
+    reading = engine_of(loader, pin_memory=True) if pinned else loader
+    source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config)))
+    if pinned:
+        shown["pin_memory"] = True
     track = Track(Position(seed=seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
         shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
@@ -293,6 +297,23 @@ def _assignment(
         even=even,
     )
     return Assignment(order, plan, "rows", stride=stride)
+
+
+def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:
+    """Whether `pin_memory` is switched on for a loader that leaves it off.
+
+    With workers, torch then receives and pins batches in a thread of its own, which takes that off the training loop.
+    """
+    if loader.pin_memory or device is None or device.type != "cuda" or config.dispatch_batches:
+        return False
+    if config.pin_memory is None and loader.num_workers:
+        log.info(
+            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches beside the "
+            "training loop; DataLoaderConfiguration(pin_memory=False) leaves the loader as it is",
+            loader.num_workers,
+        )
+        return True
+    return bool(config.pin_memory)
 
 
 def _depth(device: torch.device | None, config: DataLoaderConfiguration) -> int:
