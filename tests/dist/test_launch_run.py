@@ -121,6 +121,41 @@ def test_a_killed_process_is_named_with_its_signal(folder: Path, capfd: pytest.C
     assert "out-of-memory killer" in err
 
 
+LEAVES_EARLY: Final = """
+if rank == 0: sys.exit(0)
+time.sleep(0.5)
+raise RuntimeError('[gloo] Connection closed by peer [127.0.0.1]:4711')  # what the next collective says
+"""
+
+
+def test_a_rank_that_leaves_early_is_named_not_the_one_that_loses_it(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("--num_processes", "2", write(folder, LEAVES_EARLY)) == 1
+    err = capfd.readouterr().err
+    assert re.search(r"rank 0 on \S+ \(pid \d+\) left first, while other ranks still needed it: exit code 0", err), err
+    assert "rank 1: exit code 1: RuntimeError: [gloo] Connection closed by peer" in err
+    assert "hint: a rank that ends early" in err
+    assert re.search(r"traceback of rank 1 on \S+, which lost it:", err)
+    assert "failed first" not in err
+
+
+def test_a_log_folder_that_cannot_be_written_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "file").write_text("")
+    for place in ("file", "file/below", "/proc/nowhere"):
+        assert launch("--num_processes", "2", "--log_dir", place, write(folder, "")) == 2
+        err = capfd.readouterr().err
+        assert f"log_dir='{place}' cannot be written to (" in err
+        assert "Traceback" not in err
+
+
+def test_a_batch_script_that_cannot_be_written_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(folder, "")
+    (folder / f"{Path(script).stem}.sbatch").mkdir()
+    assert launch("--submit", "slurm", script) == 1
+    assert "cannot be written (Is a directory), and without it the job cannot be submitted" in capfd.readouterr().err
+
+
 def test_a_taken_port_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
