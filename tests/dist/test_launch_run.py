@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -88,6 +89,36 @@ def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str
     assert "2 processes on 1 machine" in err
     assert re.search(rf"^0 +0-1 +{re.escape(socket.gethostname())} +127\.0\.0\.1 +cpu", err, re.MULTILINE)
     assert "HASTEN_CONFIG" not in os.environ
+
+
+# What the agent and the launcher add to the plan's variables, for every launch in the same way.
+ADDED: Final = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HASTEN_LAUNCHER_PID"),
+    )
+)
+
+
+@pytest.mark.parametrize("words", [["--num_processes=2"], ["--num_processes=1", "--max_restarts=1"], ["--num_processes=1"]])
+def test_what_the_dry_run_prints_is_what_runs(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    script = write(folder, "import json\njson.dump([sys.orig_argv, dict(os.environ)], open(f'seen-{rank}', 'w'))")
+    words = ["--num_cpu_threads_per_process=3", *words, script, "--lr", "a b"]
+    assert launch("--dry-run", *words) == 0
+    plan = capfd.readouterr().out
+    command = re.split(r"^process.*:\n", plan, flags=re.MULTILINE)[1]
+    printed = shlex.split(command.replace("\\\n", ""))
+    count = 2 if "processes 0-1" in plan else 1
+    assert launch(*words) == 0
+    seen = [json.loads(file.read_text()) for file in sorted(folder.glob("seen-*"))]
+    assert len(seen) == count
+    for argv, env in seen:
+        new = {name: value for name, value in env.items() if os.environ.get(name) != value and name not in ADDED}
+        assert [*(f"{name}={value}" for name, value in sorted(new.items())), *argv] == printed
 
 
 def test_modules_programs_and_silence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -237,9 +237,13 @@ def test_ranks_that_srun_started_leave_together(slurm: dict[str, str], tmp_path:
     program = tmp_path / "program.py"
     program.write_text(COUNT)
     command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", str(program), str(tmp_path)]
-    words = ["srun", "--nodes=2", "--ntasks=4", "--overcommit", "--kill-on-bad-exit=1", *command]
+    words = ["srun", "--job-name=ranks", "--nodes=2", "--ntasks=4", "--overcommit", "--kill-on-bad-exit=1", *command]
     with subprocess.Popen(words, env=slurm, stderr=subprocess.PIPE, text=True) as step:
-        job = Job(slurm, run(slurm, "squeue", "--noheader", "--format=%i"), tmp_path)
+        deadline = time.monotonic() + 30
+        while not (number := run(slurm, "squeue", "--noheader", "--name=ranks", "--format=%i")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        job = Job(slurm, number, tmp_path)
         job.wait(lambda: all(len(job.lines(rank)) > 2 for rank in range(4)))
         job.cancel("--signal=USR1")
         _, said = step.communicate(timeout=60)

@@ -49,7 +49,7 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     name = network.interface_of(local) if plan.meeting.alone or not local.startswith("127.") else None
     if name is None:
         return plan
-    procs = tuple(Proc(p.argv, {**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)
+    procs = tuple(replace(p, env={**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)
     note = f"GLOO_SOCKET_IFNAME={name}: the interface of {local}"
     return replace(plan, procs=procs, notes=(*plan.notes, note))
 
@@ -111,14 +111,14 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     if plan.supervision.log_dir is not None:
         _make_log_dir(plan.supervision.log_dir)
     report = make_report(plan, config, host, alone=plan.meeting.alone)
-    variables = {name: value for name, value in plan.procs[0].env.items() if name != "LOCAL_RANK"}
+    (proc,) = plan.procs
     with environment.restored():
         outside = environment.snapshot()
         # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
         agent = import_module("hasten.launch.elastic.agent")  # needs torch, which planning does not
         handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
-        environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
+        environment.replace({**handled, **outside, **proc.env, LAUNCHER_PID: str(os.getpid())})
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
         return run_agent(plan, report, say)
 

@@ -235,12 +235,12 @@ def _failures_of(result: RunResult) -> list[Failure]:
 
 
 def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
-    argv = plan.procs[0].argv
+    (proc,) = plan.procs
     return WorkerSpec(
         role=plan.supervision.role,
-        local_world_size=len(plan.procs),
-        entrypoint=argv[0],
-        args=argv[1:],
+        local_world_size=proc.count,
+        entrypoint=proc.argv[0],
+        args=proc.argv[1:],
         rdzv_handler=handler,
         max_restarts=plan.supervision.max_restarts,
         monitor_interval=plan.supervision.monitor_interval_s,
