@@ -106,7 +106,8 @@ class SettingsParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, essential: Collection[str] = (), **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", Formatter)
         kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, add_help=not essential, **kwargs)
+        kwargs["add_help"] = not essential
+        super().__init__(*args, **kwargs)
         self.essential = frozenset(essential)
         """The flags that `--help` shows where there is a `--help-all` for the others; empty: all of them."""
         if essential:
