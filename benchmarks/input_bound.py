@@ -79,13 +79,35 @@ def milliseconds(run: Callable[[], int]) -> float:
     return min(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=0, help="matrix products a step (default: about 3.2 ms of them)")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    args = parser.parse_args()
-    device = torch.device(args.device)
+def by_side_stream(loader: Iterable[Any], device: torch.device) -> Iterable[Any]:
+    """The hand-written prefetch: one batch ahead, copied on a stream of its own."""
+
+    class Ahead:
+        def __iter__(self) -> Any:
+            stream = torch.cuda.Stream(device)
+            current = torch.cuda.current_stream(device)
+
+            def sent(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+                with torch.cuda.stream(stream):
+                    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+            source = iter(loader)
+            ahead = next(source, None)
+            ahead = None if ahead is None else sent(ahead)
+            while ahead is not None:
+                current.wait_stream(stream)
+                batch = ahead
+                for value in batch.values():
+                    value.record_stream(current)
+                following = next(source, None)
+                ahead = None if following is None else sent(following)
+                yield batch
+
+    return Ahead()
+
+
+def measure(device: torch.device, rounds: int, products: int = 0) -> dict[str, Any]:
+    """One row: copy and compute alone, and each contender's step."""
     on_gpu = device.type != "cpu"
     data = Pinned(device, (256, 3, 224, 224) if on_gpu else (8, 3, 32, 32), 60 if on_gpu else 20)
 
@@ -93,18 +115,30 @@ def main() -> None:
         return DataLoader(data, batch_size=None, collate_fn=as_is)
 
     loaders = prepared_by_all(make, device)
+    if on_gpu:
+        loaders["bare torch, side stream"] = by_side_stream(make(), device)
     copy = milliseconds(looping(loaders["bare torch"], None, device))
     one = milliseconds(_compute_only(computing(device, 8), device)) / 8
-    rounds = args.rounds or max(round(3.2 / one), 1) if on_gpu else 2
-    compute = computing(device, rounds)
+    products = products or (max(round(3.2 / one), 1) if on_gpu else 2)
+    compute = computing(device, products)
     alone = milliseconds(_compute_only(compute, device))
     passes = {name: looping(loader, compute, device) for name, loader in loaders.items()}
-    times = take_turns(passes, 3 if args.quick or not on_gpu else 12)
     row: dict[str, Any] = {"batch (MB)": data.batches[0]["x"].nbytes / 1e6, "copy alone (ms)": copy}
     row["compute alone (ms)"] = alone
-    for name, numbers in summary(times).items():
+    for name, numbers in summary(take_turns(passes, rounds)).items():
         row[f"{name} (ms)"] = numbers["milliseconds"]
         row[f"{name} / max(copy, compute)"] = numbers["milliseconds"] / max(copy, alone)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rounds", type=int, default=0, help="matrix products a step (default: about 3.2 ms of them)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    row = measure(device, 3 if args.quick or args.device == "cpu" else 12, args.rounds)
     report(f"input_bound_{args.device}", "Input-bound loop", [row], args.device)
 
 

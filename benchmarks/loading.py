@@ -46,8 +46,12 @@ def hasten(loader: DataLoader[Any], device: torch.device, **settings: Any) -> It
 
 def accelerate(loader: DataLoader[Any], device: torch.device, **settings: Any) -> Iterable[Any]:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration
 
+    if "hasten" in getattr(sys.modules["accelerate"], "__version__", ""):
+        raise ImportError("the drop-in stands in for Accelerate here; run in an environment with the original")
+    AcceleratorState._reset_state(reset_partial_state=True)  # its settings are one per process
     config = DataLoaderConfiguration(non_blocking=True, **settings)
     prepared: Iterable[Any] = Accelerator(cpu=device.type == "cpu", dataloader_config=config).prepare(loader)
     return prepared

@@ -23,6 +23,7 @@
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
     │   ├── CorruptCheckpointError        size, checksum, structure or shape is not what was written
     │   ├── UnsafeCheckpointError         reading it would run code or leave its folder
+    │   ├── CheckpointBusyError           another process is writing to the same folder
     │   └── CheckpointVersionError        written by a version this one cannot read
     ├── RanksFailedError                  a function run in the pool of test workers failed on some ranks
     └── TrackerError                      an experiment tracker is unknown or cannot start
@@ -33,6 +34,9 @@ A message has three parts: what happened with the values, why it matters, what t
 
 class HastenError(Exception):
     """Base of every error hasten raises on purpose."""
+
+    agreed: bool = False
+    """Every rank of the group raises this error at the same point, so no rank waits for another."""
 
 
 class HastenWarning(UserWarning):
@@ -137,6 +141,16 @@ class UnsafeCheckpointError(CheckpointError):
 
 class CheckpointVersionError(CheckpointError):
     """The checkpoint was written by a version this one cannot read."""
+
+
+class CheckpointBusyError(CheckpointError):
+    """Another process is writing to the same folder; `host`, `pid` and `since_s` (seconds since 1970) say which."""
+
+    def __init__(self, message: str, host: str = "", pid: int = 0, since_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.host = host
+        self.pid = pid
+        self.since_s = since_s
 
 
 class TrackerError(HastenError):

@@ -7,8 +7,6 @@ import importlib.util
 from importlib import metadata
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-
 from hasten.errors import MissingPackageError
 
 _EXTRAS = (  # import name -> extra of hasten that brings it
@@ -44,7 +42,8 @@ def available(module: str, spec: str = "") -> bool:
     if not found or not spec:
         return found
     version = installed_version(module.partition(".")[0])
-    return version is not None and SpecifierSet(spec).contains(version, prereleases=True)
+    specifiers = importlib.import_module("packaging.specifiers")  # only where a version is asked for
+    return version is not None and bool(specifiers.SpecifierSet(spec).contains(version, prereleases=True))
 
 
 def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module is foreign and untyped here

@@ -107,7 +107,30 @@ def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def leaves(tree: Tree) -> list[Any]:
     """Every leaf, in order."""
-    return [leaf for _, leaf in paths(tree)]
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Tree, found: list[Any]) -> None:
+    if isinstance(tree, Tensor) or not is_container(tree):
+        found.append(tree)
+        return
+    for part in _parts(tree):
+        if type(part) is Tensor:  # the common leaf, without a call of its own
+            found.append(part)
+        else:
+            _collect(part, found)
+
+
+def _parts(tree: Tree) -> Collection[Tree]:
+    """The children of one container, without their keys."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return tree  # type: ignore[no-any-return]  # a tuple or list, by its type
+    if kind is dict:
+        return tree.values()  # type: ignore[no-any-return]  # a dict's, by its type
+    return [part for _, part in children(tree)]
 
 
 def tensors(tree: Tree) -> list[Tensor]:
@@ -127,8 +150,14 @@ def to_device(
     """The tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` stay."""
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=non_blocking)
-    if type(tree) is dict and not skip_keys:  # the common batch, on the hot path
-        return {key: to_device(part, device, non_blocking) for key, part in tree.items()}
+    kind = type(tree)
+    if not skip_keys:  # the common batches, on the hot path
+        if kind is dict:
+            return {key: to_device(part, device, non_blocking) for key, part in tree.items()}
+        if kind is tuple:
+            return tuple([to_device(part, device, non_blocking) for part in tree])
+        if kind is list:
+            return [to_device(part, device, non_blocking) for part in tree]
     if isinstance(tree, UserDict) or not is_container(tree):
         return _move_object(tree, device, non_blocking, skip_keys)
     return rebuild(

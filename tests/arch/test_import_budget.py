@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ IMPORT_BUDGET_S: Final = 0.050
 HELP_BUDGET_S: Final = 0.300
 TRIES: Final = 8  # the best of several: a budget is about our work, not about a busy machine
 HEAVY: Final = ("torch", "numpy", "rich", "yaml", "questionary")
+SHARDING: Final = ("torch.distributed.tensor", "torch.distributed.fsdp", "sympy")  # nearly a second of imports
+LATER: Final = (*SHARDING, "torch._dynamo", "rich", "yaml", "packaging", "questionary")
 
 
 def import_seconds() -> float:
@@ -63,3 +66,38 @@ def test_help_is_quick() -> None:
 def test_help_loads_no_torch() -> None:
     code = "import sys\nfrom hasten.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def loaded_by(code: str, modules: tuple[str, ...]) -> list[str]:
+    """Return which of the modules a fresh process has loaded after running the code, beyond those torch loads."""
+    script = (
+        f"import sys, torch\nbefore = set(sys.modules)\n{code}\n"
+        f"print([m for m in {modules!r} if m in sys.modules and m not in before])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_an_accelerator_loads_nothing_that_its_run_does_not_need() -> None:
+    assert loaded_by("from hasten import Accelerator", LATER) == []
+    assert loaded_by("from hasten import Accelerator\nAccelerator(cpu=True)", SHARDING) == []
+
+
+def test_ddp_loads_nothing_of_sharding() -> None:
+    code = (
+        "import torch.distributed as dist\n"
+        "from hasten.config.root import Config\n"
+        "from hasten.config.parallel import DistributedDataParallelKwargs\n"
+        "from hasten.strategies.ddp import Replicate\n"
+        "from hasten.strategies import choose\n"
+        "Replicate(DistributedDataParallelKwargs())"
+    )
+    assert loaded_by(code, SHARDING) == []
+
+
+def test_sharding_is_loaded_when_it_is_asked_for() -> None:
+    """So that the tests above look at something that can be there."""
+    assert loaded_by("from hasten import Accelerator\nAccelerator(cpu=True, strategy='fsdp')", SHARDING) == list(
+        SHARDING
+    )

@@ -23,6 +23,7 @@ PURE: Final = (
 NEEDS_TORCH: Final = MappingProxyType(
     {
         "launch.elastic.agent": "runs torch's elastic agent, in the process that supervises workers; plans do not import it",
+        "launch.elastic.handler": "torch's elastic rendezvous over a store of ours, imported by launch.elastic.agent alone",
         "launch.elastic.torch_agent": "the seam to torch's elastic agent, imported by launch.elastic.agent alone",
         "launch.rendezvous": "part of the agent: where the hosts of a job meet",
         "launch.selfcheck": "the program of `hasten test`, launched like any training script; imported by nobody",

@@ -122,6 +122,29 @@ def test_freed_batches_are_not_overwritten_while_they_are_read(prefetch: int, cu
     assert torch.stack(sums).tolist() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("pin_memory", [False, True])
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+def test_small_and_large_batches_keep_their_order_and_values(prefetch: int, pin_memory: bool) -> None:
+    """Batches of every size in turn: in line, staged in line, staged in a thread; buffers are used again and again."""
+    widths = [16, 300_000, 16, 40_000, 5, 40_000, 300_000, 300_000, 1, 20_000] * 8
+
+    class Mixed(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(widths)
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return {"x": torch.full((widths[index],), float(index)), "n": torch.tensor([index])}
+
+    loader = on_device(DataLoader(Mixed(), batch_size=None, pin_memory=pin_memory), prefetch=prefetch)
+    sums = []
+    for batch in loader:
+        sums.append(torch.stack([slow_work(batch["x"], 3), batch["n"].sum().float()]))
+        del batch
+    expected = [[width * float(index), float(index)] for index, width in enumerate(widths)]
+    for got, wanted in zip(torch.stack(sums).tolist(), expected, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-5)
+
+
 def test_batches_kept_by_the_user_stay_what_they_were() -> None:
     loader = on_device(DataLoader(Filled(128), batch_size=8), prefetch=2)
     kept = list(loader)

@@ -19,7 +19,8 @@ from hasten import Accelerator
 from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE
 from hasten.accelerator.saving import Saving
 from hasten.checkpoint.base import Blob, Component, StateTree
-from hasten.checkpoint.local_store import LocalDraft, LocalStore
+from hasten.checkpoint.local_draft import LocalDraft
+from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.manifest import FileRecord, Manifest
 from hasten.checkpoint.places import newest, number_of, numbered
 from hasten.checkpoint.reader import open_checkpoint
@@ -153,7 +154,7 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
     class Store(LocalStore):
         def join(self, name: str, token: str) -> LocalDraft | None:
             whole = super().join(name, token)
-            return Broken(tmp_path, name, token, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
+            return Broken(tmp_path / name, token, self._disk, 1) if ctx.rank == 1 and whole is not None else whole
 
     tree = StateTree({"x": Component({"w": torch.ones(3)}, None, per_rank=True)})
     group = start(Store(tmp_path), ctx.world, "out")

@@ -1,8 +1,9 @@
-"""Saved on one layout, loaded on another: every pair of {1, 2, 4 ranks} x {DDP, FSDP2}, bitwise, optimizer included."""
+"""Saved on one layout, loaded on another: every pair of layouts on 1, 2 and 4 ranks, bitwise, optimizer included."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -11,16 +12,27 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hasten import Accelerator
+from hasten.config.parallel import ParallelismConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
-LAYOUTS: Final = tuple((strategy, world) for strategy in ("auto", "fsdp") for world in (1, 2, 4))
+LAYOUTS: Final = (
+    *((strategy, world) for strategy in ("auto", "fsdp") for world in (1, 2, 4)),
+    *(("tp", 2), ("tp+fsdp", 4), ("tp+ddp", 4)),
+)
+SETTINGS: Final = MappingProxyType(
+    {
+        "tp": {"parallelism_config": ParallelismConfig(tp_size=2)},
+        "tp+fsdp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)},
+        "tp+ddp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_replicate_size=2)},
+    }
+)
 State = dict[str, Tensor]
 
 
 def run(strategy: str, seed: int) -> tuple[Accelerator, nn.Module, Optimizer]:
-    accelerator = Accelerator(strategy=strategy)
+    accelerator = Accelerator(**SETTINGS.get(strategy, {"strategy": strategy}))
     net: nn.Module = seeded(lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed)
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True))
     return accelerator, net, optimizer
@@ -34,17 +46,12 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
 
 
 def whole(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> State:
-    """Every weight and moment; shards, which are rows in order of rank, travel in one message."""
+    """Every weight and moment, whole."""
     held: State = {}
     for name, parameter in accelerator.unwrap_model(net).named_parameters():
         for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
-            held[f"{name}/{key}"] = value
-    shards = {name: value.to_local() for name, value in held.items() if isinstance(value, DTensor)}
-    everyone: list[State] = accelerator.comm.all_gather_object(shards)
-    return {
-        name: torch.cat([shards[name] for shards in everyone]) if name in shards else value.clone()
-        for name, value in held.items()
-    }
+            held[f"{name}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return held
 
 
 def save(ctx: ProcessContext, strategy: str, folder: Path) -> State:

@@ -57,6 +57,14 @@ def test_a_short_wait_says_nothing() -> None:
     assert not said
 
 
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that starting a group on the loopback sets where the user has not."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+
+
+@pytest.mark.usefixtures("interface")
 def test_a_port_in_use_is_told_as_such_and_at_once() -> None:
     with closing(socket.create_server(("", 0))) as other:
         port = other.getsockname()[1]
@@ -68,6 +76,7 @@ def test_a_port_in_use_is_told_as_such_and_at_once() -> None:
     assert "300 s" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("interface")
 def test_the_time_that_is_told_is_the_time_that_passed() -> None:
     with closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))

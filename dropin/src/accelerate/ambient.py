@@ -5,7 +5,7 @@ Nothing below this distribution has such a thing; it exists because existing scr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +46,9 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
         topology = Topology.from_env(variables)
         wants_cpu = cpu or env.flag(variables, "ACCELERATE_USE_CPU")
         device = choose_device(topology.local_rank, wants_cpu, variables.get("ACCELERATE_TORCH_DEVICE") or None)
-        adopt(bootstrap.start(topology, device, settings=settings))
+        given = settings or GroupSettings()
+        # the original unpickles whatever peers send, also where no launcher has given the ranks a token
+        adopt(bootstrap.start(topology, device, settings=replace(given, pickle_unproven=True)))
     assert AMBIENT.context is not None, "the context was just adopted"
     return AMBIENT.context
 

@@ -195,7 +195,7 @@ class ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled."""
         sizes: dict[str, Any] = {
             f"{axis}_size": self._size(axis)
-            for axis in ("dp_replicate", "dp_shard", "tp", "cp")
+            for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
             if self._size(axis) > 1
         }
         return hasten.ParallelismConfig(**sizes)

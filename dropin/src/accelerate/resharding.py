@@ -57,7 +57,7 @@ class FollowedPlugin:
         made = self._accelerator
         made.config = replace(made.config, fsdp=replace(made.config.fsdp, **values))
         made.strategy = choose(made.config, made.ctx)
-        made.saving._parts.unwrap = made.strategy.unwrap
+        made.saving._parts.unwrap, made.saving._parts.loops = made.strategy.unwrap, made.strategy
         made._preparer._config, made._preparer._strategy = made.config, made.strategy
 
 

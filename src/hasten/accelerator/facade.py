@@ -8,11 +8,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
@@ -36,19 +36,20 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
-from hasten.errors import StepError
+from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
-from hasten.progress.bar import Progress
-from hasten.progress.build import progress, straggler_watch
-from hasten.progress.straggler import Pulse, StragglerWatch
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
+
+if TYPE_CHECKING:
+    from hasten.progress.bar import Progress
+    from hasten.progress.build import ProgressMaker
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,9 +104,7 @@ class Accelerator:
         self.strategy = parts.strategy
         self.precision = parts.precision
         self.tracking = parts.tracking
-        self._pulse: Pulse | None = None
-        self._watch: StragglerWatch | None = None
-        self._console: Console | None = None
+        self._progress: ProgressMaker | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
@@ -119,6 +118,7 @@ class Accelerator:
                 parts.precision,
                 Randomness(parts.ctx.device),
                 parts.tracking,
+                parts.strategy,
             ),
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
@@ -247,7 +247,12 @@ class Accelerator:
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """The optimizer of a prepared model, following the step clock."""
+        """The optimizer of a prepared model, following the step clock; its state lives where the parameters are."""
+        if device_placement is False:
+            raise PrepareError(
+                "prepare_optimizer(device_placement=False) asks for optimizer state apart from its parameters, which torch does "
+                "not have; give device_placement=False to prepare_model, and the state follows."
+            )
         prepared: PreparedOptimizer = self._preparer.prepare((optimizer,))[0]
         return prepared
 
@@ -318,8 +323,8 @@ class Accelerator:
         """
         if not isinstance(loss, Tensor):
             arguments.check_loss(loss)
-        if self._pulse is not None:
-            self._pulse.reached()
+        if self._progress is not None:
+            self._progress.pulse.reached()
         self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
@@ -496,12 +501,10 @@ class Accelerator:
     def progress(self, iterable: None = None, **options: Any) -> Progress[Any]: ...
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
         """A progress bar with loss, rates, memory and time left, on the main process. Any: see docs/tracking.md."""
-        if self._pulse is None:
-            self._pulse = Pulse(self.device)
-            self._watch = straggler_watch(self.ctx)
-            self._console = Console(stderr=True)  # one for all bars: those inside each other share the screen
-        options = {"console": self._console, **options}
-        return progress(iterable, ctx=self.ctx, pulse=self._pulse, watch=self._watch, **options)
+        if self._progress is None:
+            build = import_module("hasten.progress.build")  # loads rich, which a run without a bar does without
+            self._progress = build.ProgressMaker(self.ctx)
+        return self._progress(iterable, **options)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
     def save_state(

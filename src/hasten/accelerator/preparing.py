@@ -25,6 +25,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner
+from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Preparer:
         self._precision = precision
         self._clock = clock
         self.done = Prepared()
+        self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
     def prepare(
         self, objects: tuple[Any, ...], placement: Sequence[bool] | None = None, train: bool = True
@@ -172,6 +174,7 @@ class Preparer:
             device=self._ctx.device if place else None,
             seed=seed,
             slice_fn=slice_fn,
+            rng_types=self._rng_types,
         )
         self.done.loaders.append(prepared)
         return prepared

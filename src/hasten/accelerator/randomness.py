@@ -27,6 +27,11 @@ class Randomness:
         """The state of all generators, and the seed the run was started with."""
         return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
 
+    def holding(self) -> Callable[[], None]:
+        """Returns what puts the generators back to where they are now."""
+        state = RngState.capture(self._device)
+        return lambda: state.restore(self._device)
+
     def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
         """Checks a saved state and returns what puts it in place.
 

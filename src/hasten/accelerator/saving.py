@@ -5,17 +5,23 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from hasten import __version__
 from hasten.accelerator.preemption import FinishFirst, Preemption
-from hasten.accelerator.run_state import Restore, RunParts, collect, num_updates, own_buffers, plan_restore
+from hasten.accelerator.rank_state import with_own_state
+from hasten.accelerator.restore import plan_restore
+from hasten.accelerator.run_state import RunParts, collect, num_updates, settle_loops
+from hasten.accelerator.undo import Undo
+from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.async_writer import AsyncWriter
-from hasten.checkpoint.base import CheckpointStore, Format
+from hasten.checkpoint.base import CheckpointStore, Format, StateTree
 from hasten.checkpoint.gathering import gathered
 from hasten.checkpoint.layout import Sizes
 from hasten.checkpoint.manifest import Manifest
@@ -33,24 +39,16 @@ from hasten.checkpoint.places import (
 )
 from hasten.checkpoint.reader import Checkpoint, open_checkpoint
 from hasten.checkpoint.retention import Retention
-from hasten.checkpoint.writer import (
-    DiskGroup,
-    Outcome,
-    finish,
-    prepare,
-    retire_expired,
-    settle,
-    start,
-)
+from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
+from hasten.comm.base import Comm
 from hasten.config.checkpoint import ProjectConfiguration
-from hasten.errors import CheckpointError, ConfigError, HastenError, MissingRanksError
+from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
-T = TypeVar("T")
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -90,7 +88,7 @@ class Saving:
         self._save_hooks: dict[int, SaveHook] = {}
         self._load_hooks: dict[int, LoadHook] = {}
         self._hook_count = 0
-        self._writer = AsyncWriter(ctx.world)
+        self._writer = AsyncWriter()
         self._guard = FinishFirst(lambda: self._writer.busy, self._join_quietly)
         self.preemption = Preemption(ctx.world)
         self.last_saved: str | None = None
@@ -144,16 +142,6 @@ class Saving:
         self._load_hooks[self._hook_count] = hook
         return HookHandle(self._load_hooks, self._hook_count)
 
-    def _assemble(self, label: str) -> None:
-        """Return when every rank has made this call."""
-        try:
-            self._ctx.world.barrier(label, self._project.checkpoint_arrival_s)
-        except MissingRanksError as error:
-            raise MissingRanksError(
-                f"{error} If they do come, only later, raise checkpoint_arrival_s in ProjectConfiguration.",
-                error.missing,
-            ) from None
-
     # -- saving ---------------------------------------------------------------------------------------------------
     def save_state(
         self,
@@ -168,38 +156,64 @@ class Saving:
         goes on while it is written; a failure is raised by the next save, `wait_for_saves` or `close`.
         Ranks: every rank. Raises: MissingRanksError when some ranks do not come; CheckpointError when one failed.
         """
-        self._assemble("save_state")
-        self.wait_for_saves()
-        store, name = self._target(output_dir)
-        comm = self._ctx.world if blocking else self._writer.comm
-        project = self._project
-        group = start(
-            store, self._ctx.world, name, node=self._ctx.topology.node_rank, each_node=project.save_on_each_node
-        )
-        try:
-            weights = self._run_save_hooks(group)
-            fmt: Format = "safetensors" if safe_serialization else "torch"
-            tree = collect(self._parts, fmt, weights)
-            error: BaseException | None = None
-        except Exception as problem:  # any failure of user code must reach the other ranks; raised by the vote
-            error = problem
-        self._settle_or_abort(group, error, f"collecting the state for {name!r}")
+        with agreeing(self._ctx.world, "save_state", self._project.checkpoint_arrival_s) as together:
+            self.wait_for_saves()
+            if len(modes := set(together.share((blocking, output_dir is None)))) > 1:
+                raise MismatchError(
+                    f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes)}), so "
+                    "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
+                )
+            settle_loops(self._parts, together)
+            if not blocking and self._writer.comm is None:
+                together.share()
+                self._writer.comm = self._ctx.world.twin()
+            store, name = self._target(together, output_dir)
+            each_node, node = self._project.save_on_each_node, self._ctx.topology.node_rank
+            group = start(store, self._ctx.world, name, node=node, each_node=each_node)
+            with group.discarding(self._ctx.rank):
+                together.label = f"collecting the state for {name!r}"
+                header = self._header(name, metrics)
+                work = partial(self._write, group, header, self._retention(store, output_dir))
+                tree = self._tree(group, safe_serialization, together)
+                place = join_place(store.address, name)
+                if blocking:
+                    work(prepare(tree, group, self._ctx.world, self._sizes), self._ctx.world, place)
+                else:
+                    self._write_in_background(tree, group, work, place, together)
+                return place
+
+    def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
+        weights = self._run_save_hooks(group)
+        fmt: Format = "safetensors" if safe_serialization else "torch"
+        tree = collect(self._parts, fmt, weights)
         if self._whole:
             tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
-        tree = tree | own_buffers(self._parts.plain_models(), self._ctx.world)
-        header = self._header(name, metrics)
-        retain = self._retention(store, output_dir)
-        place = join_place(store.address, name)
-        if blocking:
-            prepared = prepare(tree, group, self._ctx.world, self._sizes)
-            self._done(finish(prepared, group, comm, header, retain), place)
-            return place
+        return with_own_state(tree, self._parts, together)
+
+    def _write(
+        self,
+        group: DiskGroup,
+        header: Manifest,
+        retain: Callable[[], Sequence[str]],
+        prepared: Prepared,
+        comm: Comm,
+        place: str,
+    ) -> Outcome:
+        return self._done(finish(prepared, group, comm, header, retain), place)
+
+    def _write_in_background(
+        self, tree: StateTree, group: DiskGroup, work: Callable[..., Outcome], place: str, together: Agreement
+    ) -> None:
         prepared = prepare(tree, group, self._ctx.world, self._sizes, self._writer.begin)
-        staged = self._writer.stage(prepared.blobs)
-        prepared = type(prepared)(staged, prepared.owners, prepared.components)
+        prepared = replace(prepared, blobs=self._writer.stage(prepared.blobs))
         self._guard.install()
-        self._writer.submit(lambda: self._done(finish(prepared, group, comm, header, retain), place), name)
-        return place
+        try:
+            go = self._writer.submit(partial(work, prepared, self._writer.comm, place), group.draft.name)
+            together.share()  # every rank has its thread: none will wait for one that never comes
+        except BaseException:
+            self._writer.cancel()
+            raise
+        go.set()
 
     def _done(self, outcome: Outcome, place: str) -> Outcome:
         self.last_saved = place
@@ -209,14 +223,24 @@ class Saving:
         log.info("saved %s (%.1f MB)", place, outcome.info.manifest.num_bytes / 1e6)
         return outcome
 
-    def _target(self, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
+    def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
+        automatic = self._project.automatic_checkpoint_naming
+        if output_dir is not None and automatic:
+            raise ConfigError(
+                f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
+                "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
+            )
         if output_dir is not None:
             return locate(output_dir)
+        if automatic is False:
+            raise ConfigError(
+                "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
+                'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
+            )
         store = open_store(self._automatic_root())
-        look = store.names if self._ctx.is_main else list[str]
-        names = self._agreed(look, f"looking for checkpoints in {store.address}")
-        number = next_number(names, self._iteration)
-        return store, numbered(self._ctx.world.broadcast_object(number))
+        together.label = f"looking for checkpoints in {store.address}"
+        number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
+        return store, numbered(together.share(number)[0])
 
     def _automatic_root(self) -> str:
         if self._project.project_dir is None:
@@ -240,21 +264,12 @@ class Saving:
         left = {id(weight) for weight in weights}
         return [weight if id(weight) in left else {} for weight in given]
 
-    def _settle_or_abort(self, group: DiskGroup, error: BaseException | None, label: str) -> None:
-        try:
-            settle(self._ctx.world, error, label)
-        except HastenError:
-            if group.is_main(self._ctx.rank):
-                group.draft.abort()
-            raise
-
     def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
-        mesh = self._ctx.mesh
         return Manifest(
             number=number_of(name),
             step=num_updates(self._parts),
             created_s=time.time(),
-            mesh={str(axis): mesh.size(axis) for axis in Axis},
+            mesh=self._mesh_sizes(),
             versions={
                 "hasten": __version__,
                 "torch": str(torch.__version__),
@@ -263,6 +278,9 @@ class Saving:
             metrics={key: _finite(value) for key, value in (metrics or {}).items()},
             notes=self._notes,
         )
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        return {str(axis): self._ctx.mesh.size(axis) for axis in Axis}
 
     def _retention(self, store: CheckpointStore, output_dir: str | Path | None) -> Callable[[], Sequence[str]]:
         project = self._project
@@ -313,33 +331,36 @@ class Saving:
         verified on every rank before anything in memory changes.
         Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
         """
-        self._assemble("load_state")
-        self.wait_for_saves()
-        store, name = self._source(input_dir)
-        with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
-            plan = self._plan(checkpoint, strict)
-            error: BaseException | None = None
-            try:
-                plan.apply()
-            except Exception as problem:  # user code; the other ranks must not go on without this one
-                error = problem
-            settle(self._ctx.world, error, f"loading {name!r}")
-            number = checkpoint.manifest.number
+        with Undo() as undo, agreeing(self._ctx.world, "load_state", self._project.checkpoint_arrival_s) as together:
+            self.wait_for_saves()
+            store, name = self._source(together, input_dir)
+            with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+                together.label = f"checking {name!r} against this run"
+                models = self._run_load_hooks(checkpoint)
+                ctx = self._ctx
+                mesh = self._mesh_sizes()
+                plan = plan_restore(self._parts, models, checkpoint, ctx.rank, ctx.world.size, strict, mesh)
+                together.share()
+                together.label = f"loading {name!r}"
+                plan.apply(together, undo)
+                number = checkpoint.manifest.number
+            log.info("loaded %s", join_place(store.address, name))
+            reports, iteration = plan.reports, self._iteration
         if number is not None and input_dir is None:
-            self._iteration = max(self._iteration, number + 1)
-        log.info("loaded %s", join_place(store.address, name))
-        return plan.reports
+            self._iteration = max(iteration, number + 1)
+        return reports
 
-    def _source(self, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:
+    def _source(self, together: Agreement, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:
         if input_dir is not None:
-            return self._agreed(lambda: locate_existing(input_dir), f"looking for {input_dir}")
+            together.label = f"looking for {input_dir}"
+            return locate_existing(input_dir)
+        together.label = "looking for the newest checkpoint"
         store = open_store(self._automatic_root())
-        name = self._agreed(lambda: newest(store), "looking for the newest checkpoint")
-        seen: list[str] = self._ctx.world.all_gather_object(name)
+        name = newest(store)
+        seen: list[str] = together.share(name)
         if len(set(seen)) > 1:  # machines with disks of their own: take the newest that all of them have
             name = min(seen, key=lambda item: number_of(item) or 0)
-            whole = self._ctx.world.all_gather_object(store.complete(name))
-            if not all(whole):
+            if not all(together.share(store.complete(name))):
                 raise CheckpointError(
                     f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
                     "everywhere. Give the path of one that every machine has."
@@ -347,28 +368,6 @@ class Saving:
         if self._ctx.is_main:
             tell_passed_over(store, name)
         return store, name
-
-    def _agreed(self, look: Callable[[], T], label: str) -> T:
-        found, error = None, None
-        try:
-            found = look()
-        except (OSError, HastenError) as problem:
-            error = problem
-        settle(self._ctx.world, error, label)
-        assert found is not None, "the vote passed"
-        return found
-
-    def _plan(self, checkpoint: Checkpoint, strict: bool) -> Restore:
-        plan, error = None, None
-        try:
-            models = self._run_load_hooks(checkpoint)
-            ctx = self._ctx
-            plan = plan_restore(self._parts, models, checkpoint, ctx.rank, ctx.world.size, strict)
-        except Exception as problem:  # hooks are user code; the other ranks must learn of it
-            error = problem
-        settle(self._ctx.world, error, f"checking {checkpoint.name!r} against this run")
-        assert plan is not None, "the vote passed"
-        return plan
 
     def _run_load_hooks(self, checkpoint: Checkpoint) -> list[nn.Module | None]:
         plain = self._parts.plain_models()

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hasten.config import absent
 from hasten.config.handoff import unpack
 from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.resolve import resolve
@@ -71,6 +72,7 @@ def _settings(given: Mapping[str, Any]) -> Config:
     variables = env.snapshot()
     handed = env.config(variables)
     resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
+    absent.check(resolved.entries)
     if resolved.config.debug:
         show_logs()
     for note in resolved.notes:

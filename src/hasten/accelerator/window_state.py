@@ -1,50 +1,187 @@
-"""What lives inside torch's wrappers between two updates: gathered gradients, and the order of DDP's buckets."""
+"""The gradients of an accumulation window in progress: saved as they are, or shared out over another layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from hasten.checkpoint.reshard import local_tensor
+from hasten.checkpoint.base import Component, Slice
+from hasten.checkpoint.formats import Piece
+from hasten.checkpoint.reader import Checkpoint, Found
+from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
+from hasten.errors import CheckpointError
+from hasten.modules.dtensors import is_dtensor
+from hasten.runtime.logs import get_logger
+from hasten.strategies.base import PARTIAL, UNSHARDED
 
-_UNSHARDED = "unsharded/"  # whole gradients that no rank has reduced yet
-_PARTIAL = "partial/"  # reduced over shards, not yet over replicas
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
+log = get_logger(__name__)
 
-# -- gradients of a window in progress ----------------------------------------------------------------------------
-def gradients(models: Sequence[nn.Module], names: Mapping[int, str]) -> dict[str, Tensor]:
-    """What a window in progress has gathered on this rank, by parameter name."""
-    found = {
-        names[id(parameter)]: local_tensor(parameter.grad).detach()
-        for model in models
-        for parameter in model.parameters()
-        if parameter.grad is not None
-    }
-    for group in _sharded_groups(models):
-        if group._partial_reduce_output is not None:
-            found[_PARTIAL + _group_name(group, names)] = group._partial_reduce_output.detach()
-        for held in group.fsdp_params:
-            gathered = held.unsharded_accumulated_grad
-            if gathered is None and getattr(held, "_unsharded_param", None) is not None:
-                gathered = held._unsharded_param.grad
-            if gathered is not None:
-                found[_UNSHARDED + names[id(held.sharded_param)]] = local_tensor(gathered).detach()
-    return found
+_SHARDED: Final = "sharded/"
+"""Prefix of gradients that are reduced already, of which each rank holds a slice. Without a prefix: whole, its own."""
+_FORMAT: Final = 2  # before, slices did not say where they lie
 
 
-def _group_name(group: Any, names: Mapping[int, str]) -> str:
-    return names[id(group.fsdp_params[0].sharded_param)]
+def gradients_component(
+    models: Sequence[nn.Module], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
+) -> Component:
+    """What a window in progress has gathered on this rank; `held` is what wrapped models keep besides .grad."""
+    found: dict[str, Tensor | Slice] = dict(held)
+    for model in models:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                sharded = is_dtensor(parameter.grad)
+                found[(_SHARDED if sharded else "") + names[id(parameter)]] = as_stored(parameter.grad)
+    return Component(found, {"format": _FORMAT, "groups": dict(groups)}, "gradients", per_rank=True)
 
 
-def movable(saved: Iterable[str]) -> bool:
-    """Whether these gradients can be shared out over another number of processes."""
-    return not any(key.startswith(_PARTIAL) for key in saved)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the run that loads is laid out: what decides whether saved gradients fit as they are."""
+
+    rank: int
+    world_size: int
+    mesh: Mapping[str, int]
+    groups: Mapping[str, list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What each parameter's .grad will be on this rank, by name, and what wrapped models will hold besides."""
+
+    of: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+
+def plan_gradients(
+    checkpoint: Checkpoint,
+    models: Sequence[nn.Module],
+    names: Mapping[int, str],
+    here: Layout,
+    *,
+    weighted: bool,
+    strict: bool,
+) -> Gradients:
+    """The gradients of the saved window for this rank. Changes nothing; every rank for itself.
+
+    On the layout they were saved from they come back bit for bit. On any other, each parameter gets the mean over the
+    ranks that saved (slices of it are read as they are), whose mean over any number of ranks is the same: the update at
+    the end of the window is that of the uninterrupted one, up to the rounding of a mean.
+    Raises: CheckpointError when that cannot be done.
+    """
+    live = {names[id(p)]: p for model in models for p in model.parameters()}
+    saved_world = checkpoint.manifest.world_size
+    if saved_world == here.world_size:
+        mine = checkpoint.component("gradients", here.rank)
+        if _fits(mine, live, checkpoint, here):
+            return _as_they_are(mine)
+    everyone = [checkpoint.component("gradients", rank) for rank in range(saved_world)]
+    _refuse_unmovable(everyone, here)
+    if strict and (strangers := sorted({_plain(key) for found in everyone for key in found.pieces} - live.keys())):
+        raise CheckpointError(
+            f"{checkpoint.folder}: the accumulation window in progress has gradients of {strangers[:4]}, which no model "
+            "here holds. Nothing was loaded. Prepare the models that were saved, or load with strict=False."
+        )
+    # A weighted window is divided by the number of ranks at its end: the sum over ranks must stay, not the mean.
+    factor = saved_world / here.world_size if weighted else 1.0
+    moved = ((name, _moved(name, parameter, everyone, strict)) for name, parameter in live.items())
+    return Gradients({name: value * factor if factor != 1.0 else value for name, value in moved if value is not None})
+
+
+def _plain(key: str) -> str:
+    for prefix in (_SHARDED, PARTIAL, UNSHARDED):
+        key = key.removeprefix(prefix)
+    return key
+
+
+def _as_they_are(mine: Found) -> Gradients:
+    tensors = {key: pieces[0].data.clone() for key, pieces in mine.pieces.items()}
+    tensors |= {alias: tensors[key] for alias, key in mine.aliases.items()}
+    held = {key: value for key, value in tensors.items() if key.startswith((PARTIAL, UNSHARDED))}
+    return Gradients({_plain(key): value for key, value in tensors.items() if key not in held}, held)
+
+
+def _fits(mine: Found, live: Mapping[str, Tensor], checkpoint: Checkpoint, here: Layout) -> bool:
+    """Whether this rank's own gradients can be put back as they are."""
+    notes: Mapping[str, Any] = mine.data if isinstance(mine.data, dict) else {}
+    for key in mine.keys():  # noqa: SIM118 - names of the same tensor count too
+        pieces, parameter = mine.of(key) or [], live.get(_plain(key))
+        if parameter is None or len(pieces) != 1:
+            return False
+        shape, sharded = tuple(pieces[0].data.shape), is_dtensor(parameter)
+        if key.startswith(PARTIAL):
+            same = notes.get("groups") in (None, dict(here.groups)) and dict(checkpoint.manifest.mesh) == dict(
+                here.mesh
+            )
+        elif key.startswith(UNSHARDED):
+            same = sharded and shape == tuple(parameter.shape)
+        elif key.startswith(_SHARDED):
+            same = is_dtensor(parameter) and _same_slice(pieces[0], parameter)
+        else:
+            raw = sharded and notes.get("format") is None and shape == tuple(local_tensor(parameter).shape)
+            same = raw or (not sharded and shape == tuple(parameter.shape))
+        if not same:
+            return False
+    return True
+
+
+def _same_slice(piece: Piece, parameter: DTensor) -> bool:
+    own = dtensor_slice(parameter)
+    if own.data.numel() == 0:
+        return piece.data.numel() == 0
+    return (tuple(piece.shape), tuple(piece.offset)) == (own.shape, own.offset) and piece.data.shape == own.data.shape
+
+
+def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
+    if any(key.startswith(PARTIAL) for found in everyone for key in found.pieces):
+        raise CheckpointError(
+            f"the checkpoint was saved inside an accumulation window of {len(everyone)} processes that shard and replicate, "
+            f"whose gradients are reduced in part and cannot be shared out over {here.world_size} processes or another "
+            f"layout. Nothing was loaded. Resume on {len(everyone)} processes with the same strategy, mesh and wrapping, "
+            "or save where a window ends (accelerator.sync_gradients)."
+        )
+
+
+def _moved(name: str, parameter: Tensor, everyone: Sequence[Found], strict: bool) -> Tensor | None:
+    """This rank's part of the mean gradient of one parameter; None when no rank had one."""
+    own = as_stored(parameter)
+    target = own if isinstance(own, Slice) else Slice(own, tuple(own.shape), (0,) * own.dim())
+    reduced = _distinct(piece for found in everyone for piece in found.of(_SHARDED + name) or [])
+    local = [pieces for found in everyone for key in (name, UNSHARDED + name) if (pieces := found.of(key))]
+    if not reduced and not local:
+        return None
+    if not strict and any(tuple(piece.shape) != target.shape for piece in (*reduced, *(p for ps in local for p in ps))):
+        log.warning("the gradient of %s in the window in progress has another shape and is left out", name)
+        return None
+    total = _read(name, target, reduced) if reduced else torch.zeros(())
+    for pieces in local:
+        total = total + _read(name, target, pieces) / len(everyone)
+    return total
+
+
+def _distinct(pieces: Any) -> list[Piece]:  # Any: an iterator of pieces
+    """Pieces without the copies that replicas keep, and without empty ones."""
+    found: dict[tuple[int, ...], Piece] = {}
+    for piece in pieces:
+        if piece.data.numel():
+            found.setdefault((*piece.offset, *piece.data.shape), piece)
+    return list(found.values())
+
+
+def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
+    """The target's part of a gradient, read from the pieces that hold it; halves are summed in float32."""
+    dtype = pieces[0].data.dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    part = torch.empty(target.data.shape, dtype=wide)
+    for copy in plan_copies(f"gradient of {name}", Slice(part, target.shape, target.offset), pieces):
+        copy.target.copy_(copy.source)
+    return part
 
 
 def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: Mapping[str, Tensor]) -> None:
@@ -54,89 +191,9 @@ def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: 
             gradient = saved.get(names[id(parameter)])
             if gradient is None:
                 parameter.grad = None
-            elif isinstance(parameter, DTensor):
+            elif is_dtensor(parameter):
                 room = torch.empty_like(parameter, requires_grad=False)
                 local_tensor(room).copy_(gradient)
                 parameter.grad = room
             else:
-                parameter.grad = gradient.to(parameter.device, copy=True)
-    for group in _sharded_groups(models):
-        partial = saved.get(_PARTIAL + _group_name(group, names))
-        device = local_tensor(group.fsdp_params[0].sharded_param).device
-        group._partial_reduce_output = None if partial is None else partial.to(device, copy=True)
-        for held in group.fsdp_params:
-            gathered = saved.get(_UNSHARDED + names[id(held.sharded_param)])
-            held.unsharded_accumulated_grad = None if gathered is None else gathered.to(device, copy=True)
-
-
-def _sharded_groups(models: Sequence[nn.Module]) -> Iterator[Any]:
-    """FSDP's own records of its parameters, which hold gradients between reductions. Any: not public in torch."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                # torch<2.12 has one group per module, later ones a list of them.
-                groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-                yield from (group for group in groups if group is not None and group.fsdp_params)
-
-
-# -- DDP's buckets ------------------------------------------------------------------------------------------------
-def bucket_order(model: nn.Module) -> list[int] | None:
-    """The order in which DDP packs gradients after its first step; None when it packs as it did at first.
-
-    Sums over more than two ranks depend on this order in their last bits, so an exact resume needs it.
-    """
-    if not _reorders(model):
-        return None
-    ddp: Any = model  # Any: the reducer is not public in torch
-    ddp.reducer._rebuild_buckets()  # what the next forward would do; false when it is done or too early
-    ddp.logger.set_runtime_stats_and_log()
-    listed = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    return None if not listed else [int(number) for number in str(listed).replace(",", " ").split()]
-
-
-def _reorders(model: nn.Module) -> bool:
-    if not isinstance(model, DistributedDataParallel):
-        return False
-    ddp: Any = model
-    return not (ddp.static_graph or ddp.find_unused_parameters or ddp._comm_hooks)
-
-
-def replay_order(model: nn.Module, order: Sequence[int]) -> None:
-    """Show DDP the order once, with gradients of zero, so that it packs as the saved run did. Ranks: every rank.
-
-    To be called before parameters and gradients are restored.
-    """
-    if not _reorders(model):
-        return
-    ddp: Any = model
-    trainable = [p for p in ddp.module.parameters() if p.requires_grad]
-    if ddp._has_rebuilt_buckets or sorted(order) != list(range(len(trainable))):
-        return
-    own, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
-    ddp.module = _InOrder([trainable[index] for index in order])
-    ddp.require_forward_param_sync = False  # there are no buffers to bring into line now
-    try:
-        with torch.enable_grad():
-            ddp().backward()
-    finally:
-        ddp.module = own
-        ddp.train(training)
-        ddp.require_forward_param_sync = sync
-        for parameter in trainable:
-            parameter.grad = None
-
-
-class _InOrder(nn.Module):
-    """Makes gradients of zero become ready in a given order."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._in_order = tuple(parameters)  # a tuple, so that they are not registered a second time
-
-    def forward(self) -> Tensor:
-        """Zero; backward visits the parameters in their order, because it goes through this sum from its end."""
-        total = torch.zeros((), device=self._in_order[0].device)
-        for parameter in reversed(self._in_order):
-            total = total + 0.0 * parameter.detach().new_ones(()) * parameter.reshape(-1)[0].float()
-        return total
+                parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)

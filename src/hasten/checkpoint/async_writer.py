@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hasten.checkpoint.agreeing import agreeing
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.staging import Staging
 from hasten.checkpoint.writer import Outcome
@@ -24,22 +25,17 @@ class AsyncWriter:
     The thread is not a daemon: the interpreter waits for it at exit, so a save that has begun is finished.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self._world = comm
-        self._comm: Comm | None = None
+    def __init__(self) -> None:
+        self.comm: Comm | None = None
+        """The group of the background thread, which the ranks make together when they first need it."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._outcome: Outcome | None = None
+        self._go: threading.Event | None = None
+        self._cancelled = False
         self._registered = False
         self._reserving: threading.Thread | None = None
         self.staging = Staging()
-
-    @property
-    def comm(self) -> Comm:
-        """The group of the background thread. Ranks: every rank, the first time."""
-        if self._comm is None:
-            self._comm = self._world.twin()
-        return self._comm
 
     @property
     def busy(self) -> bool:
@@ -67,23 +63,42 @@ class AsyncWriter:
         """The same files with every tensor copied to the host; training may go on when this returns."""
         return self.staging.end(blobs)
 
-    def submit(self, work: Callable[[], Outcome], name: str) -> None:
-        """Run `work` in the background, after the save before it has ended (back-pressure).
+    def submit(self, work: Callable[[], Outcome], name: str) -> threading.Event:
+        """Start a thread that runs `work` as soon as the returned event is set, or `cancel` is called.
 
+        Between the two, ranks can make sure that every one of them has its thread.
         Raises: the error of the save before it.
         """
         self.wait()
+        comm, go = self.comm, threading.Event()
+        assert comm is not None, "the ranks have made a group for the thread"
+        self._cancelled = False
 
         def run() -> None:
+            go.wait()
+            if self._cancelled:
+                return
             try:
-                self._outcome = work()
+                with agreeing(comm, f"saving {name!r} in the background"):
+                    self._outcome = work()
             except BaseException as error:  # handed to the training thread at its next save, wait or close
                 self._error = error
                 log.error("saving %s in the background failed: %s", name, error)
 
         self._finish_before_exit()
         self._thread = threading.Thread(target=run, name=f"hasten-save-{name}", daemon=False)
+        self._go = go
         self._thread.start()
+        return go
+
+    def cancel(self) -> None:
+        """End the thread that waits for its event, if there is one."""
+        self._cancelled = True
+        if self._go is not None:
+            self._go.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.ident is not None:
+            thread.join()
 
     def _finish_before_exit(self) -> None:
         """Join the thread before Python forbids new ones: at exit, thread pools close before threads are waited for."""

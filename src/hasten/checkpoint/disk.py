@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import fcntl
 import itertools
 import mmap
 import os
@@ -74,8 +75,41 @@ class Disk:
             self.close(fd)
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder with all it holds."""
-        shutil.rmtree(path)
+        """Delete a folder with all it holds; what others have deleted meanwhile is no error."""
+        while path.exists():
+            try:
+                shutil.rmtree(path)
+            except FileNotFoundError:  # somebody else is clearing up too
+                continue
+
+    def remove_file(self, path: Path) -> None:
+        """Delete a file, if it is still there."""
+        path.unlink(missing_ok=True)
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name."""
+        os.link(old, new, follow_symlinks=False)
+
+    def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
+        """A descriptor of a new lock file, which appears when it is written and, where the system can, locked."""
+        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            os.write(fd, content(_flock(fd)))
+            draft.rename(path)
+        except BaseException:
+            os.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+        return fd
+
+
+def _flock(fd: int) -> bool:
+    """Whether the file system gave the lock."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # no locks here: signs of life have to do
+        return False
+    return True
 
 
 def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> list[bytes | Tensor]:

@@ -116,7 +116,7 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
     root = Path(folder)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    for path in _weight_files(root):
+    for path in weight_files(root):
         content = read_tensors(path, allow_pickle)
         for key, piece in content.pieces.items():
             tensors[key] = whole([piece], key)
@@ -128,7 +128,13 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
     return tensors
 
 
-def _weight_files(root: Path) -> list[Path]:
+def weight_files(root: Path) -> list[Path]:
+    """The files that hold a model's weights: of a folder, an index of shards, or the one file itself.
+
+    Raises: IncompleteCheckpointError when there are none, CorruptCheckpointError for an index that is none.
+    """
+    if root.name.endswith(".index.json"):
+        return _indexed(root.parent, root)
     if root.is_file():
         return [root]
     for stem, end in (("model", "safetensors"), ("pytorch_model", "bin")):

@@ -45,20 +45,27 @@ class _Stretch:
         return near and self.stop - self.start < CHUNK_BYTES and len(self.targets) < _MOST_TENSORS
 
 
-def run_copies(copies: Sequence[Copy], threads: int | None = None) -> None:
+def run_copies(
+    copies: Sequence[Copy], threads: int | None = None, progress: Callable[[int], None] | None = None
+) -> None:
     """Fill live tensors on several threads, a chunk's worth at a time, on whatever device they are.
 
-    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state.
+    `progress` is called with the bytes of every part that is done.
+
+    Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state, which the
+    caller must undo.
     """
     buffer, devices = HostBuffer(), devices_of(copy.target for copy in copies)
     stretches, others = _stretches(copies)
-    jobs: list[Callable[[], None]] = [partial(_fill, stretch, buffer) for stretch in stretches]
+    jobs: list[Callable[[], int]] = [partial(_fill, stretch, buffer) for stretch in stretches]
     jobs += [partial(_copy, portion) for portion in _portions(others)]
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
-            for problem in pool.map(_guarded, jobs):
-                if problem is not None:
-                    raise problem
+            for done in pool.map(_guarded, jobs):
+                if isinstance(done, CheckpointError):
+                    raise done
+                if progress is not None:
+                    progress(done)
     finally:
         increment_version([copy.target for copy in copies])  # as an in-place operation of torch would
 
@@ -99,31 +106,32 @@ def _portions(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
         yield portion
 
 
-def _guarded(job: Callable[[], None]) -> CheckpointError | None:
+def _guarded(job: Callable[[], int]) -> CheckpointError | int:
+    """The bytes that were copied, or what went wrong."""
     try:
         with torch.no_grad():
-            job()
+            return job()
     except RuntimeError as error:
         return CheckpointError(f"copying a tensor from the checkpoint failed: {error}")
     except CheckpointError as error:
         return error
-    return None
 
 
-def _copy(copies: Sequence[Copy]) -> None:
+def _copy(copies: Sequence[Copy]) -> int:
     for copy in copies:
         copy.target.copy_(copy.source)
     finish_copies(devices_of(copy.target for copy in copies))
+    return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
 
 
-def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
+def _fill(stretch: _Stretch, buffer: HostBuffer) -> int:
     devices = devices_of(target for _, target, _, _ in stretch.targets)
     fd = stretch.file.open()
     if fd is None:
         for at, target, low, high in stretch.targets:
             as_bytes(target)[low:high].copy_(stretch.file.data[at : at + high - low])
         finish_copies(devices)
-        return
+        return stretch.stop - stretch.start
     try:
         if devices:
             _read_to_devices(stretch, fd, buffer, devices)
@@ -131,11 +139,12 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> None:
             _read(stretch, fd, _places(stretch, buffer))
     except OSError as error:
         raise CheckpointError(
-            f"{stretch.file.path}: cannot be read any more ({error}). Parts of the state may be replaced already: look "
-            "after the disk, and load this or another checkpoint before going on."
+            f"{stretch.file.path}: cannot be read any more ({error}). Look after the disk, and "
+            "load this or another checkpoint."
         ) from error
     finally:
         os.close(fd)
+    return stretch.stop - stretch.start
 
 
 def _places(stretch: _Stretch, buffer: HostBuffer) -> list[memoryview]:
@@ -164,5 +173,5 @@ def _read(stretch: _Stretch, fd: int, views: Sequence[memoryview]) -> None:
     if count != wanted:
         raise CorruptCheckpointError(
             f"{stretch.file.path}: {count} of {wanted} bytes at {stretch.start} could be read, so it was cut off while "
-            "it was being loaded. Parts of the state are replaced already: load another checkpoint before going on."
+            "it was being loaded. Load another checkpoint."
         )

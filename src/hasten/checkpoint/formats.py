@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -262,11 +261,10 @@ def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> t
         owned.append(tensor)
     order = {id(blank): n for n, blank in enumerate(by_memory.values())}
     nested: Any = dict(blanks) if data is None else to_native(data, blanks)
-    with tempfile.TemporaryDirectory(prefix="hasten-") as folder:
-        path = Path(folder) / "archive"
-        with skip_data():
-            torch.save(nested, path)
-        blob, begins = _fill(path, owned, [order[id(blank)] for blank in _storages(nested)])
+    archive: Any = _BlankArchive()  # Any: it has of a file what torch.save asks for
+    with skip_data():
+        torch.save(nested, archive)
+    blob, begins = archive.fill(owned, [order[id(blank)] for blank in _storages(nested)])
     return blob, {key: begins[order[id(blank)]] for key, blank in blanks.items()}
 
 
@@ -289,25 +287,50 @@ def _storages(value: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def _fill(path: Path, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
-    """Put the tensors where the blank archive left room for them, and say where that was."""
-    size = path.stat().st_size
-    segments: list[bytes | Tensor] = []
-    reader: Any = torch._C.PyTorchFileReader(str(path))  # Any: the stubs lack get_record_offset
-    at = 0
-    with path.open("rb") as file:
-        places = sorted((reader.get_record_offset(f"data/{n}"), index) for n, index in enumerate(order))
-        for offset, index in places:
-            tensor = owned[index]
-            file.seek(at)
-            segments.append(file.read(offset - at))
-            num_bytes = tensor.numel() * tensor.element_size()
-            if num_bytes:
-                segments.append(tensor)
-            at = offset + num_bytes
-        file.seek(at)
-        segments.append(file.read(size - at))
-    return Blob(segments, size), {index: offset for offset, index in places}
+class _BlankArchive:
+    """Takes down what `torch.save` writes: the archive without the bytes of the tensors, which it skips."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytearray | int] = [bytearray()]
+        self._size = 0
+
+    def write(self, data: memoryview) -> int:
+        """Add bytes of the archive itself."""
+        if not isinstance(self._parts[-1], bytearray):
+            self._parts.append(bytearray())
+        last = self._parts[-1]
+        assert isinstance(last, bytearray), "it was just added"
+        last += data
+        self._size += len(data)
+        return len(data)
+
+    def seek(self, num_bytes: int, whence: int) -> int:
+        """Leave room for the bytes of the next tensor."""
+        assert whence == os.SEEK_CUR, f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
+        if num_bytes:
+            self._parts.append(num_bytes)
+            self._size += num_bytes
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
+        """The file with the tensors where room was left for them, and where that was; `order` is theirs in the archive."""
+        begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
+        tensors = iter([index for index in order if owned[index].numel()])
+        for part in self._parts:
+            if isinstance(part, int):
+                index = next(tensors)
+                room, wanted = part, owned[index].numel() * owned[index].element_size()
+                assert room == wanted, f"torch left {room} bytes for a tensor of {wanted}"
+                segments.append(owned[index])
+                begins[index] = at
+            else:
+                segments.append(bytes(part))
+            at += part if isinstance(part, int) else len(part)
+        assert next(tensors, None) is None, "torch left room for every tensor"
+        return Blob(segments, self._size), begins
 
 
 def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:

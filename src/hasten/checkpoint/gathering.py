@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.base import Component, Slice, StateTree
 from hasten.comm.base import Comm
 
@@ -26,20 +27,20 @@ def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
 
     One tensor travels at a time. Ranks: every rank; `keeps` on those that will write.
     """
-    return StateTree(
-        {
-            name: _joined(component, comm, keeps) if component.sliced and not component.per_rank else component
-            for name, component in tree.components.items()
-        }
-    )
+    made: dict[str, Component] = {}
+    with agreeing(comm, "gathering whole tensors") as together:
+        for name, component in tree.components.items():
+            whole = component.sliced and not component.per_rank
+            made[name] = _joined(component, together, keeps) if whole else component
+        return StateTree(made)
 
 
-def _joined(component: Component, comm: Comm, keeps: bool) -> Component:
-    sliced = {key: value for key, value in component.tensors.items() if isinstance(value, Slice)}
-    told: list[dict[str, _Piece]] = comm.all_gather_object(
+def _joined(component: Component, together: Agreement, keeps: bool) -> Component:
+    told: list[dict[str, _Piece]] = together.share(
         {
             key: _Piece(value.offset, tuple(value.data.shape), value.owned, value.data.data_ptr())
-            for key, value in sliced.items()
+            for key, value in component.tensors.items()
+            if isinstance(value, Slice)
         }
     )
     made: dict[tuple[object, ...], Tensor] = {}
@@ -51,16 +52,17 @@ def _joined(component: Component, comm: Comm, keeps: bool) -> Component:
         pieces = [rank[key] for rank in told]
         same = (*value.shape, *(piece.address for piece in pieces))  # tied weights stay one tensor under two names
         if not any(piece.address for piece in pieces) or same not in made:
-            made[same] = _assemble(value, pieces, comm, keeps)
+            made[same] = _assemble(value, pieces, together, keeps)
         tensors[key] = made[same]
     return replace(component, tensors=tensors, main_only=frozenset(tensors))
 
 
-def _assemble(mine: Slice, pieces: list[_Piece], comm: Comm, keeps: bool) -> Tensor:
+def _assemble(mine: Slice, pieces: list[_Piece], together: Agreement, keeps: bool) -> Tensor:
     most = max(torch.Size(piece.extent).numel() for piece in pieces)
     flat = mine.data.new_zeros(most)
     flat[: mine.data.numel()] = mine.data.reshape(-1)
-    parts = comm.all_gather(flat)
+    together.share()  # every rank has its part ready
+    parts = together.comm.all_gather(flat)
     if not keeps:
         return torch.zeros((), dtype=mine.data.dtype).expand(mine.shape)
     whole = torch.empty(mine.shape, dtype=mine.data.dtype)

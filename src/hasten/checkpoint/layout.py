@@ -55,7 +55,9 @@ def plan_component(
     """
     kind, fmt = component.kind, component.format
     if component.per_rank:
-        file = f"{file_stem(name, kind, fmt)}_{rank}{suffix(kind, fmt)}"
+        # what is usually saved once has numbers of its own in its name: scheduler_1 is the second scheduler
+        which = f"rank_{rank}" if kind in ("scheduler", "object") else str(rank)
+        file = f"{file_stem(name, kind, fmt)}_{which}{suffix(kind, fmt)}"
         return [FilePlan(file, name, rank, tuple(component.tensors), fmt, True)]
     if component.sliced:
         return _sliced(name, component, rank, ranks)

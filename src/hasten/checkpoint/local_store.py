@@ -1,123 +1,52 @@
-"""Checkpoints in a folder: drafts become visible by one rename, and a crash at any point loses nothing."""
+"""Checkpoints in a folder: drafts have an owner, become visible at once, and a crash at any point loses nothing."""
 
 from __future__ import annotations
 
+import logging
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hasten.checkpoint.base import Blob
-from hasten.checkpoint.disk import BlobWriter, ChunkReader, Disk, default_threads
-from hasten.checkpoint.manifest import (
-    CHUNK_BYTES,
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    FileRecord,
-    Manifest,
-    decode,
-    encode,
-    inside,
-)
+from hasten.checkpoint.claims import dead, take
+from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.inplace import Switch, draft_of, home, read_manifest
+from hasten.checkpoint.local_draft import LocalDraft
+from hasten.checkpoint.local_locks import Hidden, LocalLocks, hidden, hidden_entries, tag_of
+from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, inside
+from hasten.checkpoint.ownership import Owner, Patience
 from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 
-_NUMBERED = re.compile(r"^(.*?)(\d+)$")
-_MARK = ".hasten-{what}.{name}.{token}"
-
-
-def _hidden(what: str, name: str, token: str) -> str:
-    return _MARK.format(what=what, name=name, token=token)
-
-
-def _parse_hidden(entry: str) -> tuple[str, str] | None:
-    found = re.fullmatch(r"\.hasten-(draft|old|trash)\.(.+)\.[0-9a-f]+", entry)
-    return (found[1], found[2]) if found else None
+log = logging.getLogger(__name__)
+_AUTOMATIC = re.compile(r"checkpoint_\d+")
 
 
 def same_family(name: str, other: str) -> bool:
-    """Whether two names belong to one run: equal, or numbered alike (checkpoint_3, checkpoint_12)."""
-    ours, theirs = _NUMBERED.match(name), _NUMBERED.match(other)
-    return name == other or (ours is not None and theirs is not None and ours[1] == theirs[1])
-
-
-class LocalDraft:
-    """A hidden folder beside the checkpoint it will become."""
-
-    def __init__(self, root: Path, name: str, token: str, disk: Disk, threads: int | None) -> None:
-        self._root = root
-        self._name = name
-        self._token = token
-        self._disk = disk
-        self._threads = threads
-        self._path = root / _hidden("draft", name, token)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def token(self) -> str:
-        return self._token
-
-    @property
-    def folder(self) -> Path:
-        return self._path
-
-    def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Write files in parallel; they are on the disk when this returns."""
-        return BlobWriter(self._disk, self._threads).write(self._path, files)
-
-    def adopt(self, known: Sequence[str]) -> list[FileRecord]:
-        """Records of files that hooks left in the draft, synced."""
-        records = []
-        for path in sorted(self._path.rglob("*")):
-            name = path.relative_to(self._path).as_posix()
-            if path.is_dir():
-                self._disk.sync_folder(path)
-            elif name not in known and name != MANIFEST_NAME:
-                records.append(self._record(path, name))
-        return records
-
-    def _record(self, path: Path, name: str) -> FileRecord:
-        inside(self._path, name)
-        with path.open("rb") as file:
-            self._disk.sync(file.fileno())
-        size = path.stat().st_size
-        reader, starts = ChunkReader(), range(0, size, CHUNK_BYTES)
-        with ThreadPoolExecutor(self._threads or default_threads()) as pool:
-            sums = tuple(pool.map(lambda start: reader.checksum(path, start, min(start + CHUNK_BYTES, size)), starts))
-        return FileRecord(name=name, size=size, sums=sums)
-
-    def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, sync, and give the folder its final name."""
-        raw = encode(manifest)
-        BlobWriter(self._disk, 1).write(self._path, {MANIFEST_NAME: Blob([raw], len(raw))})
-        self._disk.sync_folder(self._path)
-        final = self._root / self._name
-        displaced = None
-        if final.is_dir() and any(final.iterdir()):  # an empty folder is replaced by the rename itself
-            displaced = self._root / _hidden("old", self._name, self._token)
-            self._disk.rename(final, displaced)
-        self._disk.rename(self._path, final)
-        self._disk.sync_folder(self._root)
-        if displaced is not None:
-            retire(displaced, final, self._disk)
-
-    def abort(self) -> None:
-        """Throw the draft away."""
-        if self._path.exists():
-            self._disk.remove_tree(self._path)
+    """Whether a save of `name` clears up what a crash left of `other`: the same, or both numbered automatically."""
+    return name == other or bool(_AUTOMATIC.fullmatch(name) and _AUTOMATIC.fullmatch(other))
 
 
 class LocalStore:
-    """Checkpoints as folders of `root`, which all ranks of a machine see."""
+    """Checkpoints as folders of `root`, which all ranks of a machine see.
 
-    def __init__(self, root: str | Path, disk: Disk | None = None, threads: int | None = None) -> None:
+    Hidden entries belong to the process that holds the lock with their token; without a live one they are leftovers.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        disk: Disk | None = None,
+        threads: int | None = None,
+        *,
+        patience: Patience | None = None,
+        here: Owner | None = None,
+    ) -> None:
         self._root = Path(root).expanduser().absolute()
         self._disk = disk or Disk()
         self._threads = threads
+        self._patience = patience
+        self._here = here
 
     @property
     def address(self) -> str:
@@ -131,57 +60,109 @@ class LocalStore:
         """The folder of a checkpoint."""
         return self._root / name
 
+    def _locks(self, folder: Path) -> LocalLocks:
+        return LocalLocks(folder, self._disk, self._patience, self._here)
+
     def begin(self, name: str) -> LocalDraft:
-        """A new draft, after clearing away what earlier crashes left."""
+        """A new draft, after clearing away what dead processes left of this checkpoint.
+
+        A folder that is there already is never moved: the draft begins inside it, and its content is replaced.
+        Raises: CheckpointBusyError when another process writes this checkpoint.
+        """
         try:
-            self._disk.make_folder(self._root)
-            self.recover(name)
-            draft = LocalDraft(self._root, name, secrets.token_hex(6), self._disk, self._threads)
-            self._disk.make_folder(draft.folder)
+            return self._begin(name)
         except OSError as error:
             raise CheckpointError(
                 f"cannot start the checkpoint {name!r} in {self._root}: {error}. Nothing was changed. Give a folder "
                 "that can be written to."
             ) from error
+
+    def _begin(self, name: str) -> LocalDraft:
+        target = self.path(name)
+        if target.is_file():
+            raise NotADirectoryError(f"{target} is a file")
+        within = target.is_dir()
+        if not within:
+            self._disk.make_folder(self._root)
+        claim = take(self._locks(target if within else self._root), name, str(target))
+        try:
+            if target.is_dir() != within:  # it appeared, or went, while the lock was being taken
+                claim.release()
+                return self._begin(name)
+            self.recover(name)
+            draft = LocalDraft(
+                *(target, claim.token, self._disk, self._threads), within=within, claim=claim, locks=self._locks
+            )
+            self._disk.make_folder(draft.folder)
+        except BaseException:
+            claim.release()
+            raise
         return draft
 
     def join(self, name: str, token: str) -> LocalDraft | None:
         """The draft main began; None when this process does not see it."""
-        draft = LocalDraft(self._root, name, token, self._disk, self._threads)
-        return draft if draft.folder.is_dir() else None
+        for within in (False, True):
+            draft = LocalDraft(self.path(name), token, self._disk, self._threads, within=within, locks=self._locks)
+            if draft.folder.is_dir():
+                return draft
+        return None
 
     def recover(self, name: str) -> None:
-        """Finish or undo what a crash of this run left behind: drafts and trash go, displaced checkpoints come back."""
-        for entry in sorted(self._root.iterdir()) if self._root.is_dir() else []:
-            hidden = _parse_hidden(entry.name)
-            if hidden is None or not same_family(name, hidden[1]):
-                continue
-            what, owner = hidden
-            if what in ("draft", "trash"):
-                self._disk.remove_tree(entry)
-            elif not self.path(owner).exists():
-                self._disk.rename(entry, self.path(owner))
+        """Finish or undo what dead processes left of this checkpoint, and of others that are numbered like it.
+
+        What belongs to a process that runs is left alone. Ranks: main only, with the claim on `name`.
+        """
+        self._recover_within(self.path(name))
+        try:
+            leftovers = [(path, entry) for path, entry in hidden_entries(self._root) if self._may_clear(name, entry)]
+        except PermissionError:  # a folder of its own inside one that belongs to others
+            return
+        for path, entry in leftovers:
+            if not self._owned(self._root, entry):
+                self._clear(path, entry)
+
+    def _may_clear(self, name: str, entry: Hidden) -> bool:
+        return entry.tag == tag_of(name) or same_family(name, entry.tag)
+
+    def _owned(self, folder: Path, entry: Hidden) -> bool:
+        """Whether a hidden entry belongs to a process that may still run."""
+        locks = self._locks(folder)
+        if entry.what == "claim":  # there for a moment only, before it becomes a lock
+            claim = locks.lock_at(folder / hidden("claim", entry.tag, entry.token), entry.token)
+            return claim is not None and time.time() - claim.signature[0] < locks.patience.stale_s
+        lock = locks.lock_at(folder / hidden("lock", entry.tag, entry.token), entry.token)
+        return lock is not None and not dead(locks, entry.tag, lock)
+
+    def _clear(self, path: Path, entry: Hidden) -> None:
+        try:
+            if entry.what in ("lock", "claim"):
+                self._disk.remove_file(path)
             else:
-                retire(entry, self.path(owner), self._disk)
+                self._disk.remove_tree(path)
+        except OSError as error:  # of another user; it is in nobody's way
+            log.warning("%s, which a crash left, could not be removed: %s", path, error)
+
+    def _recover_within(self, target: Path) -> None:
+        current = draft_of(read_manifest(target / MANIFEST_NAME))
+        for path, entry in list(hidden_entries(target)):
+            if self._owned(target, entry):
+                continue
+            if entry.what == "draft" and current is not None and current.startswith(path.name + "/"):
+                Switch(target, path, target / current, self._disk).tidy()
+            else:
+                self._clear(path, entry)
 
     def names(self) -> list[str]:
-        """Folders with a manifest, and displaced ones whose successor never came."""
+        """Folders with a manifest."""
         found = set()
         for entry in self._root.iterdir() if self._root.is_dir() else []:
-            hidden = _parse_hidden(entry.name)
-            name = entry.name if hidden is None else hidden[1] if hidden[0] == "old" else None
-            if name is not None and (entry / MANIFEST_NAME).is_file():
-                found.add(name)
+            if not entry.name.startswith(".hasten-") and (entry / MANIFEST_NAME).is_file():
+                found.add(entry.name)
         return sorted(found)
 
     def folder(self, name: str) -> Path:
-        """Where the checkpoint lies now, also when a crash came between the two renames of an overwrite."""
-        path = self.path(name)
-        if not path.exists() and self._root.is_dir():
-            for entry in sorted(self._root.iterdir()):
-                if _parse_hidden(entry.name) == ("old", name):
-                    return entry
-        return path
+        """Where the files of the checkpoint are, also when a crash came while its content was being replaced."""
+        return home(self.path(name))
 
     def manifest(self, name: str) -> Manifest:
         """The verified manifest."""
@@ -218,25 +199,20 @@ class LocalStore:
         yield folder
 
     def delete(self, name: str) -> None:
-        """Hide the checkpoint by one rename, then remove it."""
-        trash = self._root / _hidden("trash", name, secrets.token_hex(6))
-        self._disk.rename(self.path(name), trash)
-        self._disk.sync_folder(self._root)
-        self._disk.remove_tree(trash)
+        """Hide the checkpoint by one rename, then remove it.
 
-
-def retire(old: Path, new: Path, disk: Disk) -> None:
-    """Remove a displaced checkpoint; what the user kept in its folder moves into the new one."""
-    try:
-        listed = {file.name for file in decode((old / MANIFEST_NAME).read_bytes(), str(old)).files} | {MANIFEST_NAME}
-    except (OSError, CheckpointError):  # not a checkpoint: everything in it is the user's
-        listed = set()
-    for path in sorted(old.iterdir()):
-        if path.is_dir() and any(name.startswith(path.name + "/") for name in listed):
-            continue
-        if path.name not in listed and not (new / path.name).exists():
-            disk.rename(path, new / path.name)
-    # Renamed first: a crash inside the removal must not make the rest look like files of the user.
-    trash = old.with_name(old.name.replace(".hasten-old.", ".hasten-trash.", 1))
-    disk.rename(old, trash)
-    disk.remove_tree(trash)
+        Raises: CheckpointBusyError when another process writes it.
+        """
+        path = self.path(name)
+        outer = take(self._locks(self._root), name, str(path))
+        try:
+            inner = take(self._locks(path), name, str(path))
+            try:
+                trash = self._root / hidden("trash", name, outer.token)
+                self._disk.rename(path, trash)
+                self._disk.sync_folder(self._root)
+                self._disk.remove_tree(trash)
+            finally:
+                inner.release()
+        finally:
+            outer.release()

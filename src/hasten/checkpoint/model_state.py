@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hasten.checkpoint.base import Component, Format, Json, Slice
 from hasten.checkpoint.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies, whole
 from hasten.errors import CheckpointError
+from hasten.modules.dtensors import is_dtensor
 from hasten.modules.names import plain_name
 
 
@@ -134,7 +134,7 @@ def _few(names: list[str]) -> str:
 
 def empty_like_parameter(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Room for a state tensor of a parameter: spread like it when it has its shape, else whole on its device."""
-    if isinstance(parameter, DTensor) and tuple(parameter.shape) == shape:
+    if is_dtensor(parameter) and tuple(parameter.shape) == shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+    device = parameter.to_local().device if is_dtensor(parameter) else parameter.device
     return torch.empty(shape, dtype=dtype, device=device)

@@ -86,7 +86,7 @@ class OptimizerPlan:
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CorruptCheckpointError(
                 f"{type(self.optimizer).__name__} does not accept the stored state ({type(error).__name__}: {error}): it "
-                "was edited, or belongs to another optimizer. The run is half loaded; load another checkpoint."
+                "was edited, or belongs to another optimizer. The run is as it was before; load another checkpoint."
             ) from error
         for index, values in self.state["state"].items():
             held = self.optimizer.state.get(self.parameters[index])

@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.base import CheckpointStore, Json
 from hasten.checkpoint.disk import ChunkReader, default_threads
 from hasten.checkpoint.formats import Piece, TensorFile, read_tensors
 from hasten.checkpoint.manifest import FileRecord, Manifest, inside
 from hasten.checkpoint.sidecar import SUFFIX, read_by_sidecar
-from hasten.checkpoint.writer import settle
 from hasten.comm.base import Comm
-from hasten.errors import CorruptCheckpointError, HastenError, IncompleteCheckpointError
+from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 Progress = Callable[[int], None]
 Stamp = tuple[int, int, int, int] | None
@@ -170,70 +170,44 @@ def open_checkpoint(
     Ranks: every rank; the work of verifying is shared out, and a fault found by one is raised on all.
     Raises: IncompleteCheckpointError, CorruptCheckpointError, UnsafeCheckpointError or CheckpointVersionError.
     """
-    manifest = None
-    error: BaseException | None = None
-    try:
-        manifest = store.manifest(name)
-    except HastenError as problem:
-        error = problem
-    settle(comm, error, f"reading the manifest of {name!r}")
-    assert manifest is not None, "the vote passed"
     with ExitStack() as stack:
-        folder = None
-        try:
-            if not store.remote or comm.rank == _first_of_host(comm):
-                folder = stack.enter_context(store.fetch(name, manifest.files))
-        except (HastenError, OSError) as problem:
-            error = problem
-        settle(comm, error, f"fetching {name!r} from {store.address}")
-        folder = _shared_folder(store, name, manifest, comm, folder, stack)
-        stamps = _verify_together(name, folder, manifest, comm) if verify else None
+        with agreeing(comm, f"reading the manifest of {name!r}") as together:
+            manifest = store.manifest(name)
+            together.share()
+            together.label = f"fetching {name!r} from {store.address}"
+            folder = _folder(store, name, manifest, together, stack)
+            together.label = f"verifying {name!r}"
+            stamps = _verify_together(folder, manifest, together) if verify else None
         yield Checkpoint(name, manifest, folder, allow_pickle, stamps)
 
 
-def _first_of_host(comm: Comm) -> int:
-    """The first rank of the group on this machine, which downloads for the others. Ranks: every rank."""
-    if comm.size == 1:
-        return 0
-    hosts: list[str] = comm.all_gather_object(platform.node())
-    return hosts.index(hosts[comm.rank])
-
-
-def _shared_folder(
-    store: CheckpointStore, name: str, manifest: Manifest, comm: Comm, mine: Path | None, stack: ExitStack
-) -> Path:
+def _folder(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
     """The folder to read from: one's own, else that of the machine's first rank, else a download after all.
 
     Mapped files stay readable when the rank that downloaded them has cleared up. Ranks: every rank.
     """
-    if not store.remote or comm.size == 1:
-        assert mine is not None, "the vote passed"
+    if not store.remote or together.comm.size == 1:
+        return stack.enter_context(store.fetch(name, manifest.files))
+    here = platform.node()
+    hosts: list[str] = together.share(here)
+    mine = None
+    if together.comm.rank == hosts.index(here):
+        mine = stack.enter_context(store.fetch(name, manifest.files))
+    folders: list[str | None] = together.share(None if mine is None else str(mine))
+    if mine is not None:
         return mine
-    folders: list[tuple[str, str | None]] = comm.all_gather_object(
-        (platform.node(), None if mine is None else str(mine))
-    )
-    error: BaseException | None = None
-    if mine is None:
-        mine = next(Path(place) for host, place in folders if host == platform.node() and place is not None)
-        try:
-            if not all((mine / file.name).exists() for file in manifest.files):  # same name, another file system
-                mine = stack.enter_context(store.fetch(name, manifest.files))
-        except (HastenError, OSError) as problem:
-            error = problem
-    settle(comm, error, f"fetching {name!r} from {store.address}")
-    return mine
+    first = next(Path(place) for host, place in zip(hosts, folders, strict=True) if host == here and place is not None)
+    if all((first / file.name).exists() for file in manifest.files):
+        return first
+    return stack.enter_context(store.fetch(name, manifest.files))  # same host name, another file system
 
 
-def _verify_together(name: str, folder: Path, manifest: Manifest, comm: Comm) -> dict[str, Stamp]:
+def _verify_together(folder: Path, manifest: Manifest, together: Agreement) -> dict[str, Stamp]:
     """Verify a share of the files on every rank. Returns: the files as they were before. Ranks: every rank."""
-    mine, error = share_out(manifest.files, comm.rank, comm.size), None
+    mine = share_out(manifest.files, together.comm.rank, together.comm.size)
     stamps = {file.name: stamp(folder / file.name) for file in manifest.files}
-    comm.barrier(f"verifying {name!r}")  # every rank has taken its stamps before one begins to verify
-    try:
-        check_sound(folder, mine, manifest.chunk_bytes)
-    except HastenError as problem:
-        error = problem
-    settle(comm, error, f"verifying {folder}")
+    together.share()  # every rank has taken its stamps before one begins to verify
+    check_sound(folder, mine, manifest.chunk_bytes)
     return stamps
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import logging
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,10 @@ from typing import Any, Final
 
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.checksum import Checksum
+from hasten.checkpoint.claims import Claim, dead, take
 from hasten.checkpoint.disk import chunk_parts, default_threads, host_views, segment_starts
+from hasten.checkpoint.local_draft import check_hooked, described
+from hasten.checkpoint.local_locks import parse_hidden
 from hasten.checkpoint.local_store import same_family
 from hasten.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -25,10 +29,13 @@ from hasten.checkpoint.manifest import (
     inside,
     safe_name,
 )
+from hasten.checkpoint.ownership import Owner, Patience
+from hasten.checkpoint.remote_locks import RemoteLocks
 from hasten.checkpoint.transfer import HostBuffer
-from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import CheckpointBusyError, CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 
+log = logging.getLogger(__name__)
 _OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"})
 """Object stores have no folders; making one there could create a bucket by a slip of the pen."""
 
@@ -40,12 +47,16 @@ def is_url(place: str) -> bool:
 
 
 class RemoteDraft:
-    """A checkpoint being uploaded; a second save under one name uploads beside the first and replaces its manifest."""
+    """A checkpoint being uploaded; a second save under one name uploads beside the first and replaces its manifest.
 
-    def __init__(self, store: RemoteStore, name: str, token: str) -> None:
+    The process that began the draft holds the `claim`; those that join it have none.
+    """
+
+    def __init__(self, store: RemoteStore, name: str, token: str, claim: Claim | None = None) -> None:
         self._store = store
         self._name = name
         self._token = token
+        self._claim = claim
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     @property
@@ -58,24 +69,32 @@ class RemoteDraft:
 
     @property
     def folder(self) -> Path:
-        """A local folder for hooks; its files are uploaded by `adopt`."""
+        """A local folder for hooks; its files are uploaded by `put`."""
         if self._scratch is None:
             self._scratch = tempfile.TemporaryDirectory(prefix="hasten-hooks-")
-        return Path(self._scratch.name)
+        folder = Path(self._scratch.name) / self._name
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def _placed(self, file: str) -> str:
         prefix = self._token.partition(":")[2]
         return f"{prefix}/{file}" if prefix else file
 
+    def _path(self, file: str) -> str:
+        return self._store.join_path(self._name, self._placed(file))
+
     def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
-        """Upload files side by side, taking the checksums on the way."""
+        """Upload files, and what hooks left in this rank's local folder, side by side, taking the checksums on the way."""
+        own = self._hooked(files)
         with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-upload") as pool:
-            records = pool.map(lambda item: self._upload(*item), files.items())
-            return dict(zip(files, records, strict=True))
+            records = dict(zip(files, pool.map(lambda item: self._upload(*item), files.items()), strict=True))
+            records |= dict(zip(own, pool.map(lambda item: self._upload_file(*item), own.items()), strict=True))
+        self._drop_scratch()
+        return records
 
     def _upload(self, file: str, blob: Blob) -> FileRecord:
         buffer, starts, sums = HostBuffer(), segment_starts(blob), []
-        with self._store.fs.open(self._store.join_path(self._name, self._placed(file)), "wb") as out:
+        with self._store.fs.open(self._path(file), "wb") as out:
             for start in range(0, blob.size, CHUNK_BYTES):
                 parts = chunk_parts(blob, start, min(start + CHUNK_BYTES, blob.size), starts)
                 total = Checksum()
@@ -85,48 +104,90 @@ class RemoteDraft:
                 sums.append(total.digest())
         return FileRecord(name=self._placed(file), size=blob.size, sums=tuple(sums))
 
+    def _hooked(self, files: Mapping[str, Blob]) -> dict[str, Path]:
+        """Files of hooks in the local folder, by name."""
+        found: dict[str, Path] = {}
+        for path in sorted(self.folder.rglob("*")) if self._scratch is not None else ():
+            name = path.relative_to(self.folder).as_posix()
+            if name in files:
+                log.warning("%s, which a save hook wrote, is replaced by the file of that name this save writes", name)
+            elif not path.is_dir() or path.is_symlink():
+                found[name] = check_hooked(self.folder, name)
+        return found
+
+    def _upload_file(self, file: str, path: Path) -> FileRecord:
+        record = described(path, self._placed(file), threads=1)
+        self._store.fs.put_file(str(path), self._path(file))
+        return record
+
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:
-        """Upload what hooks left in the local folder."""
-        if self._scratch is None:
-            return []
-        blobs = {}
-        for path in sorted(self.folder.rglob("*")):
-            if path.is_file():
-                raw = path.read_bytes()
-                blobs[path.relative_to(self.folder).as_posix()] = Blob([raw], len(raw))
-        self._scratch.cleanup()
-        self._scratch = None
-        return list(self.put(blobs).values())
+        """Nothing more: every rank's `put` has uploaded what its hooks left."""
+        return []
 
     def commit(self, manifest: Manifest) -> None:
         """Upload the manifest: from then on, and not before, the checkpoint is there."""
-        for file in manifest.files:
-            size = self._store.fs.size(self._store.join_path(self._name, file.name))
-            if size != file.size:
-                raise CheckpointError(
-                    f"{file.name} arrived at {self._store.address} with {size} of {file.size} bytes, so the checkpoint "
-                    "was not committed. Save again; look at the storage service if it happens again."
-                )
-        before = self._store.listed_files(self._name)
-        self._store.fs.pipe_file(self._store.join_path(self._name, MANIFEST_NAME), encode(manifest))
+        self._check_arrived(manifest)
+        if self._claim is not None:
+            self._claim.check(f"{self._store.address}/{self._name}")
+        path = self._store.join_path(self._name, MANIFEST_NAME)
+        before, previous = self._store.listed_files(self._name), self._store.raw_manifest(self._name)
+        self._store.fs.pipe_file(path, encode(manifest))
+        try:
+            self._check_arrived(manifest)
+        except CheckpointError:
+            if previous is None:
+                self._store.remove(self._name, [MANIFEST_NAME])
+            else:
+                self._store.fs.pipe_file(path, previous)
+            raise
         kept = {file.name for file in manifest.files}
         self._store.remove(self._name, [file for file in before if file not in kept])
+        self._release()
 
-    def abort(self) -> None:
-        """Remove what was uploaded."""
+    def _check_arrived(self, manifest: Manifest) -> None:
+        sizes = self._store.sizes(self._name)
+        for file in manifest.files:
+            if (size := sizes.get(file.name)) != file.size:
+                raise CheckpointError(
+                    f"{file.name} is at {self._store.address}/{self._name} with {size or 'none'} of {file.size} bytes, so the "
+                    "checkpoint was not committed. Save again; look at the storage service if it happens again."
+                )
+
+    def _drop_scratch(self) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
-        self._store.sweep(self._name)
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+
+    def abort(self) -> None:
+        """Remove what was uploaded, unless somebody else owns the checkpoint by now."""
+        self._drop_scratch()
+        try:
+            if self._claim is None or self._claim.held():
+                self._store.sweep(self._name)
+        finally:
+            self._release()
 
 
 class RemoteStore:
     """Checkpoints as folders under one URL of any file system fsspec knows."""
 
-    def __init__(self, url: str, **options: Any) -> None:  # Any: options of the file system (keys, endpoints)
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience: Patience | None = None,
+        here: Owner | None = None,
+        **options: Any,  # Any: options of the file system (keys, endpoints)
+    ) -> None:
         fsspec = need("fsspec", why=f"checkpoints at {url}")
         self.fs, self._root = fsspec.core.url_to_fs(url.rstrip("/"), **options)
         self._url = url.rstrip("/")
+        self._patience = patience
+        self._here = here
 
     @property
     def address(self) -> str:
@@ -141,23 +202,61 @@ class RemoteStore:
         return "/".join((self._root.rstrip("/"), *parts))
 
     def begin(self, name: str) -> RemoteDraft:
-        """A new draft. Files of a committed checkpoint of this name are never touched: new ones go beside them."""
+        """A new draft. Files of a committed checkpoint of this name are never touched: new ones go beside them.
+
+        Raises: CheckpointBusyError when another process writes this checkpoint.
+        """
         try:
-            for other in self._folders():
-                if same_family(name, other):
-                    self.sweep(other)
-            token = secrets.token_hex(6)
-            taken = self.fs.exists(self.join_path(name, MANIFEST_NAME))
-            if not _OBJECTS.intersection(
-                (self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol
-            ):
+            if self._has_folders():
                 self.fs.makedirs(self.join_path(name), exist_ok=True)
-            return RemoteDraft(self, name, f"{token}:v-{token}" if taken else f"{token}:")
+            claim = take(self._locks(), name, f"{self._url}/{name}")
+            try:
+                self.sweep(name)
+                self._clear_dead(name)
+                taken = self.fs.exists(self.join_path(name, MANIFEST_NAME))
+            except BaseException:
+                claim.release()
+                raise
         except OSError as error:
             raise CheckpointError(
                 f"cannot start the checkpoint {name!r} at {self._url}: {error}. Nothing was changed. Check the URL and "
                 "the credentials of the storage service."
             ) from error
+        return RemoteDraft(self, name, f"{claim.token}:v-{claim.token}" if taken else f"{claim.token}:", claim)
+
+    def _locks(self) -> RemoteLocks:
+        return RemoteLocks(self.fs, self._root, self._patience, self._here)
+
+    def _has_folders(self) -> bool:
+        return not _OBJECTS.intersection((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+
+    def _clear_dead(self, name: str) -> None:
+        """Remove what dead processes left of this checkpoint, and of others that are numbered like it."""
+        locks = self._locks()
+        for other in {name, *self._folders(), *self._locked()}:
+            if not same_family(name, other):
+                continue
+            found = locks.found(other)
+            gone = [lock for lock in found if dead(locks, other, lock)]
+            for lock in gone:
+                locks.remove(other, lock.token)
+            if other != name and len(gone) == len(found) and not self.fs.exists(self.join_path(other, MANIFEST_NAME)):
+                self._sweep_claimed(other)
+
+    def _sweep_claimed(self, name: str) -> None:
+        try:
+            claim = take(self._locks(), name, f"{self._url}/{name}")
+        except CheckpointBusyError:  # somebody has begun to write it this moment
+            return
+        try:
+            self.sweep(name)
+        finally:
+            claim.release()
+
+    def _locked(self) -> list[str]:
+        """Names that have locks."""
+        entries = [str(e["name"]).rpartition("/")[2] for e in self.fs.ls(self._root, detail=True)]
+        return [entry.tag for entry in map(parse_hidden, entries) if entry is not None and entry.what == "lock"]
 
     def join(self, name: str, token: str) -> RemoteDraft:
         """The draft main began: every process sees a URL."""
@@ -170,13 +269,21 @@ class RemoteStore:
         entries = self.fs.ls(self._root, detail=True)
         return [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
 
-    def _found(self, name: str) -> list[str]:
+    def sizes(self, name: str) -> dict[str, int]:
+        """Bytes of everything that lies in the folder of a checkpoint, by name, in one listing."""
         self.fs.invalidate_cache()
         base = self.join_path(name)
         if not self.fs.exists(base):
-            return []
+            return {}
         prefix = str(self.fs._strip_protocol(base)).rstrip("/") + "/"
-        return [str(path).removeprefix(prefix) for path in self.fs.find(base)]
+        return {str(p).removeprefix(prefix): int(e["size"]) for p, e in self.fs.find(base, detail=True).items()}
+
+    def raw_manifest(self, name: str) -> bytes | None:
+        """The manifest as it lies there; None when there is none."""
+        try:
+            return bytes(self.fs.cat_file(self.join_path(name, MANIFEST_NAME)))
+        except FileNotFoundError:
+            return None
 
     def listed_files(self, name: str) -> list[str]:
         """Files of the committed checkpoint of this name; none when there is none that can be read."""
@@ -188,7 +295,7 @@ class RemoteStore:
     def sweep(self, name: str) -> None:
         """Remove what no manifest lists: leftovers of saves that never came to their end."""
         listed = set(self.listed_files(name))
-        self.remove(name, [file for file in self._found(name) if file not in listed and file != MANIFEST_NAME])
+        self.remove(name, [file for file in self.sizes(name) if file not in listed and file != MANIFEST_NAME])
 
     def remove(self, name: str, files: Sequence[str]) -> None:
         """Delete files of a checkpoint."""
@@ -227,6 +334,7 @@ class RemoteStore:
         """Download the files into a temporary folder, several at a time."""
         with tempfile.TemporaryDirectory(prefix="hasten-fetch-") as scratch:
             folder = Path(scratch)
+            self._check_room(name, folder, sum(file.size for file in files))
 
             def download(file: FileRecord) -> None:
                 target = inside(folder, safe_name(file.name, self._url))
@@ -242,9 +350,25 @@ class RemoteStore:
                 list(pool.map(download, files))
             yield folder
 
+    def _check_room(self, name: str, folder: Path, num_bytes: int) -> None:
+        usage = shutil.disk_usage(folder)
+        if num_bytes > usage.free:
+            raise CheckpointError(
+                f"{self._url}/{name} has {num_bytes / 1e6:,.1f} MB to download and the disk of {folder.parent} has "
+                f"{usage.free / 1e6:,.1f} MB free. Nothing was loaded. Make room there, or set TMPDIR to a folder on a larger "
+                "disk."
+            )
+
     def delete(self, name: str) -> None:
-        """Remove the manifest first, so that no reader sees a part of the checkpoint, then the rest."""
-        self.remove(name, [MANIFEST_NAME])
-        self.remove(name, self._found(name))
-        if self.fs.exists(self.join_path(name)):
-            self.fs.rm(self.join_path(name), recursive=True)
+        """Remove the manifest first, so that no reader sees a part of the checkpoint, then the rest.
+
+        Raises: CheckpointBusyError when another process writes it.
+        """
+        claim = take(self._locks(), name, f"{self._url}/{name}")
+        try:
+            self.remove(name, [MANIFEST_NAME])
+            self.remove(name, list(self.sizes(name)))
+            if self.fs.exists(self.join_path(name)):
+                self.fs.rm(self.join_path(name), recursive=True)
+        finally:
+            claim.release()

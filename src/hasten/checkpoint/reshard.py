@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.formats import MappedFile, Piece
 from hasten.checkpoint.transfer import is_plain
 from hasten.errors import CheckpointError, CorruptCheckpointError
+from hasten.modules.dtensors import is_dtensor
+from hasten.optional import need
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def dtensor_slice(tensor: DTensor) -> Slice:
@@ -23,26 +27,41 @@ def dtensor_slice(tensor: DTensor) -> Slice:
     Raises: CheckpointError for tensors whose parts still have to be summed.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
-    if any(isinstance(placement, Partial) for placement in placements):
+    if any(placement.is_partial() for placement in placements):
         raise CheckpointError(
             f"a tensor with placements {placements} holds partial sums, which are no state; reduce it before saving "
             "(call redistribute with Replicate or Shard)."
         )
     local: Tensor = tensor.to_local()
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    layout = need("torch.distributed.tensor._utils")  # loaded already, where there is a DTensor
+    shape, offset = layout.compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor's mesh"
-    owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if isinstance(p, Replicate))
+    owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    owned = owned and _first_on_other_axes(mesh)
     if local.numel() == 0:  # an empty shard at the end of an uneven split has no place of its own
         offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
         owned = False
     return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned)
 
 
+def _first_on_other_axes(mesh: DeviceMesh) -> bool:
+    """Whether this rank is the first of those that hold the same tensor on a mesh of their own.
+
+    Where layers are split over `tp`, the parameters beside them are spread over the data-parallel axes of each `tp` rank
+    alike. Stages (`pp`) hold different parameters.
+    """
+    root = mesh._get_root_mesh()
+    coordinate, names, own = root.get_coordinate(), root.mesh_dim_names, mesh.mesh_dim_names
+    if coordinate is None or names is None or own is None:
+        return True
+    return all(index == 0 for index, name in zip(coordinate, names, strict=True) if name not in (*own, "pp"))
+
+
 def as_stored(tensor: Tensor) -> Tensor | Slice:
     """A tensor as checkpoints see it: distributed tensors become slices, others stay."""
-    return dtensor_slice(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return dtensor_slice(tensor) if is_dtensor(tensor) else tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +152,4 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
 
 def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor whose memory lies one level down
     """The plain memory behind a tensor on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor

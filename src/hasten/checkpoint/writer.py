@@ -5,48 +5,58 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from torch import Tensor
 
+from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree, local_data
 from hasten.checkpoint.formats import encode_safetensors
 from hasten.checkpoint.layout import FilePlan, Sizes, check_names, hub_index, plan_component
 from hasten.checkpoint.manifest import ComponentRecord, FileRecord, Manifest
 from hasten.checkpoint.retention import Kept, Retention, expired
 from hasten.checkpoint.sidecar import SUFFIX, encode_with_sidecar
-from hasten.comm.agreement import vote
 from hasten.comm.base import Comm
-from hasten.errors import CheckpointError, HastenError, MismatchError, PeerFailedError
+from hasten.errors import CheckpointBusyError, CheckpointError, MismatchError
 
 log = logging.getLogger(__name__)
 
 
-def settle(comm: Comm, error: BaseException | None, label: str) -> None:
-    """Return when no rank has an error; otherwise raise a CheckpointError with the same cause on every rank."""
-    if error is not None and not isinstance(error, HastenError):
-        failure = CheckpointError(f"{label} failed on rank {comm.ranks[comm.rank]}: {type(error).__name__}: {error}")
-        failure.__cause__ = error
-        error = failure
-    try:
-        vote(comm, error, label)
-    except PeerFailedError as peer:
-        raise CheckpointError(str(peer)) from peer
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DiskGroup:
     """Ranks that see the same folder; the first of them commits."""
 
     ranks: tuple[int, ...]
     draft: Draft
+    done: bool = False
+    """The draft was committed or discarded."""
 
     def is_main(self, rank: int) -> bool:
         """Whether this rank commits for the group."""
         return rank == self.ranks[0]
+
+    @contextmanager
+    def discarding(self, rank: int) -> Iterator[None]:
+        """Discard the draft when the block fails and it was not committed; the group's main does."""
+        try:
+            yield
+        except BaseException:
+            if self.is_main(rank) and not self.done:
+                self.done = True
+                discard(self.draft)
+            raise
+
+
+def discard(draft: Draft) -> None:
+    """Remove a draft; what cannot be removed now is left to the next save."""
+    try:
+        draft.abort()
+    except OSError as error:
+        log.warning("the draft of %s could not be removed now: %s", draft.name, error)
 
 
 def start(store: CheckpointStore, comm: Comm, name: str, *, node: int = 0, each_node: bool = False) -> DiskGroup:
@@ -55,54 +65,47 @@ def start(store: CheckpointStore, comm: Comm, name: str, *, node: int = 0, each_
     Ranks: every rank. `node` is the number of this rank's machine.
     Raises: CheckpointError when machines do not share the folder and `each_node` was not asked for.
     """
-    rank = comm.ranks[comm.rank]
-    draft: Draft | None = None
-    error: BaseException | None = None
-    if comm.rank == 0:
-        try:
-            draft = store.begin(name)
-        except (OSError, HastenError) as problem:
-            error = problem
-    settle(comm, error, f"starting the checkpoint {name!r}")
-    token = comm.broadcast_object(draft.token if draft is not None else None)
-    if comm.size == 1:
-        assert draft is not None, "a single process is its own main"
-        return DiskGroup((rank,), draft)
-    joined = draft or store.join(name, token)
-    seen: list[tuple[int, bool]] = comm.all_gather_object((node, joined is not None))
+    begun: list[Draft] = []
+    try:
+        with agreeing(comm, f"starting the checkpoint {name!r}") as together:
+            if comm.rank == 0:
+                begun.append(store.begin(name))
+            return _joined(store, name, begun, together, node, each_node)
+    except BaseException:
+        for draft in begun:
+            discard(draft)
+        raise
+
+
+def _joined(
+    store: CheckpointStore, name: str, begun: list[Draft], together: Agreement, node: int, each_node: bool
+) -> DiskGroup:
+    comm = together.comm
+    token = together.share(begun[0].token if begun else None)[0]
+    joined = begun[0] if begun else store.join(name, token)
+    seen: list[tuple[int, bool]] = together.share((node, joined is not None))
     if all(sees for _, sees in seen):
         assert joined is not None, "every rank sees the draft"
         return DiskGroup(comm.ranks, joined)
     blind = [comm.ranks[i] for i, (_, sees) in enumerate(seen) if not sees]
     if not each_node:
-        if draft is not None:
-            draft.abort()
         raise CheckpointError(
             f"ranks {blind} do not see {store.address} as rank {comm.ranks[0]} does, so their files would be missing. "
             "Nothing was saved. Use a folder that all machines share, or set save_on_each_node=True in "
             "ProjectConfiguration."
         )
-    return _per_node(store, comm, name, draft, [n for n, _ in seen], node)
-
-
-def _per_node(
-    store: CheckpointStore, comm: Comm, name: str, draft: Draft | None, nodes: Sequence[int], node: int
-) -> DiskGroup:
-    members = tuple(comm.ranks[i] for i, other in enumerate(nodes) if other == node)
+    together.label = f"starting the checkpoint {name!r} on machine {node}"
+    members = tuple(comm.ranks[i] for i, (other, _) in enumerate(seen) if other == node)
     rank = comm.ranks[comm.rank]
-    error: BaseException | None = None
-    if rank == members[0] and draft is None:
-        try:
-            draft = store.begin(name)
-        except (OSError, HastenError) as problem:
-            error = problem
-    settle(comm, error, f"starting the checkpoint {name!r} on machine {node}")
-    tokens = comm.all_gather_object(draft.token if draft is not None else None)
-    token = tokens[comm.ranks.index(members[0])]
-    mine = draft or store.join(name, token)
-    blind = None if mine is not None else CheckpointError(f"rank {rank} does not see {store.address} of its machine")
-    settle(comm, blind, "joining the checkpoint of this machine")
-    assert mine is not None, "the vote passed"
+    if rank == members[0] and not begun:
+        begun.append(store.begin(name))
+    tokens = together.share(begun[0].token if begun else None)
+    mine = begun[0] if begun else store.join(name, tokens[comm.ranks.index(members[0])])
+    if mine is None:
+        raise CheckpointError(
+            f"rank {rank} does not see {store.address} of its machine {node}, so its files would be missing. Nothing was "
+            "saved. Use a folder that all processes of a machine share."
+        )
     return DiskGroup(members, mine)
 
 
@@ -128,11 +131,10 @@ def prepare(
     Ranks: every rank. Raises: MismatchError when ranks do not save the same components.
     """
     rank = comm.ranks[comm.rank]
-    error: BaseException | None = None
     blobs: dict[str, Blob] = {}
     owners: dict[str, FilePlan | None] = {}
-    try:
-        _compare(tree, comm)
+    with group.discarding(rank), agreeing(comm, "preparing the checkpoint") as together:
+        _compare(tree, together)
         plans: list[FilePlan] = []
         for name, component in tree.components.items():
             files = plan_component(name, component, rank, group.ranks, sizes)
@@ -150,17 +152,11 @@ def prepare(
             owners[file] = plan
             if sidecar is not None:
                 blobs[file + SUFFIX], owners[file + SUFFIX] = sidecar, None
-    except (HastenError, ValueError, RuntimeError, OSError) as problem:
-        error = problem
-    try:
-        settle(comm, error, "preparing the checkpoint")
-    except HastenError:
-        _abort(group, rank)
-        raise
-    records = {
-        name: ComponentRecord(kind=c.kind, format=c.format, per_rank=c.per_rank) for name, c in tree.components.items()
-    }
-    return Prepared(blobs, owners, records)
+        records = {
+            name: ComponentRecord(kind=c.kind, format=c.format, per_rank=c.per_rank)
+            for name, c in tree.components.items()
+        }
+        return Prepared(blobs, owners, records)
 
 
 def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
@@ -172,8 +168,9 @@ def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
     return encode_safetensors(tensors, data), None
 
 
-def _compare(tree: StateTree, comm: Comm) -> None:
+def _compare(tree: StateTree, together: Agreement) -> None:
     """Ranks must save the same components; whole ones must hold the same tensors."""
+    comm = together.comm
     if comm.size == 1:
         return
     described: list[Any] = []
@@ -181,7 +178,7 @@ def _compare(tree: StateTree, comm: Comm) -> None:
         shapes = [] if c.per_rank or c.sliced else sorted((k, str(v.shape)) for k, v in c.tensors.items())
         described.append((name, c.kind, c.per_rank, c.sliced, shapes))
     digest = hashlib.sha256(json.dumps(described).encode()).hexdigest()
-    views = comm.all_gather_object((digest, sorted(tree.components)))
+    views = together.share((digest, sorted(tree.components)))
     if len({digest for digest, _ in views}) > 1:
         listed = "; ".join(f"rank {comm.ranks[i]}: {names}" for i, (_, names) in enumerate(views))
         raise MismatchError(
@@ -212,39 +209,26 @@ def finish(
     """
     rank = comm.ranks[comm.rank]
     name = group.draft.name
-    error: BaseException | None = None
-    records: list[FileRecord] = []
-    try:
-        records = _put(prepared, group.draft, rank)
-    except (OSError, HastenError, RuntimeError) as problem:
-        error = problem
-    try:
-        settle(comm, error, f"writing the checkpoint {name!r}")
-    except HastenError:
-        _abort(group, rank)
-        raise
-    gathered: list[list[FileRecord]] = comm.all_gather_object(records)
     manifest = header
     deleted: tuple[str, ...] = ()
-    if group.is_main(rank):
-        try:
-            manifest = _manifest(header, prepared, group, comm, gathered)
+    with group.discarding(rank), agreeing(comm, f"writing the checkpoint {name!r}") as together:
+        records: list[list[FileRecord]] = together.share(_put(prepared, group.draft, rank))
+        together.label = f"committing the checkpoint {name!r}"
+        if group.is_main(rank):
+            manifest = _manifest(header, prepared, group, comm, records)
             group.draft.commit(manifest)
-        except (OSError, HastenError) as problem:
-            error = problem
-            _abort(group, rank)
-    settle(comm, error, f"committing the checkpoint {name!r}")
-    if group.is_main(rank):
-        deleted = _clean(after, name)
-    comm.barrier(f"save_state {name} done")
-    return Outcome(CheckpointInfo(name, manifest), deleted)
+            group.done = True
+        together.share()  # retention deletes nothing before every disk has the new checkpoint
+        if group.is_main(rank):
+            deleted = _clean(after, name)
+        return Outcome(CheckpointInfo(name, manifest), deleted)
 
 
 def _put(prepared: Prepared, draft: Draft, rank: int) -> list[FileRecord]:
     written = draft.put(prepared.blobs)
     records = []
     for file, record in written.items():
-        plan = prepared.owners[file]
+        plan = prepared.owners.get(file)  # none for what a hook wrote
         owner = plan.component if plan is not None else None
         records.append(msgspec.structs.replace(record, component=owner, rank=rank if owner is not None else None))
     return records
@@ -254,7 +238,7 @@ def _manifest(
     header: Manifest, prepared: Prepared, group: DiskGroup, comm: Comm, gathered: Sequence[Sequence[FileRecord]]
 ) -> Manifest:
     files = [record for i, records in enumerate(gathered) if comm.ranks[i] in group.ranks for record in records]
-    files += group.draft.adopt([file.name for file in files])
+    files = _once([*files, *group.draft.adopt([file.name for file in files])])
     return msgspec.structs.replace(
         header,
         world_size=comm.size,
@@ -264,12 +248,16 @@ def _manifest(
     )
 
 
-def _abort(group: DiskGroup, rank: int) -> None:
-    if group.is_main(rank):
-        try:
-            group.draft.abort()
-        except OSError as error:  # the next save clears drafts that could not be removed now
-            log.warning("the draft of %s could not be removed now: %s", group.draft.name, error)
+def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
+    """The files without those that hooks wrote on several ranks alike. Raises: CheckpointError when they differ."""
+    found: dict[str, FileRecord] = {}
+    for file in files:
+        if found.setdefault(file.name, file) != file:
+            raise CheckpointError(
+                f"save hooks wrote {file.name} on several ranks with different content, and only one can be stored. Nothing "
+                "was saved. Let the main process alone write it, or give every rank's file another name."
+            )
+    return list(found.values())
 
 
 def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
@@ -287,7 +275,12 @@ def retire_expired(store: CheckpointStore, policy: Retention, numbers: Callable[
         number = numbers(name)
         if number is not None and store.complete(name):
             kept.append(Kept(name, number, store.manifest(name).metrics))
-    names = expired(kept, policy)
-    for name in names:
-        store.delete(name)
-    return names
+    deleted = []
+    for name in expired(kept, policy):
+        try:
+            store.delete(name)
+        except CheckpointBusyError as error:  # another run saves over it; it is not this one's to delete
+            log.warning("%s is not deleted: %s", name, error)
+        else:
+            deleted.append(name)
+    return deleted

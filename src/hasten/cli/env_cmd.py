@@ -14,6 +14,7 @@ from hasten import __version__
 from hasten.cli.machine import examine
 from hasten.config import files
 from hasten.config.effective import effective
+from hasten.config.masking import masked_tree
 from hasten.errors import HastenError
 from hasten.launch.cluster import read_allocation
 from hasten.launch.report import package_versions
@@ -24,7 +25,6 @@ _VARIABLES: Final = re.compile(
     r"(HASTEN|ACCELERATE|NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MKL|PJRT|XLA|SLURM|OMPI|PMI|PET)_|"
     r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|VIRTUAL_ENV|CONDA_PREFIX)$"
 )
-_SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED", re.IGNORECASE)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as JSON")
     given = parser.parse_args(argv)
     env = environment.snapshot()
-    report = {
+    report: dict[str, Any] = {  # Any: texts, and mappings of them
         "hasten": __version__,
         "platform": platform.platform(),
         "machine": examine().words,
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         "variables": _variables(env),
         "settings": _settings(env, given.config_file),
     }
+    report = masked_tree(report)
     sys.stdout.write(json.dumps(report, indent=2) + "\n" if given.json else _text(report))
     return 0
 
@@ -85,12 +86,8 @@ def _cluster(env: Mapping[str, str]) -> str:
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Variables that change how training runs; values that look secret are left out."""
-    return {
-        name: "(set, not shown)" if _SECRET.search(name) else value
-        for name, value in sorted(env.items())
-        if _VARIABLES.match(name)
-    }
+    """Variables that change how training runs."""
+    return {name: value for name, value in sorted(env.items()) if _VARIABLES.match(name)}
 
 
 def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]:
@@ -100,9 +97,7 @@ def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]
     except HastenError as error:
         return {"file": str(found), "error": str(error)}
     values = {
-        ".".join(path): f"{entry.value} ({entry.source})"
-        for path, entry in resolved.entries.items()
-        if not _SECRET.search(path[-1])
+        ".".join(path): f"{masked_tree(entry.value)} ({entry.source})" for path, entry in resolved.entries.items()
     }
     return {"file": str(found or "none"), **values}
 

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from hasten.comm.session import Session
+
 ReduceKind = Literal["sum", "mean", "min", "max"]
 
 
@@ -44,11 +46,18 @@ class Comm(Protocol):
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every member's object, in order of rank. Any: objects are the caller's."""
+        """Every member's object, in order of rank. Any: objects are the caller's.
+
+        Raises: CommError on every member if an object cannot be sent, or was not sent by a member.
+        """
         ...
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of member `src`. Any: objects are the caller's."""
+        ...
+
+    def session(self) -> Session:
+        """The seal for objects that travel inside tensors, agreed on at first use."""
         ...
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:

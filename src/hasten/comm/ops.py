@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -211,12 +212,11 @@ def _padded(raw: Tensor, num_bytes: int) -> Tensor:
     return raw if raw.numel() == num_bytes else torch.nn.functional.pad(raw, (0, num_bytes - raw.numel()))
 
 
-class _Hole:
+class _Hole(msgspec.Struct, frozen=True):
     """Stands for a tensor in a skeleton that travels ahead of the bytes."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape = shape
-        self.dtype = dtype
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
     def num_bytes(self) -> int:
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.comm.base import ReduceKind
+from hasten.comm.objects import Objects
 from hasten.comm.rollcall import RollCall
+from hasten.comm.session import Credentials, Session
 from hasten.errors import CommError
 
 # torch<2.13 knows the call under its older name only; 2.13 warns about that one
@@ -23,7 +25,12 @@ class ProcessGroupComm:
     """A torch process group with the store its members can leave notes in."""
 
     def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store, device: torch.device, timeout_s: float = 1800.0
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store,
+        device: torch.device,
+        timeout_s: float = 1800.0,
+        credentials: Credentials | None = None,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -31,7 +38,9 @@ class ProcessGroupComm:
         self.device = device
         self.group = group
         self.store = store
+        self.credentials = credentials or Credentials()
         self._timeout_s = timeout_s
+        self._objects = Objects(self, self.credentials)
         self._device_types = _device_types(group)
         me = self.ranks[self.rank]
         # Communicators are made in the same order on every member, so a per-rank count numbers them alike.
@@ -72,14 +81,14 @@ class ProcessGroupComm:
         return _from_bytes(raw, like.dtype, like.shape).to(like.device)
 
     def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
-        out: list[Any] = [None] * self.size
-        dist.all_gather_object(out, obj, group=self.group)
-        return out
+        return self._objects.all_gather(obj)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
-        box = [obj]
-        dist.broadcast_object_list(box, src=self._member(src), group=self.group)
-        return box[0]
+        self._member(src)
+        return self._objects.broadcast(obj, src)
+
+    def session(self) -> Session:
+        return self._objects.session()
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         self._roll_call.wait(label, timeout_s)
@@ -88,7 +97,7 @@ class ProcessGroupComm:
         group = dist.new_group(
             list(self.ranks), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True
         )
-        return ProcessGroupComm(group, self.store, self.device, self._timeout_s)
+        return ProcessGroupComm(group, self.store, self.device, self._timeout_s, self.credentials)
 
     def close(self) -> None:
         """Destroy the group. Only its owner calls this."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hasten.comm.base import Comm, ReduceKind
+from hasten.comm.session import Session
 
 
 class RecordingComm:
@@ -59,6 +60,9 @@ class RecordingComm:
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
         self.calls["broadcast_object"] += 1
         return self.inner.broadcast_object(obj, src)
+
+    def session(self) -> Session:
+        return self.inner.session()
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         self.calls["barrier"] += 1

@@ -11,7 +11,11 @@ class ProjectConfiguration(Section):
 
     project_dir: str | None = setting(None, "folder (or URL) of the run")
     logging_dir: str | None = setting(None, "folder of tracker logs (default: project_dir)")
-    automatic_checkpoint_naming: bool = setting(False, "save_state() numbers checkpoints under project_dir/checkpoints")
+    automatic_checkpoint_naming: bool | None = setting(
+        None,
+        "checkpoints are numbered under project_dir/checkpoints: always (true), never (false; save_state needs a folder), "
+        "or when save_state gets no folder (default)",
+    )
     total_limit: int | None = setting(None, "checkpoints kept, the newest ones", minimum=1)
     iteration: int = setting(0, "number of the next checkpoint", minimum=0)
     save_on_each_node: bool = setting(False, "machines do not share a disk: each writes what it needs")

@@ -194,7 +194,8 @@ def _read_key(reading: Reading, key: str, item: Marked) -> None:
     elif key in _NESTED:
         _read_nested(reading, key, item)
     else:
-        raise _unknown_key(place, key, MARKS | {"mixed_precision", "debug", "use_parallelism_config"})
+        known = MARKS | {"mixed_precision", "debug", "use_parallelism_config"}
+        raise _unknown_key(place, key, known, reading.problems)
 
 
 def _distributed_type(reading: Reading, item: Marked, place: str) -> None:
@@ -221,7 +222,9 @@ def _read_nested(reading: Reading, key: str, item: Marked) -> None:
         if name in ("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level"):
             reading.notes.append(f"{where}: {key}.{name} has no meaning any more: MS-AMP is no longer maintained")
         elif name not in names:
-            reading.problems.add(_unknown_key(where, f"{key}.{name}", [f"{key}.{known}" for known in names]))
+            reading.problems.add(
+                _unknown_key(where, f"{key}.{name}", [f"{key}.{known}" for known in names], reading.problems)
+            )
         elif names[name] == ("fp8", "backend") and str(inner.value).upper() == "MSAMP":
             message = (
                 f"{where}: fp8 backend MSAMP is no longer maintained; use AO (torchao) or TE (Transformer Engine)."
@@ -251,8 +254,8 @@ def nested_names(key: str) -> Mapping[str, Path]:
     return names | extra | dict.fromkeys(("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level"), ())
 
 
-def _unknown_key(place: str, name: str, known: Iterable[str]) -> UnknownSettingError:
-    near = nearest(name, known)
+def _unknown_key(place: str, name: str, known: Iterable[str], problems: Problems) -> UnknownSettingError:
+    near = nearest(name, known) if problems.worth_a_hint else ""
     hint = f"did you mean {near!r}?" if near else "remove it, or see docs/config.md for the known keys."
     return UnknownSettingError(f"{place}: unknown key {name!r}, which would have no effect; {hint}")
 

@@ -1,6 +1,8 @@
 """Settings files: where they lie, reading ours and Accelerate's, writing ours, and moving old ones forward."""
 
 import json
+import os
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,15 +16,18 @@ from hasten.config.base import Section, default_of, meta_of
 from hasten.config.decode import encode
 from hasten.config.established import MARKS, from_accelerate
 from hasten.config.layers import Problems, from_tree
-from hasten.config.marked import Marked, parse
+from hasten.config.marked import Marked
 from hasten.config.resolve import decode_all
 from hasten.config.root import Config
 from hasten.config.schema import subsection
 from hasten.config.source import Entry
+from hasten.config.yaml_text import parse
 from hasten.errors import ConfigFileError
 
 SCHEMA: Final = 1
 """Version of the file format this release writes."""
+MOST_BYTES: Final = 256 * 1024
+"""A settings file has 256 KiB at most."""
 
 Migration = Callable[[dict[str, Marked]], tuple[dict[str, Marked], list[str]]]
 MIGRATIONS: Final = MappingProxyType[int, Migration]({})
@@ -76,12 +81,39 @@ def read(path: Path | str) -> SettingsFile:
     """
     path = Path(path)
     try:
-        text = path.read_text("utf-8")
+        text = contents(path)
     except FileNotFoundError as error:
         raise ConfigFileError(f"no settings file at {path}; write one with `hasten config`.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, a path with a NUL
         raise ConfigFileError(f"{path} cannot be read: {error}; give a readable YAML or JSON file.") from error
     return read_text(text, path)
+
+
+def contents(path: Path) -> str:
+    """The text of a settings file; a device, a pipe or a file too large for settings is refused before it is read."""
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
+    )  # a pipe nobody writes to would wait for ever
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ConfigFileError(
+                f"{path} is {_kind(found.st_mode)}, not a file, so it holds no settings; give a YAML or JSON file."
+            )
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > MOST_BYTES:
+        raise ConfigFileError(
+            f"{path} has {max(found.st_size, len(data))} bytes, more than the {MOST_BYTES} that settings may have; give a settings file."
+        )
+    return data.decode("utf-8")
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((words for test, words in kinds if test(mode)), "a device")
 
 
 def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRATIONS) -> SettingsFile:

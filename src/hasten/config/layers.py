@@ -56,11 +56,19 @@ CHOSEN_BY: Final = MappingProxyType({"fsdp": "fsdp", "deepspeed": "deepspeed", "
 """A plugin given in code chooses its strategy."""
 
 
+_MOST_SHOWN: Final = 50
+
+
 @dataclass(slots=True)
 class Problems:
     """What is wrong with the settings, collected so that the user sees all of it at once."""
 
     found: list[ConfigError] = field(default_factory=list)
+
+    @property
+    def worth_a_hint(self) -> bool:
+        """Whether the next problem will be shown: looking for the nearest name takes milliseconds each."""
+        return len(self.found) < _MOST_SHOWN
 
     def add(self, error: ConfigError) -> None:
         """Keep one problem, or the several inside a collected one."""
@@ -80,7 +88,9 @@ class Problems:
             raise self.found[0]
         if self.found:
             self.found.sort(key=_line)
-            lines = "\n".join(f"  {number}. {error}" for number, error in enumerate(self.found, start=1))
+            lines = "\n".join(f"  {number}. {error}" for number, error in enumerate(self.found[:_MOST_SHOWN], start=1))
+            if (rest := len(self.found) - _MOST_SHOWN) > 0:
+                lines += f"\n  … and {rest} more"
             raise ConfigError(f"{len(self.found)} settings are wrong:\n{lines}", problems=tuple(self.found))
 
 
@@ -135,8 +145,10 @@ def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterato
                 problems.add(UnknownSettingError(f"{place}: {dotted(here)!r} holds a Python object; set it in code."))
             else:
                 yield Entry(here, item.plain(), Source("file", place))
-        else:
+        elif problems.worth_a_hint:
             problems.add(unknown(place, here))
+        else:
+            problems.add(UnknownSettingError(f"{place}: unknown setting {dotted(here)!r}, which would have no effect."))
 
 
 def _not_a_section(place: str, path: Path, item: Marked) -> ConfigError:

@@ -1,24 +1,8 @@
-"""YAML and JSON text as a tree that remembers its lines; words follow YAML 1.2, so that `no` stays a word."""
+"""A value of a settings file that remembers its line."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final
-
-import yaml
-
-from hasten.errors import ConfigFileError
-
-_WORDS: Final = MappingProxyType[str, Any](
-    {"": None, "~": None, "null": None, "Null": None, "NULL": None}
-    | dict.fromkeys(("true", "True", "TRUE"), True)
-    | dict.fromkeys(("false", "False", "FALSE"), False)
-)
-_INTEGER: Final = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
-_HEX: Final = re.compile(r"0x[0-9a-fA-F]{1,16}")
-_MOST_NODES: Final = 20_000  # a file that grows beyond this by its aliases is an attack or an accident
-_FLOAT: Final = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)")
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,91 +19,3 @@ class Marked:
         if isinstance(self.value, list):
             return [item.plain() for item in self.value]
         return self.value
-
-
-def parse(text: str, name: str) -> Marked:
-    """Return the tree of a settings file; its top is always a mapping.
-
-    Raises: ConfigFileError with file and line for what is not YAML, not a mapping, or names a key twice.
-    """
-    if text.lstrip().startswith("{"):
-        text = text.replace("\t", " ")  # JSON may be indented with tabs, YAML may not
-    try:
-        node = yaml.compose(text, Loader=yaml.BaseLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{name}:{mark.line + 1}" if mark else name
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigFileError(f"{place}: not valid YAML or JSON: {problem}; correct the file at this line.") from error
-    except RecursionError as error:
-        raise ConfigFileError(f"{name}: nested too deeply to be settings; write it flat.") from error
-    if node is None:
-        return Marked({}, 1)
-    tree = Reader(name).convert(node, ())
-    if not isinstance(tree.value, Mapping):
-        raise ConfigFileError(
-            f"{name}:{tree.line}: the file holds {'a list' if isinstance(tree.value, list) else 'one value'}, not settings; "
-            "write lines of `key: value`."
-        )
-    return tree
-
-
-@dataclass(slots=True)
-class Reader:
-    """Turns nodes of one file into marked values, and stops where aliases make it endless or huge."""
-
-    name: str
-    num_nodes: int = 0
-
-    def convert(self, node: yaml.Node, above: tuple[int, ...]) -> Marked:
-        """Return a node and everything below it; `above` are the nodes that hold it."""
-        line = node.start_mark.line + 1
-        self.num_nodes += 1
-        if id(node) in above:
-            raise ConfigFileError(f"{self.name}:{line}: an alias refers to itself; write the value out.")
-        if self.num_nodes > _MOST_NODES:
-            raise ConfigFileError(
-                f"{self.name}:{line}: more than {_MOST_NODES} values; settings are smaller than that."
-            )
-        above = (*above, id(node))
-        if isinstance(node, yaml.MappingNode):
-            return Marked(self.mapping(node, above), line)
-        if isinstance(node, yaml.SequenceNode):
-            return Marked([self.convert(item, above) for item in node.value], line)
-        assert isinstance(node, yaml.ScalarNode), f"unexpected YAML node {node!r}"
-        return Marked(_scalar(node), line)
-
-    def mapping(self, node: yaml.MappingNode, above: tuple[int, ...]) -> dict[str, Marked]:
-        """Return the items of a mapping, each with the line of its key."""
-        found: dict[str, Marked] = {}
-        merged: dict[str, Marked] = {}
-        for key_node, value_node in node.value:
-            key, line = key_node.value, key_node.start_mark.line + 1
-            if not isinstance(key, str):
-                raise ConfigFileError(f"{self.name}:{line}: a key must be a word, not a list or mapping.")
-            value = self.convert(value_node, above)
-            if key == "<<" and isinstance(value.value, dict):
-                merged |= value.value
-            elif key in found:
-                raise ConfigFileError(
-                    f"{self.name}:{line}: {key!r} is given twice, first on line {found[key].line}; "
-                    "only one of them could count, so remove the other."
-                )
-            else:
-                found[key] = Marked(value.value, line)
-        return merged | found
-
-
-def _scalar(node: yaml.ScalarNode) -> Any:
-    text: str = node.value
-    if node.style is not None:  # quoted or block text
-        return text
-    if text in _WORDS:
-        return _WORDS[text]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if _HEX.fullmatch(text):
-        return int(text, 16)
-    if _FLOAT.fullmatch(text):
-        return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf").replace(".INF", "inf"))
-    return text

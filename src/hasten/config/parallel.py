@@ -5,6 +5,15 @@ from typing import Any, Literal
 
 from hasten.config.base import Section, setting, settings
 
+TensorStyle = Literal[
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "rowwise_split_input",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicate",
+]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]
 PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "loop_bfs"
@@ -83,6 +92,13 @@ class ParallelismConfig(Section):
     )
     pp_size: int = setting(
         1, "stages the layers are divided into (pipeline parallel)", minimum=1, also=(-1,), flags=("pp_size",)
+    )
+    tp_plan: Literal["auto"] | Mapping[str, str] = setting(
+        "auto",
+        "how layers are split, by patterns of module names (auto: the model's own plan, else attention and MLPs)",
+    )
+    tp_divide: tuple[str, ...] = setting(
+        (), "attributes that count what is split, such as num_heads: divided by tp_size"
     )
     sp_size: int = setting(
         1, "processes one sequence is split over by DeepSpeed (Ulysses)", minimum=1, flags=("sp_size",)

@@ -24,7 +24,7 @@ class Config(Section):
     mixed_precision: PrecisionType = setting("no", "numbers of forward and backward: no, fp16, bf16, fp8")
     strategy: StrategyName = setting("auto", "how training is spread (auto: ddp with several processes, else none)")
     cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
-    debug: bool = setting(False, "check every collective and print the start-up banner")
+    debug: bool = setting(False, "show hasten's and torch's own logs, the start-up banner and whole tracebacks")
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Callable, Collection, Sized
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data.agreement import agree_on_loader
 from hasten.data.dispatch import DispatchSource, Reader, Seats
-from hasten.data.iterable import Cutting, Sharing, is_hub_stream
+from hasten.data.foreign import is_hub_stream, plainly
+from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, Move, Parts, Track, plain_move
-from hasten.data.order import DistributedOrder, check_distributed, order_of, plainly
+from hasten.data.memory import Memory
+from hasten.data.order import DistributedOrder, check_distributed, order_of
 from hasten.data.plan import plan_batches, plan_rows
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
@@ -29,6 +33,7 @@ from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
+from hasten.runtime.seeding import synchronize_rng_states
 
 log = get_logger(__name__)
 
@@ -44,6 +49,7 @@ def prepare_loader(
     device: torch.device | None,
     seed: int,
     slice_fn: SliceFn | None = None,
+    rng_types: Collection[str] = (),
 ) -> Loader:
     """The loader, reading this rank's share, on `device` (None leaves batches where they are).
 
@@ -70,8 +76,12 @@ def prepare_loader(
         ctx.mesh.size(*BATCH),
         tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
     )
-    make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
-    source, total, shown = make(loader, ctx, config, seats, slice_fn)
+    if isinstance(loader.dataset, IterableDataset):
+        _draw_alike(loader.dataset, ctx)
+        make = _stream_parts
+    else:
+        make = _indexed_parts
+    source, total, shown = make(_Request(loader, ctx, config, seats, slice_fn, _depth(device, config)))
     track = Track(Position(seed=seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
         shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
@@ -83,6 +93,7 @@ def prepare_loader(
         shard=seats.shard,
         seed_workers=loader.generator is None,
         total_batch_size=total,
+        equalise=_equaliser(rng_types, loader, ctx),
     )
     made = Loader.made(loader, parts, **shown)
     if source.steps() == 0 and source.size():
@@ -97,17 +108,33 @@ def prepare_loader(
     return made
 
 
+def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
+    """What makes these generators equal; a loader without one of its own shuffles alike on all ranks anyway."""
+    types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
+    if not types or ctx.world.size == 1:
+        return None
+    return partial(synchronize_rng_states, types, ctx.world, loader.generator)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a source is made for."""
+
+    loader: DataLoader[Any]
+    ctx: ProcessContext
+    config: DataLoaderConfiguration
+    seats: Seats
+    slice_fn: SliceFn | None
+    depth: int
+    """Batches read ahead of the one in use."""
+
+
 Made = tuple[Source, int | None, dict[str, Any]]
 """The source, samples in a global step when fixed, and attributes to show instead of the user's."""
 
 
-def _indexed_parts(
-    loader: DataLoader[Any],
-    ctx: ProcessContext,
-    config: DataLoaderConfiguration,
-    seats: Seats,
-    slice_fn: SliceFn | None,
-) -> Made:
+def _indexed_parts(request: _Request) -> Made:
+    loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
     whole = _assignment(loader, ctx, config, seats)
     fixed = whole.form == "rows"
     shown: dict[str, Any] = {} if whole.form == "items" else {"batch_sampler": whole}
@@ -120,23 +147,18 @@ def _indexed_parts(
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
             )
-        return IndexedSource(loader, whole, ctx.rank), total, shown
-    if slice_fn is None and not (whole.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, whole, ctx.rank, lots_per_step=seats.num_shards)
+        return IndexedSource(loader, whole, ctx.rank, reads_ahead=request.depth > 0), total, shown
+    if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
+        inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, reads_ahead=True)
         return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
     alone = Seats(0, 1, (0,))
-    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank)
-    reader = _batch_reader(loader, config, seats, slice_fn)
+    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank, reads_ahead=True)
+    reader = _batch_reader(request)
     return _dispatched(inner, reader, ctx, seats), total, shown
 
 
-def _stream_parts(
-    loader: DataLoader[Any],
-    ctx: ProcessContext,
-    config: DataLoaderConfiguration,
-    seats: Seats,
-    slice_fn: SliceFn | None,
-) -> Made:
+def _stream_parts(request: _Request) -> Made:
+    loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
     batch_size = loader.batch_size
     split = config.split_batches
     rows = 1 if batch_size is None else batch_size
@@ -160,7 +182,7 @@ def _stream_parts(
     if config.dispatch_batches:
         cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
-        return _dispatched(inner, _batch_reader(loader, config, seats, slice_fn), ctx, seats), total, shown
+        return _dispatched(inner, _batch_reader(request), ctx, seats), total, shown
     sharing, dataset = _share_stream(loader.dataset, seats)
     if split and not batched:  # every rank reads each batch and keeps its rows
         cutting = Cutting(1, 0, 1, False, drop_last, config.even_batches, split=(seats.num_shards, seats.shard))
@@ -192,11 +214,20 @@ def _dispatched(inner: Source, reader: Reader, ctx: ProcessContext, seats: Seats
     return DispatchSource(inner, reader, ctx.world, seats)
 
 
-def _batch_reader(
-    loader: DataLoader[Any], config: DataLoaderConfiguration, seats: Seats, slice_fn: SliceFn | None
-) -> BatchReader:
+def _batch_reader(request: _Request) -> BatchReader:
+    loader, config = request.loader, request.config
     drop_last = bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-    return BatchReader(seats.num_shards, config.split_batches, config.even_batches, drop_last, slice_fn)
+    return BatchReader(request.seats.num_shards, config.split_batches, config.even_batches, drop_last, request.slice_fn)
+
+
+def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's dataset
+    """Give the generators a stream owns the states they have on the first rank, as ranks that share it must draw alike.
+
+    Ranks: every rank.
+    """
+    if ctx.world.size > 1:
+        memory = Memory(dataset, attributes=False)
+        memory.restore(ctx.world.broadcast_object(memory.capture()))
 
 
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
@@ -264,14 +295,24 @@ def _assignment(
     return Assignment(order, plan, "rows", stride=stride)
 
 
+def _depth(device: torch.device | None, config: DataLoaderConfiguration) -> int:
+    """How many batches are read ahead of the one in use."""
+    if device is None:
+        return 0
+    if device.type == "cpu":
+        return config.prefetch or 0
+    depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
+    return depth if kind_of(device).side_streams else 0
+
+
 def _move(device: torch.device | None, config: DataLoaderConfiguration) -> Move | None:
     """What brings batches to the device, or None when they stay."""
     if device is None:
         return None
+    depth = _depth(device, config)
     if device.type == "cpu":
-        return LookAhead(config.prefetch) if config.prefetch else None
-    depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
-    if depth and kind_of(device).side_streams:
+        return LookAhead(depth) if depth else None
+    if depth:
         return Prefetch(device, depth, config.prefetch_skip_keys)
 
     def put(batch: Any) -> Any:  # Any: a batch of the user's

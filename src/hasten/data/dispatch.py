@@ -86,6 +86,12 @@ class DispatchSource:
     def begin(self, at: Position) -> Position:
         return self._inner.begin(at)
 
+    def remember(self, at: Position) -> Position:
+        return self._inner.remember(at)
+
+    def first(self, at: Position) -> Any:
+        return self._inner.first(at)
+
     def open(self, at: Position) -> Iterator[Item]:
         wire = Wire(self._comm)
         return self._give(wire, at) if self._comm.rank == 0 else self._take(wire)

@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten import trees
 from hasten.data.position import Position, decode, encode
 from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, Source
@@ -79,6 +78,8 @@ class Parts:
     total_batch_size: int | None
     cursor: LoaderCursor = field(default_factory=LoaderCursor)
     skip: int = 0
+    equalise: Callable[[], None] | None = None
+    """Makes random generators equal on all ranks, at the beginning of an epoch."""
 
 
 class Loader(DataLoader[Any]):
@@ -136,7 +137,9 @@ class Loader(DataLoader[Any]):
         track = parts.track
         at = track.upcoming()
         if parts.skip:
-            at = parts.source.skipped(replace(at, consumed=0, stream=None), parts.skip)
+            at = parts.source.skipped(replace(at, consumed=0), parts.skip)
+        if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has its own states
+            parts.equalise()
         self._set_seeds(at)
         at = parts.source.begin(at)
         track.enter(at)
@@ -148,10 +151,9 @@ class Loader(DataLoader[Any]):
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
         with clock.watching(cursor):
-            for batch, real, last, mark in items:
+            for batch, padding, last, mark in items:
                 cursor.batch += 1
-                cursor.num_real = real
-                cursor.num_rows = None if real is None else trees.batch_size(batch)
+                cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
                 cursor.at_end = last
                 if track.start is here:  # not overtaken by a later pass
                     track.steps += 1
@@ -179,10 +181,11 @@ class Loader(DataLoader[Any]):
         self.parts.track.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands, as JSON values, equal on every rank: all it takes to go on as if never stopped."""
+        """Where the loop stands on this rank, as JSON values: all it takes to go on as if never stopped."""
         parts = self.parts
         track = parts.track
-        at = track.start if track.steps == 0 else parts.source.reached(track.start, track.steps, track.mark)
+        source = parts.source
+        at = source.reached(track.start, track.steps, track.mark) if track.steps else source.remember(track.start)
         return encode(at, parts.source.unit, parts.source.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -222,7 +225,7 @@ def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
     """A move that handles one batch after the other, when it is asked for."""
 
     def move(items: Iterable[Item]) -> Iterator[Item]:
-        for batch, real, last, mark in items:
-            yield put(batch), real, last, mark
+        for batch, padding, last, mark in items:
+            yield put(batch), padding, last, mark
 
     return move

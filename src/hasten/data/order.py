@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import copy
-import random
+import operator
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Final, Protocol, TypeGuard, TypeVar
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +22,12 @@ from torch.utils.data import (
 )
 
 from hasten.comm.base import Comm
-from hasten.data.position import Position
+from hasten.data.foreign import plainly
+from hasten.data.memory import Memory, decode_value, encode_value
+from hasten.data.own_rng import OwnRng, RandomStates
+from hasten.data.position import Position, Witness
 from hasten.data.shuffle import Indices, Shuffle, derive_seed
 from hasten.errors import ConfigError, DataError, PeerFailedError
-
-T = TypeVar("T")
 
 _SHARED_CHUNK: Final = 1024
 _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSampler)
@@ -144,27 +146,45 @@ class SharedOrder:
     """Any other sampler or batch sampler: the first rank draws, the others receive.
 
     It is drawn under random states of its own, seeded by (seed, epoch), so that it can be drawn again on resume and
-    does not disturb the training's. A generator the user gave is used as it is, and its state is kept with the
-    position.
+    does not disturb the training's. What the sampler itself remembers between epochs (a generator, a count, a list
+    that it shuffles) is kept with the position: its `state_dict()` when it has one, else what inspection finds. The
+    position also holds a checksum of the order, so that a sampler whose memory could not be found is refused.
     """
 
     def __init__(self, sampler: Iterable[Any], comm: Comm) -> None:  # Any: a unit is whatever the sampler yields
-        self._sampler = sampler
+        self._sampler: Any = sampler
         self._comm = comm
-        self._generator = _generator_of(sampler)
+        self._process = RandomStates()
+        self._memory = Memory(sampler)
+        self._head: list[Any] = []
 
     def size(self) -> int | None:
         return len(self._sampler) if isinstance(self._sampler, Sized) else None
 
     def begin(self, at: Position) -> Position:
-        if self._generator is None:
-            return at
         if at.generator is None:
-            state = base64.b64encode(bytes(self._generator.get_state().numpy())).decode()
-            return Position(epoch=at.epoch, consumed=at.consumed, seed=at.seed, generator=state)
-        raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
-        self._generator.set_state(torch.from_numpy(raw.copy()))
+            return replace(at, generator=self._remembered())
+        if isinstance(at.generator, str):  # as earlier versions wrote it: the one torch.Generator
+            generator = _generator_of(self._sampler)
+            if generator is not None:
+                raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
+                generator.set_state(torch.from_numpy(raw.copy()))
+        elif "state" in at.generator:
+            self._sampler.load_state_dict(decode_value(at.generator["state"]))
+        else:
+            self._memory.restore(at.generator)
         return at
+
+    def _remembered(self) -> dict[str, Any] | None:
+        if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
+            state = encode_value(self._sampler.state_dict())
+            if state is not None:
+                return {"state": state}
+        return self._memory.capture() or {}
+
+    def witness(self, consumed: int) -> Witness | None:
+        """A checksum of the order's first units, as far as they were consumed; None where they are no plain numbers."""
+        return _witness(self._head[:consumed])
 
     def seek(self, at: Position) -> None:
         return None
@@ -172,22 +192,37 @@ class SharedOrder:
     def draw(self, at: Position) -> Iterator[Any]:  # Any: a unit is whatever the sampler yields
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(at.epoch)
-        world = _RandomStates(derive_seed(at.seed, at.epoch))
+        rng = OwnRng(derive_seed(at.seed, at.epoch), self._process)
         units: Iterator[Any] | None = None
+        number = 0
         while True:
             chunk: list[Any] = []
             error: Exception | None = None
             if self._comm.rank == 0:
                 try:
-                    with world.entered():
+                    with self._process.kept(), rng.entered():
                         units = iter(self._sampler) if units is None else units
                         chunk = list(islice(units, _SHARED_CHUNK))
                 except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
                     error = raised
             chunk = self._share(chunk, error)
+            if number == 0:
+                self._head = chunk
+                self._check(at, chunk)
+            number += 1
             yield from chunk
             if len(chunk) < _SHARED_CHUNK:
                 return
+
+    def _check(self, at: Position, chunk: list[Any]) -> None:
+        """Raise when the saved run's order began with other units."""
+        if at.witness is None or _witness(chunk[: at.witness[0]]) == at.witness:
+            return
+        raise DataError(
+            f"{type(self._sampler).__name__} drew another order for epoch {at.epoch} than in the run that was saved, so "
+            f"samples would be lost and repeated: it remembers something that hasten cannot find. Give it set_epoch(), "
+            f"state_dict() and load_state_dict(), or draw from a generator that it keeps as an attribute."
+        )
 
     def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
         if self._comm.size > 1:
@@ -202,37 +237,20 @@ class SharedOrder:
         return chunk
 
 
-class _RandomStates:
-    """The process's CPU random states, swapped for seeded ones while somebody draws."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed: int | None = seed
-        self._states: tuple[Any, Any, Any] | None = None
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        outside = _read_states()
-        if self._states is not None:
-            _write_states(self._states)
-        elif self._seed is not None:
-            torch.default_generator.manual_seed(self._seed)
-            random.seed(self._seed)
-            np.random.seed(self._seed & 0xFFFFFFFF)
-        try:
-            yield
-        finally:
-            self._states = _read_states()
-            _write_states(outside)
+def _witness(units: list[Any]) -> Witness | None:  # Any: a unit is whatever the sampler yields
+    try:
+        text = repr([_plain(unit) for unit in units])
+    except TypeError:
+        return None
+    return (len(units), zlib.crc32(text.encode())) if units else None
 
 
-def _read_states() -> tuple[Any, Any, Any]:  # Any: opaque states of three libraries
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _write_states(states: tuple[Any, Any, Any]) -> None:  # Any: opaque states of three libraries
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+def _plain(unit: Any) -> Any:  # Any: a unit is whatever the sampler yields
+    if isinstance(unit, str):
+        return str(unit)
+    if isinstance(unit, list | tuple):
+        return [_plain(part) for part in unit]
+    return operator.index(unit)
 
 
 def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sampler is any iterable of indices
@@ -246,12 +264,6 @@ def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sa
     if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:
         return SeededOrder(sampler)
     return SharedOrder(sampler, comm)
-
-
-def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
-    own = type(value)
-    return own is kind or (own.__name__ == kind.__name__ and own.__module__.startswith("torchdata."))
 
 
 def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:

@@ -29,6 +29,13 @@ class Share(NamedTuple):
     real: int
 
 
+class Padding(NamedTuple):
+    """How many rows of a batch are real, and how many it has; None when only its tensors would tell."""
+
+    real: int
+    rows: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPlan:
     """How one rank reads an epoch; equal on all ranks but for `shard`."""

@@ -10,6 +10,9 @@ from hasten.errors import DataError
 
 Unit = Literal["samples", "batches", "stream"]
 
+Witness = tuple[int, int]
+"""How many of the order's first units were looked at, and their checksum."""
+
 _VERSION: Final = 1
 
 
@@ -21,14 +24,17 @@ class Position:
     consumed: int = 0
     """Units of the epoch's global order that the ranks have handed to their users."""
     seed: int = 0
-    generator: str | None = None
-    """State of the user's generator when the epoch began, on the rank that draws; base64."""
+    generator: Mapping[str, Any] | str | None = None
+    """What the user's sampler remembered when the epoch began, on the rank that draws (see Memory). Earlier versions
+    wrote the state of one torch.Generator as text."""
+    witness: Witness | None = None
+    """What the order of the epoch began with, where it is drawn from a sampler of the user's."""
     stream: Mapping[str, Any] | None = None
     """What a stream needs besides the count: positions of its workers."""
 
     def begin(self, epoch: int) -> Position:
         """The beginning of `epoch`."""
-        return replace(self, epoch=epoch, consumed=0, generator=None, stream=None)
+        return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None)
 
 
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
@@ -42,7 +48,10 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         "seed": position.seed,
     }
     if position.generator is not None:
-        state["generator"] = position.generator
+        saved = position.generator
+        state["generator"] = saved if isinstance(saved, str) else dict(saved)
+    if position.witness is not None:
+        state["witness"] = list(position.witness)
     if position.stream is not None:
         state["stream"] = dict(position.stream)
     return state
@@ -80,5 +89,6 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
         consumed=state["consumed"],
         seed=state["seed"],
         generator=state.get("generator"),
+        witness=tuple(state["witness"]) if "witness" in state else None,
         stream=state.get("stream"),
     )

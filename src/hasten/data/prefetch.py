@@ -1,11 +1,12 @@
-"""Batches kept ahead on the device: copied on a side stream while the device computes."""
+"""Batches on their way to the device: small ones copied in line, large ones ahead of time on a side stream."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,50 +15,120 @@ from hasten import trees
 from hasten.data.source import Item
 
 # Any in this file: batches are the user's own objects.
+_IN_LINE_BYTES: Final = 1 << 16
+"""Batches up to this size are copied in line. A copy of 64 KiB takes the device a few microseconds, and CUDA takes up to
+that much pageable memory into its command buffer without waiting; a side stream costs the host more than that hides."""
+_TIMED_COPIES: Final = 8
+_PATIENCE_S: Final = 0.5e-3
+"""In-line copies that hold the host longer than this wait for the device, and go to the side stream instead."""
 _WORTH_A_THREAD: Final = 1 << 20  # bytes of unpinned tensors that are staged in a thread rather than in line
 
 
-class Copied(NamedTuple):
-    """A batch whose copy to the device has been ordered."""
+class InLine:
+    """Copies batches on the current stream when they are asked for, as long as that does not hold the host up."""
 
-    batch: Any
-    done: torch.Event | None
-    """Reached by the side stream when the copy is complete; None when nothing was copied there."""
+    def __init__(self, device: torch.device, skip_keys: Collection[str] = (), limit: int = _IN_LINE_BYTES) -> None:
+        self._device = device
+        self._skip_keys = skip_keys
+        # CUDA has read pageable memory when the call returns; other devices are not known to
+        self._non_blocking = device.type == "cuda"
+        self._limit = limit
+        self._timed = 0
+        self._fastest_s = float("inf")
+
+    def takes(self, batch: Any) -> bool:
+        """Whether the batch is small enough; false for objects that hide their tensors."""
+        size = host_bytes(batch)
+        return size is not None and size <= self._limit
+
+    def copy(self, batch: Any) -> Any:
+        """The batch on the device."""
+        if self._timed >= _TIMED_COPIES:
+            return trees.to_device(batch, self._device, self._non_blocking, self._skip_keys)
+        begun = time.perf_counter()
+        moved = trees.to_device(batch, self._device, self._non_blocking, self._skip_keys)
+        self._fastest_s = min(self._fastest_s, time.perf_counter() - begun)
+        self._timed += 1
+        if self._timed == _TIMED_COPIES and self._fastest_s > _PATIENCE_S:
+            self._limit = -1
+        return moved
+
+
+class Slot:
+    """Pinned buffers and an event for one copy at a time; they are used again when that copy is complete."""
+
+    def __init__(self, done: torch.Event, allocate: Callable[[int], Tensor] | None = None) -> None:
+        self.done = done
+        """Recorded on the side stream after the slot's latest copy."""
+        self.used = False
+        self._allocate = allocate or _pinned
+        self._buffers: list[Tensor] = []
+        self._views: list[Tensor] = []
+        self._next = 0
+
+    def take(self) -> None:
+        """Wait until the latest copy out of these buffers is complete; then they may be written again."""
+        if self.used:
+            self.done.synchronize()
+        self._next = 0
+
+    def staged(self, x: Tensor) -> Tensor:
+        """`x` in pinned memory, from which it is copied beside the host."""
+        if x.device.type != "cpu" or not x.numel() or x.is_pinned():
+            return x
+        if type(x) is not Tensor or x.requires_grad or not x.is_contiguous() or x.is_conj() or x.is_neg():
+            return x.pin_memory()
+        index = self._next
+        self._next += 1
+        if index == len(self._buffers):
+            self._buffers.append(self._allocate(x.nbytes))
+            self._views.append(self._buffers[index])
+        view = self._views[index]
+        if view.shape != x.shape or view.dtype != x.dtype:
+            if self._buffers[index].nbytes < x.nbytes:
+                self._buffers[index] = self._allocate(x.nbytes)
+            view = self._views[index] = self._buffers[index][: x.nbytes].view(x.dtype).view(x.shape)
+        return view.copy_(x)
 
 
 class Lane:
     """A side stream that carries batches to the device, safely: memory is not reused while either end needs it."""
 
-    def __init__(self, device: torch.device, skip_keys: Collection[str] = ()) -> None:
+    def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
         self._device = device
         self._skip_keys = frozenset(skip_keys)
         self._stream = torch.Stream(device=device)
         self._guarded = False
         self._thread: ThreadPoolExecutor | None = None
+        # one more than can be under way: the batch that used a slot before has been handed over
+        self._slots = [Slot(torch.Event(device=device)) for _ in range(depth + 1)]
+        self._sent = 0
 
-    def send(self, batch: Any) -> Copied | Future[Copied]:
+    def send(self, batch: Any) -> Sent:
         """Order the copy of a batch; large unpinned ones are staged in a thread, so that the caller does not wait."""
-        if not self._guarded and _opaque(batch):
+        slot = self._slots[self._sent % len(self._slots)]
+        self._sent += 1
+        leaves = trees.leaves(batch)
+        if not self._guarded and _opaque(leaves):
             self._guarded = True
         if self._guarded:  # in line: memory is taken here, before the user's next work can free any
-            return self._copy(batch, self._reader_event())
-        if _unpinned_bytes(batch) < _WORTH_A_THREAD:
-            return self._copy(batch)
+            return self._copy(batch, slot, self._reader_event())
+        if _unpinned_bytes(leaves) < _WORTH_A_THREAD:
+            return self._copy(batch, slot)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-staging")
-        return self._thread.submit(self._copy, batch)
+        return self._thread.submit(self._copy, batch, slot)
 
-    def hand_over(self, sent: Copied | Future[Copied]) -> Any:
+    def hand_over(self, sent: Sent) -> Any:
         """The batch, ready for use on the current stream of the calling thread."""
-        copied = sent.result() if isinstance(sent, Future) else sent
-        if copied.done is not None:
-            current = torch.accelerator.current_stream(self._device)
-            current.wait_event(copied.done)
-            for leaf in trees.leaves(copied.batch):
-                record = getattr(leaf, "record_stream", None)
-                if record is not None and _on(leaf, self._device):
-                    record(current)
-        return copied.batch
+        batch, slot = sent.result() if isinstance(sent, Future) else sent
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(slot.done)
+        for leaf in trees.leaves(batch):
+            record = getattr(leaf, "record_stream", None)
+            if record is not None and _on(leaf, self._device):
+                record(current)
+        return batch
 
     def close(self) -> None:
         """End the staging thread, after what it is doing."""
@@ -65,15 +136,16 @@ class Lane:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def _copy(self, batch: Any, before: torch.Event | None = None) -> Copied:
-        pinned = _pin(batch, self._skip_keys)
+    def _copy(self, batch: Any, slot: Slot, before: torch.Event | None = None) -> tuple[Any, Slot]:
+        slot.take()
+        pinned = _pin(batch, self._skip_keys, slot)
         with self._stream:
             if before is not None:
                 self._stream.wait_event(before)
             moved = trees.to_device(pinned, self._device, True, self._skip_keys)
-            done = torch.Event(device=self._device)
-            done.record(self._stream)
-        return Copied(moved, done)
+            slot.done.record(self._stream)
+        slot.used = True
+        return moved, slot
 
     def _reader_event(self) -> torch.Event:
         """What the device has been given to do so far.
@@ -86,8 +158,12 @@ class Lane:
         return event
 
 
+Sent = tuple[Any, Slot] | Future[tuple[Any, Slot]]
+"""A batch whose copy has been ordered, with the slot that holds its source; or the promise of one."""
+
+
 class Prefetch:
-    """Keeps `depth` batches ahead of the one in the user's hands on the device."""
+    """Puts batches on the device: small ones when they are asked for, large ones `depth` batches ahead."""
 
     def __init__(self, device: torch.device, depth: int, skip_keys: Collection[str] = ()) -> None:
         self._device = device
@@ -95,15 +171,31 @@ class Prefetch:
         self._skip_keys = skip_keys
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
-        lane = Lane(self._device, self._skip_keys)
-        queue: deque[tuple[Copied | Future[Copied], int | None, bool, Any]] = deque()
+        in_line = InLine(self._device, self._skip_keys)
+        for item in items:
+            batch, real, last, mark = item
+            if not in_line.takes(batch):
+                yield from self._ahead(item, items, in_line)
+                return
+            yield in_line.copy(batch), real, last, mark
+
+    def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
+        """The first large batch and those after it; small ones among them keep their place and are copied in line."""
+        lane = Lane(self._device, self._depth, self._skip_keys)
+        queue: deque[tuple[Any, bool, int | None, bool, Any]] = deque()
+
+        def handed() -> Item:
+            batch, sent, real, last, mark = queue.popleft()
+            return (lane.hand_over(batch) if sent else in_line.copy(batch)), real, last, mark
+
         try:
-            for batch, real, last, mark in items:
-                queue.append((lane.send(batch), real, last, mark))
+            for batch, real, last, mark in _chained(first, items):
+                small = in_line.takes(batch)
+                queue.append((batch if small else lane.send(batch), not small, real, last, mark))
                 if len(queue) > self._depth:
-                    yield _handed(lane, queue)
+                    yield handed()
             while queue:
-                yield _handed(lane, queue)
+                yield handed()
         finally:
             lane.close()
 
@@ -123,34 +215,62 @@ class LookAhead:
         yield from queue
 
 
-def _handed(lane: Lane, queue: deque[tuple[Copied | Future[Copied], int | None, bool, Any]]) -> Item:
-    sent, real, last, mark = queue.popleft()
-    return lane.hand_over(sent), real, last, mark
+def host_bytes(batch: Any) -> int | None:
+    """The bytes of a batch's tensors; None when it holds an object that can be moved but hides its tensors."""
+    kind = type(batch)
+    if kind is Tensor:
+        return int(batch.nbytes)
+    if kind is dict:
+        parts = batch.values()
+    elif kind is tuple or kind is list:
+        parts = batch
+    elif isinstance(batch, Tensor):
+        return batch.numel() * batch.element_size()
+    elif trees.is_container(batch):
+        parts = [part for _, part in trees.children(batch)]
+    else:
+        return None if hasattr(batch, "to") else 0
+    total = 0
+    for part in parts:
+        size = part.nbytes if type(part) is Tensor else host_bytes(part)
+        if size is None:
+            return None
+        total += size
+    return total
 
 
-def _pin(batch: Any, skip_keys: Collection[str]) -> Any:
+def _chained(first: Item, items: Iterator[Item]) -> Iterator[Item]:
+    yield first
+    yield from items
+
+
+def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
     """The batch with its host tensors in pinned memory, from which copies run beside the host."""
     if isinstance(batch, Tensor):
-        return batch if batch.device.type != "cpu" or batch.is_pinned() or not batch.numel() else batch.pin_memory()
+        return slot.staged(batch)
     if not trees.is_container(batch):
         pin = getattr(batch, "pin_memory", None)
         return pin() if callable(pin) else batch
-    parts = [part if key in skip_keys else _pin(part, skip_keys) for key, part in trees.children(batch)]
+    parts = [part if key in skip_keys else _pin(part, skip_keys, slot) for key, part in trees.children(batch)]
     return trees.rebuild(batch, parts)
 
 
-def _unpinned_bytes(batch: Any) -> int:
+def _pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _unpinned_bytes(leaves: list[Any]) -> int:
     return sum(
-        x.numel() * x.element_size() for x in trees.tensors(batch) if x.device.type == "cpu" and not x.is_pinned()
+        x.numel() * x.element_size()
+        for x in leaves
+        if isinstance(x, Tensor) and x.device.type == "cpu" and not x.is_pinned()
     )
 
 
-def _opaque(batch: Any) -> bool:
-    """Whether the batch holds an object that can be moved but cannot say on which stream it is used."""
+def _opaque(leaves: list[Any]) -> bool:
+    """Whether there is an object among them that can be moved but cannot say on which stream it is used."""
     return any(
-        hasattr(leaf, "to") and not hasattr(leaf, "record_stream")
-        for leaf in trees.leaves(batch)
-        if not isinstance(leaf, Tensor)
+        hasattr(leaf, "to") and not hasattr(leaf, "record_stream") for leaf in leaves if not isinstance(leaf, Tensor)
     )
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from hasten import trees
 from hasten.data.dispatch import Round
 from hasten.data.iterable import split_batch
-from hasten.data.plan import cut
+from hasten.data.plan import Padding, cut
 from hasten.data.position import Position
 from hasten.data.sampler import Lot
 from hasten.data.source import IndexedSource, Item, Source
@@ -76,27 +78,28 @@ class BatchReader:
         return full + int(tail > 0 and not self.drop_last)
 
     def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+        pads = self.even and self.num_shards > 1 and not (self.split and self.slice_fn is None)
+        first: Any = source.first(at) if pads and at.consumed else None
         items = source.open(at)
-        first: Any = None
         for group, following in with_next(self._groups(items)):
             if first is None:
-                first = trees.map_leaves(lambda leaf: leaf, group[0][0])  # users take their batches apart
+                first = trees.map_leaves(_own_copy, group[0][0])
             parts = self._parts(group, first)
             go_on = self.num_shards if following and (self.even or self.split) else len(following or ())
             mark = group[-1][3]
             dealt: list[Item | None] = [(*part, shard >= go_on, mark) for shard, part in enumerate(parts)]
             yield Round(dealt + [None] * (self.num_shards - len(dealt)), following is not None)
 
-    def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, int | None]]:
-        """Batch and number of real rows for each rank that has a part in the step."""
+    def _parts(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
+        """Batch and padding for each rank that has a part in the step."""
         if self.slice_fn is not None:
             return self._sliced(group, first)
         if self.split:
             shards = range(self.num_shards)
             return [split_batch(group[0][0], self.num_shards, shard, self.even) for shard in shards]
-        parts: list[tuple[Any, int | None]] = [(item[0], item[1]) for item in group]
+        parts: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
         if self.even:
-            parts += [(first, 0)] * (self.num_shards - len(parts))
+            parts += [(first, Padding(0, None))] * (self.num_shards - len(parts))
         return parts
 
     def _groups(self, items: Iterator[Item]) -> Iterator[list[Item]]:
@@ -104,7 +107,7 @@ class BatchReader:
             if len(group) == self.per_round or not self.drop_last:
                 yield group
 
-    def _sliced(self, group: list[Item], first: Any) -> list[tuple[Any, int | None]]:
+    def _sliced(self, group: list[Item], first: Any) -> list[tuple[Any, Padding | None]]:
         assert self.slice_fn is not None, "only called with a slice function"
         whole = trees.concat([item[0] for item in group])
         size = trees.batch_size(whole) or 0
@@ -115,10 +118,15 @@ class BatchReader:
         return [
             (
                 self.slice_fn(whole, slice(share.first, share.first + share.rows), shard, self.num_shards),
-                None if share.real == share.rows else share.real,
+                None if share.real == share.rows else Padding(share.real, share.rows),
             )
             for shard, share in enumerate(shares)
         ]
+
+
+def _own_copy(leaf: Any) -> Any:
+    """A tensor that users may change in place; other leaves as they are."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any, Final, NoReturn, Protocol
 
+import torch
 from torch.utils.data import DataLoader
 
+from hasten.data.foreign import is_torchdata
+from hasten.data.order import SharedOrder
+from hasten.data.own_rng import RandomStates
+from hasten.data.plan import Padding
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
+from hasten.data.shuffle import derive_seed
 from hasten.data.workers import WorkerDataset, batch_seeds
 from hasten.errors import DataError
 
-Item = tuple[Any, int | None, bool, Any]
-"""(batch, rows that are not padding or None for all, last of the epoch, mark of a stream's position)."""
+Item = tuple[Any, Padding | None, bool, Any]
+"""(batch, its padding or None for none, last of the epoch, mark of a stream's position)."""
 
-_SHOWN_INDICES = 32
+_SHOWN_INDICES: Final = 32
+_END: Final = object()
 
 
 class Source(Protocol):
@@ -37,6 +45,14 @@ class Source(Protocol):
 
     def begin(self, at: Position) -> Position:
         """`at` with what is needed to enter its epoch again."""
+        ...
+
+    def remember(self, at: Position) -> Position:
+        """`at`, the beginning of an epoch, with what the user's sampler or stream remembers from earlier ones."""
+        ...
+
+    def first(self, at: Position) -> Any:
+        """The first batch of the epoch that `at` lies in; None when it has none. To be called before `open`."""
         ...
 
     def open(self, at: Position) -> Iterator[Item]:
@@ -63,7 +79,16 @@ class Source(Protocol):
 class IndexedSource:
     """Map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
 
-    def __init__(self, loader: DataLoader[Any], assignment: Assignment, rank: int, lots_per_step: int = 1) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        assignment: Assignment,
+        rank: int,
+        lots_per_step: int = 1,
+        reads_ahead: bool = False,
+    ) -> None:
+        self._reads_ahead = reads_ahead
+        self._process = RandomStates()
         self.assignment = assignment
         self.unit = assignment.unit
         self._loader = loader
@@ -86,21 +111,48 @@ class IndexedSource:
     def begin(self, at: Position) -> Position:
         return self.assignment.order.begin(at)
 
-    def open(self, at: Position) -> Iterator[Item]:
+    def remember(self, at: Position) -> Position:
+        return self.begin(at) if at.generator is None else at
+
+    def first(self, at: Position) -> Any:
+        twin = self.copied()
+        twin.engine.generator = own_generator(at)
+        items = twin.open(replace(at, consumed=0, witness=None))
+        item = next(items, None)
+        items.close()  # ends its workers
+        self.begin(at)  # the sampler has been drawn from
+        return None if item is None else item[0]
+
+    def open(self, at: Position) -> Generator[Item]:
         return self.read(self.assignment.lots(at), at)
 
-    def read(self, lots: Iterator[Lot], at: Position) -> Iterator[Item]:
+    def read(self, lots: Iterator[Lot], at: Position) -> Generator[Item]:
         """The batches of the given lots, which begin at `at`."""
+        in_workers = bool(self._loader.num_workers)
         seeds = None
-        if self._loader.num_workers:
+        if in_workers or self._reads_ahead:
             plan = self.assignment.plan
             first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
             seeds = batch_seeds(at.seed, at.epoch, plan.shard, first)
-        notes = self._feed.load(lots, seeds)
-        return self._read(iter(self.engine), notes, at)
+        notes = self._feed.load(lots, seeds if in_workers else None)
+        batches = iter(self.engine)
+        return self._read(batches if seeds is None or in_workers else self._seeded(batches, seeds), notes, at)
+
+    def _seeded(self, batches: Iterator[Any], seeds: Iterator[int]) -> Iterator[Any]:
+        """Batches read in this process ahead of their use: each under a seed of its own, as in a worker."""
+        for seed in seeds:
+            with self._process.kept():
+                self._process.seed(seed)
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
-        return moved(start, self.assignment.reached(start.consumed, steps))
+        consumed = self.assignment.reached(start.consumed, steps)
+        order = self.assignment.order
+        witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
+        return replace(start, consumed=consumed, witness=witness)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
@@ -109,9 +161,12 @@ class IndexedSource:
         setattr(self.engine, name, value)
 
     def copied(self, even: bool | None = None) -> IndexedSource:
-        return IndexedSource(self._loader, self.assignment.evened(even), self._rank, self._lots_per_step)
+        return IndexedSource(
+            self._loader, self.assignment.evened(even), self._rank, self._lots_per_step, self._reads_ahead
+        )
 
-    def _read(self, batches: Iterator[Any], notes: deque[Lot], at: Position) -> Iterator[Item]:
+    def _read(self, batches: Iterator[Any], notes: deque[Lot], at: Position) -> Generator[Item]:
+        whole = self.assignment.form == "items"
         take = notes.popleft
         number = 0
         while True:
@@ -127,9 +182,9 @@ class IndexedSource:
                     f"{number}): it overrides how a DataLoader iterates, so samples cannot be dealt out to ranks. "
                     f"Prepare a plain DataLoader, and wrap the prepared one."
                 )
-            _, real, last = take()
+            indices, real, last = take()
             number += 1
-            yield batch, real, last, None
+            yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, None
 
     def _explain(self, error: Exception, notes: deque[Lot], at: Position, number: int) -> NoReturn:
         """Say on the error which rank, epoch, batch and indices it happened at, and raise it on."""
@@ -143,7 +198,7 @@ class IndexedSource:
 
 def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     """A copy of the user's loader, all settings kept but those in `replaced`, with no workers started yet."""
-    if type(loader).__module__.startswith("torchdata."):  # it keeps a position of its own; ours counts what users saw
+    if is_torchdata(loader):  # it keeps a position of its own; ours counts what users saw
         engine: DataLoader[Any] = DataLoader.__new__(DataLoader)
         engine.__dict__.update(loader.__dict__)
     else:
@@ -152,12 +207,6 @@ def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
     return engine
 
 
-def moved(position: Position, consumed: int) -> Position:
-    """The same epoch at another place."""
-    return Position(
-        epoch=position.epoch,
-        consumed=consumed,
-        seed=position.seed,
-        generator=position.generator,
-        stream=position.stream,
-    )
+def own_generator(at: Position) -> torch.Generator:
+    """What a DataLoader that reads on the side draws its workers' seeds from."""
+    return torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, 5))

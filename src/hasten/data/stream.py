@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
-from hasten.data.iterable import BlockCollate, Cutting, Start, StreamShard
+from hasten.data.iterable import BlockCollate, Cutting, Stand, Start, StreamShard
+from hasten.data.own_rng import RandomStates, decode_states, encode_states
+from hasten.data.plan import Padding
 from hasten.data.position import Position, Unit
-from hasten.data.source import Item, engine_of
+from hasten.data.shuffle import derive_seed
+from hasten.data.source import Item, engine_of, own_generator
 from hasten.errors import DataError
 
 # Any in this file: batches and dataset states are the user's own objects.
@@ -22,10 +27,14 @@ from hasten.errors import DataError
 class Mark(NamedTuple):
     """Where every worker's stream stands after a batch."""
 
-    positions: tuple[int, ...]
-    states: tuple[Any, ...]
+    stands: tuple[Stand, ...]
     turn: int
     """The worker whose batch comes next."""
+
+    @property
+    def position(self) -> int:
+        """Elements that all workers have read."""
+        return sum(stand.position for stand in self.stands)
 
 
 class StreamSource:
@@ -40,14 +49,16 @@ class StreamSource:
         self._comm = comm
         self._rank = rank
         self._num_workers = max(loader.num_workers, 1)
-        self._shard = StreamShard(dataset, cutting, loader.num_workers)
+        self._process = RandomStates()
+        self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
+        self._ends: list[Any] = [None] * self._num_workers  # what the datasets of lasting workers remember
         self.engine = engine_of(
             loader,
             dataset=self._shard,
             batch_size=None,
             batch_sampler=None,
             drop_last=False,
-            collate_fn=BlockCollate(loader.collate_fn, cutting),
+            collate_fn=BlockCollate(loader.collate_fn, cutting, self._process),
         )
 
     def size(self) -> int | None:
@@ -66,35 +77,78 @@ class StreamSource:
     def begin(self, at: Position) -> Position:
         return at
 
+    def remember(self, at: Position) -> Position:
+        if at.stream is not None:
+            return at
+        lasting = self._loader.num_workers and self._loader.persistent_workers
+        here = self._shard.hasten_memory.capture()
+        stands = tuple(Stand(origin=(end if lasting and end is not None else here)) for end in self._ends)
+        return at if all(stand.origin is None for stand in stands) else self._encode(at, Mark(stands, 0))
+
+    def first(self, at: Position) -> Any:
+        twin = self.copied()
+        twin.engine.generator = own_generator(at)
+        mark = twin._mark_of(at)
+        beginning = Mark(tuple(Stand(origin=stand.origin) for stand in mark.stands), 0)
+        items = twin._items(beginning, at)
+        item = next(items, None)
+        items.close()  # ends its workers
+        return None if item is None else item[0]
+
     def open(self, at: Position) -> Iterator[Item]:
         mark = self._mark_of(at)
-        shard = self._shard
-        serial = shard.hasten_start.serial + 1
-        shard.hasten_control[0], shard.hasten_control[1] = at.epoch, serial
-        shard.hasten_start = Start(serial, *mark)
+        cutting = self._cutting
+        agrees = self._comm.size > 1 and cutting.even and self.size() is None
+        # Ranks that read parts of their own may run out before others, and then repeat the epoch's first batch.
+        pads = agrees and cutting.sharing != "strided" and not cutting.drop_last
+        first = self.first(at) if pads and mark.position else None
         if at.stream is not None:  # workers that live on from an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
-        items = self._read(iter(self.engine), mark, at)
-        if self._comm.size > 1 and self._cutting.even and self.size() is None:
-            return agreed(items, self._comm, self._cutting.drop_last)
-        return looking_ahead(items)
+        items = self._items(mark, at)
+        return agreed(items, self._comm, cutting.drop_last, mark, first) if agrees else looking_ahead(items)
+
+    def _items(self, mark: Mark, at: Position) -> Generator[Item]:
+        """The batches from a mark on."""
+        shard = self._shard
+        serial = shard.hasten_start.serial + 1
+        shard.hasten_control.copy_(torch.tensor([at.epoch, serial, derive_seed(at.seed)]))
+        shard.hasten_start = Start(serial, *mark)
+        with nullcontext() if self._loader.num_workers else self._process.kept():
+            blocks = iter(self.engine)
+        return self._read(blocks, mark, at)
 
     def reached(self, start: Position, steps: int, mark: Mark) -> Position:
-        stream = {"workers": self._num_workers, "positions": list(mark.positions), "turn": mark.turn}
-        if any(state is not None for state in mark.states):
-            stream["states"] = list(mark.states)
+        return self._encode(start, mark)
+
+    def _encode(self, at: Position, mark: Mark) -> Position:
+        stands = mark.stands
+        stream: dict[str, Any] = {
+            "workers": self._num_workers,
+            "positions": [stand.position for stand in stands],
+            "turn": mark.turn,
+        }
+        if any(stand.state is not None for stand in stands):
+            stream["states"] = [stand.state for stand in stands]
+        if any(stand.rng is not None for stand in stands):
+            stream["rngs"] = [None if stand.rng is None else encode_states(stand.rng) for stand in stands]
+        if any(stand.origin is not None for stand in stands):
+            stream["origins"] = [stand.origin for stand in stands]
         if self._cutting.sharing != "strided":
             stream["shards"] = self._cutting.num_shards
-        return replace(start, consumed=sum(mark.positions), stream=stream)
+        return replace(at, consumed=mark.position, stream=stream)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, more = divmod(num_batches, self._num_workers)
         size = self._cutting.rows * (self._cutting.num_shards if self._cutting.sharing == "strided" else 1)
-        positions = tuple((rounds + (worker < more)) * size for worker in range(self._num_workers))
-        return self.reached(start, num_batches, Mark(positions, (None,) * self._num_workers, more))
+        origins = (start.stream or {}).get("origins", (None,))
+        stands = tuple(
+            Stand((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
+            for worker in range(self._num_workers)
+        )
+        return self._encode(start, Mark(stands, more))
 
     def change(self, name: str, value: Any) -> None:
-        setattr(self.engine, name, BlockCollate(value, self._cutting) if name == "collate_fn" else value)
+        setattr(self.engine, name, BlockCollate(value, self._cutting, self._process) if name == "collate_fn" else value)
 
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
@@ -102,8 +156,19 @@ class StreamSource:
 
     def _mark_of(self, at: Position) -> Mark:
         if at.stream is None:
-            return Mark((0,) * self._num_workers, (None,) * self._num_workers, 0)
+            return Mark((Stand(),) * self._num_workers, 0)
         saved, stream = at.stream["workers"], at.stream
+        origins = stream.get("origins", (None,) * saved)
+        if not any(stream["positions"]):  # the beginning of an epoch, for any number of workers and ranks
+            return Mark(tuple(Stand(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
+        self._check(stream)
+        rngs = [None if rng is None else decode_states(rng) for rng in stream.get("rngs", (None,) * saved)]
+        states = stream.get("states", (None,) * saved)
+        return Mark(tuple(map(Stand, stream["positions"], states, rngs, origins)), stream["turn"])
+
+    def _check(self, stream: Mapping[str, Any]) -> None:
+        """Raise unless a position inside an epoch was taken with as many workers, and parts cut as they are here."""
+        saved = stream["workers"]
         if saved != self._num_workers:
             raise DataError(
                 f"the stream's position was saved with {saved} reading worker(s), and this loader has "
@@ -118,15 +183,15 @@ class StreamSource:
                 f"are {self._cutting.num_shards} now; a rank's part is another one, so samples would be lost or "
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
-        states = tuple(stream.get("states", (None,) * saved))
-        return Mark(tuple(stream["positions"]), states, stream["turn"])
 
-    def _read(self, blocks: Iterator[Any], mark: Mark, at: Position) -> Iterator[Item]:
-        positions, states = list(mark.positions), list(mark.states)
+    def _read(self, blocks: Iterator[Any], mark: Mark, at: Position) -> Generator[Item]:
+        stands = list(mark.stands)
         number = 0
+        in_process = not self._loader.num_workers
         while True:
             try:
-                block = next(blocks)
+                with self._process.kept() if in_process else nullcontext():
+                    block = next(blocks)
             except StopIteration:
                 return
             except Exception as error:  # the user's dataset or a worker: any type, raised on as it is
@@ -135,13 +200,14 @@ class StreamSource:
                     f"element {at.consumed}."
                 )
                 raise
-            batch, real, worker, position, state, blank = block
+            batch, padding, worker, stand, blank = block
+            if blank == "end":
+                self._ends[worker] = stand.origin
             if blank:
                 continue
-            positions[worker], states[worker] = position, state
+            stands[worker] = stand
             number += 1
-            turn = (worker + 1) % self._num_workers
-            yield batch, real, False, Mark(tuple(positions), tuple(states), turn)
+            yield batch, padding, False, Mark(tuple(stands), (worker + 1) % self._num_workers)
 
 
 def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
@@ -152,24 +218,32 @@ def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
         yield item if ahead is not None else ended(item)
 
 
-def agreed(items: Iterator[Item], comm: Comm, drop_last: bool) -> Iterator[Item]:
+def agreed(items: Iterator[Item], comm: Comm, drop_last: bool, mark: Mark, first: Any = None) -> Iterator[Item]:
     """The same items on a step count that all ranks share: one small exchange a step, before the batch is handed out.
 
-    A rank that runs out early repeats its first batch as padding until the others are done, or with `drop_last` all
-    end with the first that does.
+    A rank that runs out early repeats the epoch's first batch as padding until the others are done, or with
+    `drop_last` all end with the first that does. `mark` is where the items begin, and `first` the epoch's first batch
+    when they begin inside it.
 
     Raises: DataError on every rank when some rank has nothing at all.
     """
     item = next(items, None)
-    first = None if item is None else trees.map_leaves(lambda leaf: leaf, item[0])  # users take their batches apart
-    mark = None
+    if first is None and item is not None:
+        first = trees.map_leaves(_own_copy, item[0])
     share_ends = _exchange(comm)
-    more = _go_on(share_ends(item is not None, item is None), comm, drop_last)
+    more = _go_on(share_ends(item is not None, item is None and not mark.position), comm, drop_last)
     while more:
-        batch, real, _, mark = (first, 0, False, mark) if item is None else item
+        batch, padding, _, mark = (
+            (trees.map_leaves(_own_copy, first), Padding(0, None), False, mark) if item is None else item
+        )
         item = next(items, None)
         more = _go_on(share_ends(item is not None, False), comm, drop_last)
-        yield batch, real, not more, mark
+        yield batch, padding, not more, mark
+
+
+def _own_copy(leaf: Any) -> Any:
+    """A tensor that users may change in place; other leaves as they are."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _exchange(comm: Comm) -> Callable[[bool, bool], list[int]]:
@@ -194,5 +268,5 @@ def _go_on(told: list[int], comm: Comm, drop_last: bool) -> bool:
 
 def ended(item: Item) -> Item:
     """The item, marked as the epoch's last."""
-    batch, real, _, mark = item
-    return batch, real, True, mark
+    batch, padding, _, mark = item
+    return batch, padding, True, mark

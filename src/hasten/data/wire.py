@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from typing import Any, Final
 
-import cloudpickle
+import msgspec
 import torch
 from torch import Tensor
 
 from hasten import trees
 from hasten.comm.base import Comm
+from hasten.comm.session import Session
 
 # Any in this file: what travels is the user's own tree.
 _ALIGN: Final = 64
 _HEADER: Final = 64  # bytes: (room needed, length of the skeleton), padded to the alignment
 _FIRST_ROOM: Final = 1 << 14
+_LABEL: Final = "a batch of the dispatching loader"
 
 
-class _Hole:
-    """Stands for a tensor in the pickled skeleton."""
+class _Hole(msgspec.Struct, frozen=True):
+    """Stands for a tensor in the sealed skeleton."""
 
-    __slots__ = ("dtype", "offset", "shape")
-
-    def __init__(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.offset, self.shape, self.dtype = offset, shape, dtype
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Wire:
@@ -38,7 +38,8 @@ class Wire:
 
     def pack(self, parts: Sequence[Any]) -> list[Packed]:
         """The parts, ready to be sent. Whatever cannot be packed raises here, before anybody waits for it."""
-        return [Packed.of(part) for part in parts]
+        seal = self._comm.session()
+        return [Packed.of(part, seal) for part in parts]
 
     def send(self, packed: Sequence[Packed], place: Sequence[int]) -> None:
         """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
@@ -61,11 +62,12 @@ class Wire:
 
     def receive(self) -> Any:
         """What the first member sent here."""
+        seal = self._comm.session()
         while True:
             buffer = self._scatter(None)
             need, length = buffer[:_HEADER].view(torch.int64)[:2].tolist()
             if need <= self._room:
-                return _unpack(buffer, length)
+                return _unpack(buffer, length, seal)
             self._grow(need)
 
     def _scatter(self, parts: Sequence[Tensor] | None) -> Tensor:
@@ -82,7 +84,7 @@ class Wire:
 
 
 class Packed:
-    """A tree ready to be written: the pickled skeleton and the tensors with their places."""
+    """A tree ready to be written: the sealed skeleton and the tensors with their places."""
 
     def __init__(self, skeleton: bytes, tensors: list[tuple[_Hole, Tensor]], num_bytes: int) -> None:
         self.skeleton = skeleton
@@ -90,24 +92,21 @@ class Packed:
         self.num_bytes = num_bytes
 
     @classmethod
-    def of(cls, tree: Any) -> Packed:
+    def of(cls, tree: Any, seal: Session) -> Packed:
         held: list[tuple[_Hole, Tensor]] = []
         offset = 0
 
         def dig(x: Tensor) -> Any:
             nonlocal offset
             if x.layout != torch.strided or x.is_quantized or type(x) is not Tensor:
-                return x  # travels inside the pickle
+                return x  # travels inside the skeleton
             hole = _Hole(offset, tuple(x.shape), x.dtype)
             held.append((hole, x))
             offset += _aligned(x.numel() * x.element_size())
             return hole
 
         dug = trees.map_tensors(dig, tree)
-        try:
-            skeleton = pickle.dumps(dug, protocol=5)
-        except (pickle.PicklingError, AttributeError, TypeError):  # classes of a notebook or a function go by value
-            skeleton = cloudpickle.dumps(dug)
+        skeleton = seal.seal(seal.pack(dug), _LABEL)
         return cls(skeleton, held, _HEADER + _aligned(len(skeleton)) + offset)
 
     def write(self, buffer: Tensor, need: int) -> None:
@@ -120,10 +119,10 @@ class Packed:
             _view(buffer, body, hole).copy_(x)
 
 
-def _unpack(buffer: Tensor, length: int) -> Any:
+def _unpack(buffer: Tensor, length: int, seal: Session) -> Any:
     raw = buffer[_HEADER : _HEADER + length].numpy().tobytes()
     body = _HEADER + _aligned(length)
-    skeleton = pickle.loads(raw)  # from the rank that runs the same program, never from a file
+    skeleton = seal.open(raw, _LABEL)
     return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _Hole) else leaf, skeleton)
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-import numpy as np
-import torch
-
+from hasten.data.own_rng import seed_everything
 from hasten.data.shuffle import derive_seed
 
 # Any in this file: indices, samples and attributes are the user's own objects.
@@ -70,13 +67,6 @@ def _sample(dataset: Any, index: Any) -> Any:
     except Exception as error:  # the user's dataset: any type, raised on as it is
         error.add_note(f"hasten: raised by the dataset at index {index!r}.")
         raise
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the CPU random states that datasets draw from."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
 
 
 def batch_seeds(seed: int, epoch: int, shard: int, first: int) -> Iterator[int]:

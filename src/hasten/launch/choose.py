@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, assert_never, cast
 
+from hasten.config.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import deepspeed, mpi, single, slurm, torchrun, xla
 from hasten.launch.base import LaunchPlan, Request
@@ -82,5 +83,16 @@ def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
     if launch.tpu or (host.device == "tpu" and not config.cpu):
         return "xla"
     alone = shape.num_processes == 1 and shape.max_machines == 1
-    needs_agent = launch.max_restarts > 0 or launch.log_dir is not None or launch.tee is not None
-    return "torchrun" if needs_agent or not alone else "single"
+    return "torchrun" if _needs_agent(launch) or not alone else "single"
+
+
+def _needs_agent(launch: LaunchConfig) -> bool:
+    """Whether something was asked for that only the agent does: one process alone is started without it."""
+    meeting = (launch.rdzv_conf, launch.rdzv_endpoint, launch.rdzv_id, launch.log_dir, launch.tee)
+    plain = LaunchConfig()
+    return (
+        launch.max_restarts > 0
+        or any(value is not None for value in meeting)
+        or launch.rdzv_backend != plain.rdzv_backend
+        or launch.role != plain.role
+    )

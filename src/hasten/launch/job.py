@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from hasten.config import handoff
+from hasten.config import absent, handoff
 from hasten.config.effective import effective
 from hasten.config.resolve import Resolved
 from hasten.config.source import Entry
@@ -53,6 +53,7 @@ def prepare(
     host = host or look()
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
+    absent.check(resolved.entries)
     launch = resolved.config.launch
     if not words:
         raise ConfigError(

@@ -9,6 +9,7 @@ from hasten.launch.base import LaunchPlan, Proc, Request
 from hasten.launch.host import Host
 from hasten.launch.shape import elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
+from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
 
 
@@ -65,6 +66,7 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
     if mpi.kind == "openmpi":
         hosts = ["--hostfile", hostfile] if hostfile else []
         variables = [word for name, value in sorted(env.items()) for word in ("-x", f"{name}={value}")]
+        variables += ["-x", TOKEN]  # by name: a command line can be read by other users. Others hand on the environment
         return [
             "mpirun",
             *hosts,

@@ -6,6 +6,7 @@ ones (which torch's own static rendezvous lets them do), and no other program ca
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from hasten.launch import network
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
 from hasten.launch.peers import Peers, Watch
+from hasten.runtime.store import join, serve
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
 _SERVER_TIMEOUT: Final = timedelta(seconds=10)
@@ -181,11 +183,9 @@ class FixedRendezvous(RendezvousHandler):
     def _host(self) -> TCPStore:
         meeting = self._meeting
         try:
-            return TCPStore(
-                meeting.address, meeting.port, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT
-            )
-        except DistError as error:
-            if "EADDRINUSE" in str(error) or "in use" in str(error):
+            return serve(meeting.address, meeting.port, _SERVER_TIMEOUT, alone=meeting.alone)
+        except (DistError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
                 raise LaunchError(
                     f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
                     f"Choose another with --main_process_port (0 picks a free one on a single machine)."
@@ -218,9 +218,7 @@ class FixedRendezvous(RendezvousHandler):
                 next_word *= 2
             time.sleep(0.1)
         try:
-            return TCPStore(
-                meeting.address, meeting.port, is_master=False, wait_for_workers=False, timeout=_OPERATION_TIMEOUT
-            )
+            return join(meeting.address, meeting.port, _OPERATION_TIMEOUT)
         except DistError as error:
             raise LaunchError(
                 f"something answers at {meeting.address}:{meeting.port}, but not machine 0 of a hasten job ({_first_line(error)}). "
@@ -267,9 +265,7 @@ class FixedRendezvous(RendezvousHandler):
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
             if self.round > 0:
-                self._worker_store = TCPStore(
-                    self._meeting.address, 0, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT
-                )
+                self._worker_store = serve(self._meeting.address, 0, _SERVER_TIMEOUT, alone=self._meeting.alone)
             port = (self._worker_store or self._server).port
             store.set("workers_meet", str(port))
         return self._meeting.address, int(store.get("workers_meet"))
@@ -308,7 +304,7 @@ class ElasticRendezvous(RendezvousHandler):
         self.round = max(int(store.get(f"round/{i}")) for i in range(info.world_size))
         address = self._check_in.report.address
         if info.rank == 0:
-            self._worker_store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=_SERVER_TIMEOUT)
+            self._worker_store = serve(address, 0, _SERVER_TIMEOUT)
             store.set("workers_meet", f"{address} {self._worker_store.port}")
         address, port = store.get("workers_meet").decode().split()
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))

@@ -27,6 +27,7 @@ from hasten.launch.host import Host
 from hasten.launch.report import make_report
 from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
+from hasten.runtime import secret
 
 PARENT_PID: Final = "HASTEN_PARENT_PID"
 """Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""
@@ -70,7 +71,10 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             return _run_watched(plan.procs[0], config.launch.stop_grace_s)
         case "task":
             return _become(plan.procs[0])
-        case "slurm" | "mpi" | "deepspeed":
+        case "mpi" | "deepspeed":
+            proc = plan.procs[0]
+            return _run_foreign(Proc(proc.argv, {**secret.job_token(host.env), **proc.env}), config.launch.stop_grace_s)
+        case "slurm":  # the batch script makes the token when the job starts
             return _run_foreign(plan.procs[0], config.launch.stop_grace_s)
         case other:
             assert_never(other)
@@ -112,13 +116,17 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
         _make_log_dir(plan.supervision.log_dir)
     report = make_report(plan, config, host, alone=plan.meeting.alone)
     (proc,) = plan.procs
+    variables = dict(proc.env)
+    if plan.meeting.alone:
+        # Machines that meet cannot be sent a secret: there the user gives one, or shares a home folder.
+        variables |= secret.job_token(host.env)
     with environment.restored():
         outside = environment.snapshot()
         # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})
         agent = import_module("hasten.launch.elastic.agent")  # needs torch, which planning does not
         handled = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(number.name for number in (*STOPPING, signal.SIGQUIT))}
-        environment.replace({**handled, **outside, **proc.env, LAUNCHER_PID: str(os.getpid())})
+        environment.replace({**handled, **outside, **variables, LAUNCHER_PID: str(os.getpid())})
         run_agent: Callable[[LaunchPlan, Report, Callable[[str], None]], int] = agent.run_agent
         return run_agent(plan, report, say)
 

@@ -16,6 +16,7 @@ from hasten.launch.failure import PREEMPTED
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.torchrun import supervision
+from hasten.runtime.secret import TOKEN
 
 # Defaults of the batch script; an option of the same name in submit_options replaces one, false removes it.
 _DEFAULTS: Final = MappingProxyType({"ntasks-per-node": 1, "output": "%x-%j.log", "open-mode": "append"})
@@ -96,6 +97,8 @@ def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: st
     command = [host.python, "-m", "hasten.cli.main", "launch", *without_submit(flags)]
     lines = ["#!/bin/bash", *_directives(options), "", f"cd {shlex.quote(folder)} || exit", *_TRAP.splitlines(), ""]
     lines += [
+        "# What the ranks prove to each other (docs/security.md); srun hands it on with the environment.",
+        f"export {TOKEN}=\"${{{TOKEN}:-$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')}}\"",
         "# One command per machine; ranks, addresses and devices are read from SLURM and the machine itself.",
         "srun --kill-on-bad-exit=1 --wait=60 \\",
         f"    {shlex.join(command)} \\",

@@ -22,6 +22,7 @@ from hasten.launch.network import port_is_free
 from hasten.launch.report import code_digest, package_versions
 from hasten.launch.run import say
 from hasten.runtime import env as environment
+from hasten.runtime.store import join, serve
 from hasten.runtime.topology import Topology
 
 _TIMEOUT_S: Final = 120.0
@@ -66,9 +67,9 @@ def _open_store(topology: Topology) -> TCPStore:
     host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
     try:
         if topology.is_main and port_is_free(port):
-            return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    except DistError as error:
+            return serve(host, port, timeout, alone=topology.local_world_size == topology.world_size)
+        return join(host, port, timeout)
+    except (DistError, OSError) as error:
         raise LaunchError(
             f"rank {topology.rank} of {topology.world_size} cannot reach rank 0 at {address}:{port} "
             f"({str(error).splitlines()[0][:200]}). Check that rank 0 runs there and the port is free; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from hasten.config.launch import LaunchConfig
@@ -21,6 +22,7 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     """
     argv = worker_argv(request.target, host)
     notes = list(shape.notes)
+    check_tee(request.config.launch.tee, shape.num_processes)
     meeting = _meeting(request, host, shape, notes)
     env = dict(shape.env)
     if meeting.kind == "c10d":
@@ -114,6 +116,27 @@ def _endpoint(launch: LaunchConfig, shape: Shape) -> tuple[str, int]:
             "Give all machines the same --main_process_port."
         )
     return address, port or shape.allocation.port or DEFAULT_PORT
+
+
+def check_tee(text: str | None, num_processes: int) -> None:
+    """Return if `tee` says what to print of processes that this machine has.
+
+    Raises: ConfigError otherwise.
+    """
+    if text is None:
+        return
+    whole = re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text)
+    if whole is None:
+        raise ConfigError(
+            f"tee={text!r} is neither 0, 1, 2 or 3 (none, stdout, stderr, both) nor a list of rank:n such as 0:3,1:2, so it is "
+            f"unclear what to print; correct it."
+        )
+    absent = [part for part in text.split(",") if ":" in part and int(part.partition(":")[0]) >= num_processes]
+    if absent:
+        raise ConfigError(
+            f"tee={text!r} names local rank {absent[0].partition(':')[0]}, but this machine starts {num_processes} process(es), "
+            f"counted from 0; name ranks below {num_processes}."
+        )
 
 
 def parse_options(text: str | None) -> dict[str, str]:

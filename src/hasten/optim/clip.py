@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from hasten.comm.base import Comm
 from hasten.errors import StepError
+from hasten.modules.dtensors import is_dtensor, placements
 from hasten.optim.gradients import alike, gradients
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -72,33 +76,42 @@ def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> 
 
 def _place(grad: Tensor) -> object:
     """What gradients whose norms are taken together have in common: the mesh, and how they lie on it."""
-    if not isinstance(grad, DTensor):
+    if not is_dtensor(grad):
         return grad.device
-    return grad.device_mesh, tuple("split" if isinstance(p, Shard) else str(p) for p in grad.placements)
+    return grad.device_mesh, tuple("split" if _is_split(p) else str(p) for p in grad.placements)
 
 
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of gradients that lie alike, over all ranks they are split over."""
     first = grads[0]
-    if not isinstance(first, DTensor):
+    if not is_dtensor(first):
         plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
         return plain
     if any(placement.is_partial() for placement in first.placements):
-        grads = [grad.redistribute(placements=_summed(grad)) for grad in grads if isinstance(grad, DTensor)]
-    parts = [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
+        grads = [grad.redistribute(placements=_summed(grad)) for grad in grads if is_dtensor(grad)]
+    parts = [grad.to_local() for grad in grads if is_dtensor(grad)]
     mine = [part for part in parts if part.numel()]  # a rank may hold no row of a small parameter
     norm = torch.nn.utils.get_total_norm(mine, norm_type, foreach=foreach) if mine else parts[0].new_zeros(())
     kind = "max" if math.isinf(norm_type) else "sum"
     total = norm if kind == "max" else norm**norm_type
+    tensor = placements()
     for dim, placement in enumerate(first.placements):
-        if isinstance(placement, Shard):
-            lying = [Partial(kind) if other == dim else Replicate() for other in range(len(first.placements))]
-            total = DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
+        if _is_split(placement):
+            lying = [
+                tensor.Partial(kind) if other == dim else tensor.Replicate() for other in range(len(first.placements))
+            ]
+            total = tensor.DTensor.from_local(total, first.device_mesh, lying, run_check=False).full_tensor()
     return total if kind == "max" else total ** (1.0 / norm_type)
 
 
+def _is_split(placement: Placement) -> bool:
+    """Whether ranks hold different parts; a dimension split twice is not torch's plain Shard."""
+    return not placement.is_replicate() and not placement.is_partial()
+
+
 def _summed(grad: DTensor) -> list[Placement]:
-    return [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+    tensor = placements()
+    return [tensor.Replicate() if placement.is_partial() else placement for placement in grad.placements]
 
 
 def scale_down(grads: list[Tensor], max_norm: float, total: Tensor, foreach: bool | None) -> None:

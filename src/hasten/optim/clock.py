@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
+from hasten.optim.lanes import Lanes
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
 
 Key = tuple[int, ...]
 Number = int | float | Tensor
+_RECENT: Final = 16
+"""Updates after which an optimizer that nobody has called counts as not taking part in training."""
+
+
+class Holder(Protocol):
+    """An optimizer, as the clock sees it: who holds the gradients of a window."""
+
+    spent: bool
+    """Its gradients were used and not cleared since."""
+    called_at: int
+    """The clock's number of updates when its `step` or `zero_grad` was last called."""
+
+    @property
+    def parameters(self) -> list[Tensor]: ...
+
+    def settled_in(self, serial: int) -> bool:
+        """Whether its gradients have their final size for this window."""
+        ...
+
+    def note_gradients(self) -> None:
+        """Remember the gradients as they are, to tell later whether a backward has changed them."""
+        ...
+
+    def clear_late(self) -> None:
+        """Clear the gradients if `zero_grad` was put off until the window's end."""
+        ...
 
 
 @dataclass(slots=True)
@@ -51,9 +79,14 @@ class Window:
     """Losses whose gradients no optimizer has used yet."""
     before: int = 0
     """The same number when the current micro-step began."""
-    weight: Number = 0
-    factor: float | Tensor | None = None
-    """The weighted correction, once the ranks have agreed on it."""
+    turn: int = 0
+    """Losses of the current micro-step so far: the place of the next one among them."""
+    weights: list[Number] = field(default_factory=list)
+    """The total weight of the first, second, ... loss of the micro-steps, on this rank."""
+    factors: dict[int, float | Tensor] = field(default_factory=dict)
+    """Their corrections, once the ranks have agreed on them."""
+    lanes: Lanes | None = None
+    """The gradients of the second and further weighted losses, kept apart until the window's end."""
 
 
 @dataclass(slots=True)
@@ -101,6 +134,11 @@ class StepClock:
     _current: Window = field(init=False)
     _cursors: list[LoaderCursor] = field(default_factory=list)
     _serial: int = 0
+    num_updates: int = 0
+    """Steps of any optimizer at a boundary."""
+    inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
+    """The accumulate() blocks that are entered now, outermost first: their keys and models."""
+    _holders: list[weakref.ref[Holder]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -134,7 +172,28 @@ class StepClock:
         other micro-steps' gradients away.
         """
         window = self._current
-        return self.interrupted or (self.boundary and (window.losses == 0 or window.losses > window.before))
+        return self.interrupted or (self.boundary and (window.before == 0 or window.losses > window.before))
+
+    @property
+    def crowded(self) -> bool:
+        """Whether several optimizers have a part in windows of several micro-steps."""
+        return len(self._holders) > 1 and self._current.micro > 0 and self._current.every > 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether the same holds, and the current window had micro-steps before this one."""
+        return self.crowded and self._current.before > 0
+
+    def join(self, holder: Holder) -> None:
+        """Make an optimizer known to the clock."""
+        self._holders = [known for known in self._holders if known() is not None]
+        self._holders.append(weakref.ref(holder))
+
+    def holders(self) -> Iterator[Holder]:
+        """The optimizers that are alive."""
+        for known in self._holders:
+            if (holder := known()) is not None:
+                yield holder
 
     def watching(self, cursor: LoaderCursor) -> _Watch:
         """A context in which `cursor` is the active loader, until a loader inside it starts."""
@@ -150,6 +209,7 @@ class StepClock:
             window = self._open(key)
         window.micro += 1
         window.before = window.losses
+        window.turn = 0
         self._current = window
         self.interrupted = False
         cursors = self._cursors
@@ -158,7 +218,15 @@ class StepClock:
         else:
             window.closed = self.boundary = bool(cursors and self.sync_with_dataloader and cursors[-1].at_end)
         self.pending = self.boundary and self.correction_due()
+        if self.boundary and self.shared:
+            for holder in self.holders():
+                holder.note_gradients()
         return self.boundary
+
+    def is_open(self, key: Key) -> bool:
+        """Whether a window of this name has begun and not ended."""
+        window = self._windows.get(key)
+        return window is not None and window.micro > 0 and not window.closed
 
     def interrupt(self, key: Key = ()) -> None:
         """Take a micro-step back: it ended with an error, and its window goes on without it."""
@@ -173,7 +241,7 @@ class StepClock:
         window = self._current
         window.missing = window.micro
         window.losses = window.before = 0
-        window.weight, window.weighted = 0, None
+        window.weights, window.weighted, window.lanes = [], None, None
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> Tensor:
@@ -186,7 +254,9 @@ class StepClock:
             if weight is None and window.weighted is False:  # the hot path: one plain window is like the next
                 window.closed, window.every = False, self.every
             else:
+                waiting = window.losses
                 window = self._current = self._open(None)
+                window.losses = waiting
                 self.pending = False
         if window.weighted is None:
             window.weighted = weight is not None
@@ -207,9 +277,9 @@ class StepClock:
         """
         window = self._current
         if window.weighted:
-            if window.factor is None:
-                window.factor = self._weighted_factor(window)
-            return window.factor
+            if 0 not in window.factors:
+                self._agree_on_factors(window, [0])
+            return window.factors[0]
         length = window.micro - window.missing
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
 
@@ -227,14 +297,34 @@ class StepClock:
         return bool(window.weighted) or (window.micro > 0 and window.micro - window.missing != window.every)
 
     def used(self) -> None:
-        """Say that an optimizer has used the current gradients: without accumulate(), the window ends here."""
+        """Say that an optimizer has used the current gradients: without accumulate(), the window ends here.
+
+        Its losses stay in flight while another optimizer holds their gradients.
+        """
         window = self._current
         window.closed = True
-        window.losses = 0
+        self.num_updates += 1
+        if len(self._holders) == 1 or not self._waiting():
+            window.losses = window.before = 0
+
+    def _waiting(self) -> bool:
+        """Whether an optimizer that takes part in training has gradients it has not used."""
+        return any(
+            not holder.spent
+            and self.num_updates - holder.called_at < _RECENT
+            and any(p.grad is not None for p in holder.parameters)
+            for holder in self.holders()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Where each open window stands, as plain JSON values."""
         opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
+        if any(window.lanes is not None for _, window in opened):
+            raise StepError(
+                "the state was asked for in the middle of a window with several weighted losses per micro-step; their "
+                "gradients are kept apart until the window ends and are not part of a checkpoint. Save where "
+                "accelerator.sync_gradients is true, after the optimizer's step."
+            )
         return {
             "every": self.every,
             "unit": self.unit,
@@ -248,7 +338,7 @@ class StepClock:
                     "missing": window.missing,
                     "weighted": window.weighted,
                     "losses": window.losses,
-                    "weight": float(window.weight),
+                    "weight": float(window.weights[0]) if window.weights else 0.0,
                 }
                 for key, window in opened
             ],
@@ -272,12 +362,18 @@ class StepClock:
             window.micro = window.missing = saved["micro"]
             if gradients:
                 window.missing, window.weighted = saved["missing"], saved["weighted"]
-                window.losses, window.weight = saved["losses"], saved["weight"]
+                window.losses, window.weights = saved["losses"], [saved["weight"]] if saved["weighted"] else []
             if saved["key"] is None or (gradients and saved["current"]):
                 self._current, self.boundary = window, state["boundary"]
 
     def _open(self, key: Key | None) -> Window:
         self._serial += 1
+        if len(self._holders) > 1:
+            for holder in self.holders():
+                holder.clear_late()
+        last = self._windows.get(key)
+        if last is not None and last.lanes is not None:
+            last.lanes.refuse_leftovers(p for holder in self.holders() if not holder.spent for p in holder.parameters)
         window = self._windows[key] = Window(self.every, self._serial)
         return window
 
@@ -296,14 +392,46 @@ class StepClock:
             )
         if self.unit is None:
             self.unit = self._agree_on_unit(weight)
-        if window.factor is not None:
+        place = window.turn if window.micro > 0 or window.every == 1 else 0
+        if place in window.factors or any(
+            not holder.spent and holder.settled_in(window.serial) for holder in self.holders()
+        ):
             raise StepError(
                 "backward() came after this window's gradients were clipped, unscaled or stepped; its share would be "
                 "wrong. Call backward() for every loss of the window first."
             )
-        window.weight = window.weight + weight
+        window.turn += 1
+        window.weights += [0] * (place + 1 - len(window.weights))
+        window.weights[place] = window.weights[place] + weight
         self.pending = self.boundary
-        return loss * (weight / (self.unit * window.every))
+        share = loss * (weight / (self.unit * window.every))
+        return share if len(window.weights) == 1 else self._keep_apart(window, place, share)
+
+    def _keep_apart(self, window: Window, place: int, share: Tensor) -> Tensor:
+        """The share of one of several weighted losses, each of which is divided by its own total weight.
+
+        The one correction of the window is the first loss's. In a window of one micro-step the others' totals are
+        known here, so that they can be corrected for it; in a longer one their gradients go into lanes of their own.
+        """
+        if window.lanes is None and self.boundary and window.before == 0:
+            self._agree_on_factors(window, [number for number in (0, place) if number not in window.factors])
+            return share * (window.factors[place] / window.factors[0])
+        if window.lanes is None:
+            window.lanes = Lanes()
+        window.lanes.switch(place, [p for holder in self.holders() if not holder.spent for p in holder.parameters])
+        return share
+
+    @property
+    def lanes(self) -> Lanes | None:
+        """The gradients the current window keeps apart, if it does."""
+        return self._current.lanes
+
+    def merge_lanes(self, parameters: list[Tensor]) -> None:
+        """Give these parameters the sum of their lanes, each corrected by its own weight. Ranks: every rank."""
+        window = self._current
+        assert window.lanes is not None, "there are lanes to merge"
+        self._agree_on_factors(window, [number for number in range(window.turn) if number not in window.factors])
+        window.lanes.merge(parameters, window.factors)
 
     def _agree_on_unit(self, weight: Number) -> float:
         first = float(weight)
@@ -311,16 +439,21 @@ class StepClock:
             first = float(self.comm.all_reduce(torch.tensor(first, device=self.comm.device), "max"))
         return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
 
-    def _weighted_factor(self, window: Window) -> float | Tensor:
-        total, ranks = window.weight, 1
+    def _agree_on_factors(self, window: Window, places: list[int]) -> None:
+        """Compute what the gradients of these losses must be multiplied by, from their weights on all ranks."""
+        if not places:
+            return
+        assert self.unit is not None, "a weighted window has a unit"
+        totals, ranks = [window.weights[place] for place in places], 1
         if self.comm is not None and self.comm.size > 1:
             ranks = self.comm.size
-            total = self.comm.all_reduce(_as_scalar(total, self.comm.device))
-        assert self.unit is not None, "a weighted window has a unit"
+            totals = list(self.comm.all_reduce(torch.stack([_as_scalar(w, self.comm.device) for w in totals])))
         scale = ranks * self.unit * window.every
-        if isinstance(total, Tensor):  # a window that weighs nothing has zero gradients: leave them
-            return torch.where(total == 0, torch.ones_like(total), scale / total)
-        return scale / total if total else 1.0
+        for place, total in zip(places, totals, strict=True):
+            if isinstance(total, Tensor):  # a loss that weighs nothing has zero gradients: leave them
+                window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
+            else:
+                window.factors[place] = scale / total if total else 1.0
 
 
 def _as_scalar(value: Number, device: torch.device) -> Tensor:

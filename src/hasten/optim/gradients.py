@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from hasten.modules.dtensors import is_dtensor
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -15,11 +16,20 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
+    """Each gradient with its version, which any write to it raises."""
+    return [(p.grad, 0 if p.grad is None else _part(p.grad)._version) for p in parameters]
+
+
+def _part(grad: Tensor) -> Tensor:
+    return grad.to_local() if is_dtensor(grad) else grad
+
+
 def alike(grads: Iterable[Tensor]) -> list[list[Tensor]]:
     """This rank's parts of the gradients, as dense tensors grouped by device and dtype: what a foreach kernel takes."""
     places: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        part = grad.to_local() if isinstance(grad, DTensor) else grad
+        part = _part(grad)
         part = part._values() if part.is_sparse else part
         places.setdefault((part.device, part.dtype), []).append(part)
     return list(places.values())

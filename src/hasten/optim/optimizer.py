@@ -11,6 +11,7 @@ from torch import Tensor
 from hasten.errors import StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.gradients import multiply
+from hasten.optim.sharing import Share
 from hasten.precision.base import APPLIED, Precision, StepResult
 
 
@@ -32,8 +33,13 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._clock = clock
         self._precision = precision
         self._scaled = precision.scaler is not None
+        self.spent = False
+        """The gradients were used and not cleared since."""
+        self.called_at = clock.num_updates
+        """The clock's number of updates when `step` or `zero_grad` was last called."""
         self._settled = 0
-        self._spent = False
+        self._share = Share()
+        clock.join(self)
 
     # -- what the inner optimizer holds ---------------------------------------------------------------------------
     @property
@@ -118,9 +124,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Ranks: every rank, like any backward before it.
         """
         clock = self._clock
+        self.called_at = clock.num_updates
         if not clock.boundary:
             self.last = None
+            if clock.crowded:
+                self._share.mark(self.parameters)
             return None
+        if self._share.clears_late is not None:
+            self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
             value = self._step_with(closure)
         else:
@@ -132,20 +143,47 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.last = APPLIED
         self.num_attempts += 1
         self.num_updates += 1
-        self._spent = True
+        self.spent = True
         clock.used()
         return value
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window that is still open needs them."""
         clock = self._clock
-        if not (self._spent or clock.boundary or clock.interrupted):  # as below, without the price of a property
-            return
-        if self._spent or clock.may_clear:
-            self._spent = False
-            self.optimizer.zero_grad(set_to_none)
+        self.called_at = clock.num_updates
+        if self.spent or clock.interrupted or (clock.may_clear and not clock.shared):
+            self._clear(set_to_none)
             if clock.interrupted:
                 clock.forget()
+        elif clock.crowded:
+            self._share.clear(self.parameters, set_to_none, clock)
+
+    def _clear(self, set_to_none: bool) -> None:
+        self.spent = False
+        self._share.reset()
+        self.optimizer.zero_grad(set_to_none)
+        if (lanes := self._clock.lanes) is not None:
+            lanes.drop(self.parameters)
+
+    # -- what the clock asks --------------------------------------------------------------------------------------
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters of all groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def settled_in(self, serial: int) -> bool:
+        """Whether the gradients have their final size for this window."""
+        return self._settled == serial
+
+    def note_gradients(self) -> None:
+        """Remember the gradients as they are, to tell later whether a backward has changed them."""
+        if not self.spent:
+            self._share.note(self.parameters)
+
+    def clear_late(self) -> None:
+        """Clear the gradients if `zero_grad` was put off until the window's end."""
+        if self._share.clears_late is not None:
+            self._clear(self._share.clears_late)
 
     @property
     def due(self) -> bool:
@@ -158,18 +196,22 @@ class PreparedOptimizer(torch.optim.Optimizer):
         Ranks: every rank.
         """
         clock = self._clock
+        due = clock.pending and self._settled != clock.serial
+        if due:
+            self._settled = clock.serial
+        if due and clock.lanes is not None:
+            clock.merge_lanes(self.parameters)
+            due = False
         if self._scaled:
             self._precision.unscale(self.optimizer)
-        if clock.pending and self._settled != clock.serial:
-            self._settled = clock.serial
-            if (factor := clock.correction()) is not None:
-                multiply(self.optimizer.param_groups, factor)
+        if due and (factor := clock.correction()) is not None:
+            multiply(self.optimizer.param_groups, factor)
 
     def _step_scaled(self) -> Any:
         self.last = result = self._precision.step(self.optimizer)
         self.num_attempts += 1
         self.num_updates += result.applied
-        self._spent = True
+        self.spent = True
         self._clock.used()
         return result.value
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hasten.errors import PrepareError
+from hasten.modules.dtensors import is_dtensor, placements
 from hasten.modules.names import plain_name
 
 Convert = Callable[[str, str, Tensor, Tensor], Tensor]
@@ -94,9 +94,10 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
     """
     if value.shape != parameter.shape or value.ndim == 0:
         return value
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+    if is_dtensor(parameter) and not is_dtensor(value):
         whole = value.to(parameter.device)
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        spread: Callable[..., Tensor] = placements().distribute_tensor
+        return spread(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value.to(parameter.device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
@@ -15,6 +15,21 @@ from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 
 T = TypeVar("T")
+
+
+class ProgressMaker:
+    """Makes the progress bars of one Accelerator: they share a console, a pulse and a watch over the other ranks."""
+
+    def __init__(self, ctx: ProcessContext) -> None:
+        self._ctx = ctx
+        self.pulse = Pulse(ctx.device)
+        """Told when a backward pass begins."""
+        self._watch = straggler_watch(ctx)
+        self._console = Console(stderr=True)  # one for all bars: those inside each other share the screen
+
+    def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
+        options = {"console": self._console, **options}
+        return progress(iterable, ctx=self._ctx, pulse=self.pulse, watch=self._watch, **options)
 
 
 def straggler_watch(ctx: ProcessContext, every_s: float = 10.0) -> StragglerWatch | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import errno
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
+from hasten.comm.session import Credentials
 from hasten.errors import CommError, DeviceError, TopologyError
+from hasten.runtime import env, secret, store
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
@@ -36,6 +40,8 @@ class GroupSettings:
     """How long ranks may take to find each other."""
     timeout_s: float = 1800.0
     """How long a collective may take once training runs."""
+    pickle_unproven: bool = False
+    """Accept pickled objects from ranks that share no token with this one, as torch's own object collectives do."""
 
 
 def start(
@@ -65,11 +71,20 @@ def start(
 def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings: GroupSettings) -> ProcessContext:
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is initialised, so it has a world group"
-    store = _get_default_store()  # the only way to the store of a group somebody else has started
-    world: Comm = ProcessGroupComm(group, store, device, settings.timeout_s)
+    notes = _get_default_store()  # the only way to the store of a group somebody else has started
+    proof = _credentials(settings)
+    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof)
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, store, settings.timeout_s)
+    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof)
     return ProcessContext(topology, mesh, device, world, groups)
+
+
+def _credentials(settings: GroupSettings) -> Credentials:
+    """The token this job was given, else the user's own secret."""
+    variables = env.snapshot()
+    given = secret.given_token(variables)
+    token = given if given is not None else secret.user_secret(variables)
+    return Credentials(token, required=given is not None, pickle_unproven=settings.pickle_unproven)
 
 
 def _actual(topology: Topology) -> Topology:
@@ -84,13 +99,13 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
     url = settings.init_method or _url(topology)
     within, start = timedelta(seconds=settings.init_timeout_s), time.monotonic()
     try:
-        store, rank, size = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=within))
-    except (RuntimeError, ValueError, TimeoutError) as error:
+        found, rank, size = _meet(url, topology, within)
+    except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
-    store.set_timeout(within)
+    found.set_timeout(within)
     dist.init_process_group(
         settings.backend or _backend(device),
-        store=dist.PrefixStore(f"hasten/{topology.restart_count}", store),
+        store=dist.PrefixStore(f"hasten/{topology.restart_count}", found),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=settings.timeout_s),
@@ -115,6 +130,26 @@ def _why_not_met(url: str, topology: Topology, settings: GroupSettings, elapsed_
         f"{who} did not meet the others at {url} within {settings.init_timeout_s:g} s ({reason}). Without all ranks there is no "
         f"group to train in; check that every rank is started, that the address can be reached and that the port is free."
     )
+
+
+def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, int, int]:
+    """The store at which the ranks meet, and this rank's place; rank 0 serves it on the interface of the address alone."""
+    place = urlsplit(url)
+    if place.scheme == "tcp" and place.hostname and place.port is not None:
+        if store.is_loopback(place.hostname) and (name := store.loopback_interface()) is not None:
+            env.put_default("GLOO_SOCKET_IFNAME", name)  # every rank is on this machine: listen to nobody else
+            env.put_default("NCCL_SOCKET_IFNAME", name)
+        serves = topology.is_main and not place.query and "TORCHELASTIC_USE_AGENT_STORE" not in env.snapshot()
+        if serves and place.port:
+            size = topology.world_size
+            try:
+                return store.serve(place.hostname, place.port, within, world_size=size), topology.rank, size
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                # this process may serve a store there already, which torch finds and shares
+    found: tuple[dist.Store, int, int] = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=within))
+    return found
 
 
 def _url(topology: Topology) -> str:

@@ -13,18 +13,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
+from hasten.comm.session import Credentials
 from hasten.runtime.axes import AXES, Axis, MeshSpec
+from hasten.runtime.context import ProcessContext
 
 
 class Groups:
     """Communicators along mesh axes, made on first use. Ranks: every rank asks in the same order."""
 
-    def __init__(self, mesh: MeshSpec, rank: int, world: Comm, store: dist.Store | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        mesh: MeshSpec,
+        rank: int,
+        world: Comm,
+        store: dist.Store | None,
+        timeout_s: float,
+        credentials: Credentials | None = None,
+    ) -> None:
         self._mesh = mesh
         self._rank = rank
         self._world = world
         self._store = store
         self._timeout_s = timeout_s
+        self._credentials = credentials
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
@@ -41,7 +52,7 @@ class Groups:
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
-        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s)
+        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._credentials)
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
@@ -57,6 +68,19 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
     return dist.init_device_mesh(
         device.type, tuple(spec.size(axis) for axis in AXES), mesh_dim_names=tuple(str(axis) for axis in AXES)
     )
+
+
+class WorldMesh:
+    """Torch's mesh of the whole world, made on first use and shared by everything that spreads a model over it."""
+
+    def __init__(self) -> None:
+        self._whole: DeviceMesh | None = None
+
+    def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
+        """This rank's part of the mesh along `axes`. Ranks: every rank."""
+        if self._whole is None:
+            self._whole = device_mesh(ctx.mesh, ctx.device)
+        return self._whole[tuple(str(axis) for axis in axes)]
 
 
 def stop() -> None:

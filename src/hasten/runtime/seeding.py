@@ -196,7 +196,7 @@ def synchronize_rng_states(
     means the `generator` that is passed. Ranks: every member.
     Raises: ConfigError for an unknown type, or "generator" without one.
     """
-    kinds = {_checked_type(name, comm.device) for name in types}
+    kinds = checked_rng_types(types, comm.device)
     if "generator" in kinds and generator is None:
         raise ConfigError(
             "synchronize_rng_states was asked for 'generator' without a generator, so ranks would shuffle differently; pass "
@@ -212,6 +212,14 @@ def synchronize_rng_states(
     if generator is not None and "generator" in theirs:
         generator.set_state(theirs.pop("generator"))
     RngState.from_tree({**state.to_tree(), **theirs}).restore(comm.device)
+
+
+def checked_rng_types(types: Sequence[str], device: torch.device) -> frozenset[str]:
+    """The kinds of generators that these names mean on a process that works on `device`.
+
+    Raises: ConfigError for an unknown name.
+    """
+    return frozenset(_checked_type(name, device) for name in types)
 
 
 def _checked_type(name: str, device: torch.device) -> str:

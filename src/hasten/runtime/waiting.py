@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from torch.distributed import DistError, TCPStore
 
 from hasten.runtime.nodelist import ranks_in_words
+from hasten.runtime.store import join
 from hasten.runtime.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -88,4 +89,4 @@ def _connect(url: str) -> TCPStore | None:
             pass
     except OSError:
         return None
-    return TCPStore(place.hostname, place.port, is_master=False, wait_for_workers=False, timeout=_ANSWER)
+    return join(place.hostname, place.port, _ANSWER)

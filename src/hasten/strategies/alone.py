@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish
+from hasten.strategies.base import LoopState, Stage, Wish
 
 
 class Alone:
@@ -34,3 +35,12 @@ class Alone:
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return None
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        return LoopState()
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        return None

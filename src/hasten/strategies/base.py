@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ class Caps:
     sharded_state: bool = False
     joins_uneven_inputs: bool = False
     synchronises: bool = True
+    hides_gradients: bool = False
+    """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
 
 
 class Stage(IntEnum):
@@ -68,7 +71,40 @@ class Transform(Protocol):
         ...
 
 
-class Spread(Transform, Protocol):
+PARTIAL: Final = "partial/"
+"""Prefix of gradients in LoopState that are reduced over shards, not yet over replicas."""
+UNSHARDED: Final = "unsharded/"
+"""Prefix of gradients in LoopState that are whole on each rank, not yet reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """What a wrapped model keeps between two micro-steps besides parameters, buffers and their .grad."""
+
+    notes: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class KeepsLoopState(Protocol):
+    """How checkpoints get at what a wrapped model keeps; `names` are parameter names by identity."""
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        """A collective without which `loop_state` would lack something, or None. Local; every rank must then run it."""
+        ...
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        """What the wrapped model keeps on this rank. Local.
+
+        Raises: CheckpointError in an open window whose gradients cannot be read.
+        """
+        ...
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        """Put it back. Local; a loss that is returned must be backpropagated by every rank, before .grad is restored."""
+        ...
+
+
+class Spread(Transform, KeepsLoopState, Protocol):
     """The transform that spreads a model over processes, and what only it knows about its models."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -88,7 +124,7 @@ class Spread(Transform, Protocol):
         ...
 
 
-class Strategy(Protocol):
+class Strategy(KeepsLoopState, Protocol):
     """How models are spread over processes. Models and optimizers are always prepared together."""
 
     @property

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from importlib import import_module
 from typing import assert_never
 
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.runtime.axes import LOSS, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.alone import Alone
-from hasten.strategies.base import Caps, Strategy, Transform
+from hasten.strategies.base import Caps, Spread, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp import Replicate
-from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
@@ -45,7 +46,7 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
     """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
-    for axis in (Axis.PP, Axis.CP, Axis.TP):
+    for axis in (Axis.PP, Axis.CP):
         if ctx.mesh.size(axis) > 1:
             raise ConfigError(
                 f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
@@ -53,11 +54,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             )
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
-            return _sharded(config)
+            return _sharded(config, ctx)
         case "auto" | "none" | "ddp":
             return _replicated(config, ctx)
         case "fsdp":
-            return _sharded(config)
+            return _sharded(config, ctx)
         case "deepspeed" | "megatron" | "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
@@ -69,6 +70,8 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
 
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     alone = ctx.mesh.size(*LOSS) == 1
+    if ctx.mesh.size(Axis.TP) > 1 and config.strategy != "none":
+        return _sharded(config, ctx)
     if config.strategy == "none" and not alone:
         raise ConfigError(
             f"strategy='none' was asked for with {ctx.world.size} processes; their models would drift apart. "
@@ -85,14 +88,20 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     return NativeStrategy("single" if alone else "ddp", spread, transforms, caps)
 
 
-def _sharded(config: Config) -> Strategy:
+def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(), *_common(config)]
+    mesh = WorldMesh()
+    if ctx.mesh.size(Axis.TP) > 1:
+        tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor
+        transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
-    spread = Shard(config.fsdp, keep_outputs=config.autocast.output_dtype == "keep")
-    return NativeStrategy("fsdp", spread, transforms, Caps(sharded_state=True))
+    fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor, most of a second
+    spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+    caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
+    return NativeStrategy("fsdp", spread, transforms, caps)
 
 
 def _common(config: Config) -> list[Transform]:

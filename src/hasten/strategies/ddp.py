@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +24,8 @@ from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Stage, Wish, is_trainable
+from hasten.strategies.base import LoopState, Stage, Wish, is_trainable
+from hasten.strategies.ddp_buckets import BucketOrders
 
 _OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
@@ -117,6 +118,7 @@ class Replicate:
 
     def __init__(self, config: DistributedDataParallelKwargs) -> None:
         self._config = config
+        self._buckets = BucketOrders()
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         if not wish.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
@@ -160,6 +162,22 @@ class Replicate:
         joinable: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
         with Join(joinable) if joinable else nullcontext():
             yield
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return self._buckets.unsettled(model)
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        """The order of the buckets, and whether the next forward synchronises buffers."""
+        flag = model.require_forward_param_sync if isinstance(model, DistributedDataParallel) else None
+        return LoopState({"bucket_order": self._buckets.order(model), "buffer_sync": flag})
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        if not isinstance(model, DistributedDataParallel):
+            return None
+        if (flag := state.notes.get("buffer_sync")) is not None:
+            model.require_forward_param_sync = bool(flag)
+        order = state.notes.get("bucket_order")
+        return None if order is None else self._buckets.replay(model, order)
 
 
 def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's own keywords

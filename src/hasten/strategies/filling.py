@@ -94,7 +94,9 @@ def copy_from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
     if ctx.world.size == 1:
         return
     for _, tensor in named_tensors(model):
-        if not tensor.is_meta:
+        if not tensor.is_meta and not isinstance(
+            tensor, DTensor
+        ):  # parts of split layers were equal when they were cut
             tensor.data.copy_(ctx.world.broadcast(tensor.data))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -29,8 +29,8 @@ from hasten.errors import PrepareError, StepError
 from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS, SHARD, Axis
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.mesh import device_mesh
-from hasten.strategies.base import Stage, Wish
+from hasten.runtime.mesh import WorldMesh
+from hasten.strategies.base import LoopState, Stage, Wish
 from hasten.strategies.filling import (
     Source,
     copy_from_rank_0,
@@ -41,6 +41,7 @@ from hasten.strategies.filling import (
     named_tensors,
     source_of,
 )
+from hasten.strategies.fsdp2_gradients import HeldGradients
 from hasten.strategies.whole import average_gradients, scalars
 from hasten.strategies.wrapping import (
     CONTAINERS,
@@ -73,12 +74,14 @@ class Shard:
 
     stage = Stage.SPREAD
 
-    def __init__(self, config: FullyShardedDataParallelPlugin, keep_outputs: bool = False) -> None:
+    def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
         self._config = config
+        self._world_mesh = mesh
         self._keep_outputs = keep_outputs
         self._mesh: DeviceMesh | None = None
         self._replicated = False
         self._is_main = True
+        self._held = HeldGradients()
         self._sharded = WeakValueDictionary[int, nn.Parameter]()  # by identity: what was sharded, while it lives
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
@@ -194,14 +197,25 @@ class Shard:
             "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
         )
 
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return None
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        """Gradients that torch holds besides .grad, and the groups they belong to."""
+        held = self._held.find(model, names, self._replicated, open_window)
+        return LoopState({"groups": self._held.groups(model, names) if self._replicated else {}}, held)
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        self._held.put(model, names, state.tensors)
+        return None
+
     def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
         if self._mesh is None:
-            whole = device_mesh(ctx.mesh, ctx.device)
             self._is_main = ctx.is_main
             self._replicated = ctx.mesh.size(Axis.DP_REPLICATE) > 1
             assert ctx.mesh.size(*SHARD) == ctx.mesh.size(Axis.DP_SHARD), "context parallel shards join later"
             names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if self._replicated else (Axis.DP_SHARD,)
-            self._mesh = whole[tuple(str(name) for name in names)]
+            self._mesh = self._world_mesh.along(ctx, *names)
         return self._mesh
 
     def _offload(self, ctx: ProcessContext) -> OffloadPolicy:
@@ -222,7 +236,9 @@ class Shard:
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
     """Raise when the block is called by itself: only the whole model gathers its parameters."""
-    if isinstance(next(block.parameters(), None), DTensor):
+    first = next(block.parameters(), None)
+    gathered = not isinstance(first, DTensor) or first.device_mesh.mesh_dim_names == (str(Axis.TP),)
+    if not gathered:
         raise StepError(
             f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
             "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "

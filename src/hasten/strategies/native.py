@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from hasten.errors import PrepareError
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, Spread, Stage, Transform, Wish
+from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Wish
 from hasten.strategies.own_shards import update_own_shards
 
 
@@ -67,6 +67,15 @@ class NativeStrategy:
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
         return self._spread.join(models)
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return self._spread.unsettled(model)
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        return self._spread.loop_state(model, names, open_window)
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        return self._spread.restore_loop_state(model, names, state)
 
 
 def _make_optimizers(items: Iterable[Item], models: list[nn.Module]) -> None:

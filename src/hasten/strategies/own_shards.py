@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import (
     ASGD,
     SGD,
@@ -23,6 +22,11 @@ from torch.optim import (
     Rprop,
 )
 
+from hasten.modules.dtensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 ELEMENTWISE: Final = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
 """No number of theirs depends on another element, so a shard updated alone is the shard of the whole update."""
 Collect = Callable[..., Any]  # Any: torch's own, by optimizer
@@ -32,8 +36,11 @@ def update_own_shards(optimizer: Optimizer) -> None:
     """Let the optimizer's kernels see shards as plain tensors; harmless to repeat.
 
     A DTensor checks and wraps in Python at every operation, which on small shards takes longer than the operation.
-    Parameters, gradients and state stay DTensors for everybody else. Optimizers of other classes are left alone.
+    Parameters, gradients and state stay DTensors for everybody else. Optimizers of other classes, and those without
+    a DTensor among their parameters, are left alone.
     """
+    if not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+        return
     collect: Collect | None = getattr(optimizer, "_init_group", None)
     if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
         optimizer._init_group = partial(_collect_shards, collect)  # type: ignore[attr-defined]  # torch's inner seam
@@ -54,7 +61,7 @@ def _collect_shards(collect: Collect, group: dict[str, Any], *lists: list[Any]) 
     if group.get("differentiable") or not _all_shards_alike(lists):
         return told
     for values in lists:
-        values[:] = [value._local_tensor if isinstance(value, DTensor) else value for value in values]
+        values[:] = [value._local_tensor if is_dtensor(value) else value for value in values]
     return told
 
 
@@ -68,7 +75,7 @@ def _all_shards_alike(lists: tuple[list[Any], ...]) -> bool:
         return False
     for values in zip(*filled, strict=True):
         first = values[0]
-        if not isinstance(first, DTensor):
+        if not is_dtensor(first):
             return False
         for value in values[1:]:
             if value is None or (isinstance(value, Tensor) and value.ndim and not _cut_alike(value, first)):
@@ -77,4 +84,4 @@ def _all_shards_alike(lists: tuple[list[Any], ...]) -> bool:
 
 
 def _cut_alike(value: Tensor, other: DTensor) -> bool:
-    return isinstance(value, DTensor) and value.placements == other.placements and value.shape == other.shape
+    return is_dtensor(value) and value.placements == other.placements and value.shape == other.shape

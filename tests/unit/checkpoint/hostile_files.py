@@ -29,7 +29,10 @@ import msgspec
 import torch
 
 from hasten.accelerator.randomness import Randomness
-from hasten.accelerator.run_state import RunParts, collect, plan_restore
+from hasten.accelerator.restore import plan_restore
+from hasten.accelerator.run_state import RunParts, collect
+from hasten.accelerator.undo import Undo
+from hasten.checkpoint.agreeing import agreeing
 from hasten.checkpoint.checksum import checksum
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, decode, encode
@@ -390,7 +393,8 @@ def attempt(root: Path, objects: Objects) -> str:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "planning changed the model"
             del plan
             other = Objects()
-            plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply()
+            with Undo() as undo, agreeing(LocalComm(), "loading") as together:
+                plan_restore(parts_of(other), other.models, checkpoint, 0, 1, strict=True).apply(together, undo)
         return "loaded"
     except HastenError as error:
         after = objects.fingerprint()

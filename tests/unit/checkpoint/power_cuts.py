@@ -99,10 +99,21 @@ class DeadlyDisk(Disk):
 
     def remove_tree(self, path: Path) -> None:
         def half() -> None:
-            for entry in sorted(path.iterdir())[::2]:
+            for entry in sorted(entry for entry in path.rglob("*") if entry.is_file())[::2]:
                 entry.unlink()
 
         self._turn(lambda: Disk.remove_tree(self, path), half)
+
+    def remove_file(self, path: Path) -> None:
+        self._turn(lambda: Disk.remove_file(self, path))
+
+    def link(self, old: Path, new: Path) -> None:
+        self._turn(lambda: Disk.link(self, old, new))
+
+    def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
+        made: list[int] = []
+        self._turn(lambda: made.append(Disk.put_lock(self, draft, path, content)))
+        return made[0]
 
 
 def state(number: int) -> StateTree:
@@ -119,10 +130,13 @@ def state(number: int) -> StateTree:
     )
 
 
-def save(root: Path, name: str, number: int, disk: Disk, limit: int | None) -> None:
-    """One save of one process, with retention."""
+def save(root: Path, name: str, number: int, disk: Disk, limit: int | None, extra: str | None = None) -> None:
+    """One save of one process, with retention; `extra` is a folder that a hook makes in the checkpoint."""
     store, comm = LocalStore(root, disk, threads=1), LocalComm()
     group = start(store, comm, name)
+    if extra is not None and group.draft.folder is not None:
+        (group.draft.folder / extra).mkdir()
+        (group.draft.folder / extra / "hooked.txt").write_text(str(number))
     prepared = prepare(state(number), group, comm)
     policy = Retention(total_limit=limit)
     finish(prepared, group, comm, Manifest(number=number), lambda: retire_expired(store, policy, number_of))
@@ -136,6 +150,11 @@ def check(root: Path, name: str) -> int:
         numbers = {value for key in model.pieces for value in model.pieces[key][0].data.tolist()}
         optimizer = checkpoint.component("optimizer")
         numbers |= set(optimizer.pieces["state/w0/m"][0].data.tolist())
+        for path in checkpoint.folder.rglob("*.txt"):
+            if path.name == "hooked.txt" and f"{path.parent.name}/hooked.txt" in {
+                f.name for f in checkpoint.manifest.files
+            }:
+                numbers.add(float(path.read_text()))
         extra = checkpoint.component("random_states", 0).data
         assert isinstance(extra, dict)
         numbers.add(float(str(extra["number"])))
@@ -210,13 +229,16 @@ def judge_numbered(root: Path) -> str | None:
 
 
 def before_overwriting(root: Path) -> None:
-    save(root, "best", 1, Disk(), None)
+    save(root, "best", 1, Disk(), None, extra="gone")
     (root / "best" / "notes.txt").write_text("mine")
 
 
 def save_overwriting(root: Path, disk: Disk) -> None:
-    """A folder given by name is saved over, with a file of the user's in it, when the process dies."""
-    save(root, "best", 2, disk, None)
+    """A folder given by name is saved over, with a file of the user's in it, when the process dies.
+
+    Each save has a file that the one before has not, in a folder of its own as a hook writes it.
+    """
+    save(root, "best", 2, disk, None, extra="new")
 
 
 def judge_overwriting(root: Path) -> str | None:
@@ -226,6 +248,10 @@ def judge_overwriting(root: Path) -> str | None:
     left = [entry.name for entry in root.iterdir()]
     if check(root, "best") != 3 or left != ["best"]:
         return f"the next save left {left}"
+    listed = {file.name for file in LocalStore(root).manifest("best").files} | {"manifest.json", "notes.txt"}
+    found = {path.relative_to(root / "best").as_posix() for path in (root / "best").rglob("*")}
+    if found != listed:
+        return f"the next save left {found - listed} and lacks {listed - found}"
     return None if (root / "best" / "notes.txt").read_text() == "mine" else "the user's file was lost"
 
 

@@ -49,8 +49,8 @@ def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-PER_SAVE = 4
-"""Objects that one save below puts into the bucket, the manifest last."""
+PER_SAVE = 5
+"""Objects that one save below puts into the bucket: its lock first, the manifest last."""
 
 
 def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
@@ -113,7 +113,15 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
         saver.run(endpoint)
         assert restored(accelerator, model) == number
     left = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
-    assert left - set(open_store(f"{place}/checkpoints").names()) == {"checkpoint_2"}, "all but the manifest is there"
+    unfinished = left - set(open_store(f"{place}/checkpoints").names())
+    assert {name for name in unfinished if not name.startswith(".")} == {"checkpoint_2"}, (
+        "all but the manifest is there"
+    )
+    locks = [name for name in unfinished if name.startswith(".hasten-lock.checkpoint_2.")]
+    assert len(locks) == 1, "the lock of the killed process; the lock of the one before it was cleared"
+    accelerator.save_state()
+    left = {Path(item).name for item in need("fsspec").filesystem("s3").ls(f"{place}/checkpoints", refresh=True)}
+    assert left == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
 
 
 def connect(endpoint: str) -> None:

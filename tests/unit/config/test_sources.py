@@ -12,7 +12,7 @@ from hasten.config.decode import Mismatch, decode
 from hasten.config.engines import DeepSpeedPlugin
 from hasten.config.established import established_variables
 from hasten.config.legacy import fsdp_from_fsdp1
-from hasten.config.marked import Marked, parse
+from hasten.config.marked import Marked
 from hasten.config.optim import GradientAccumulationPlugin
 from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
 from hasten.config.precision import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
@@ -21,6 +21,7 @@ from hasten.config.root import Config
 from hasten.config.schema import BY_PATH
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.config.source import Entry, Source
+from hasten.config.yaml_text import parse
 from hasten.errors import ConfigError, ConfigFileError, ContradictionError, SettingValueError, UnknownSettingError
 
 

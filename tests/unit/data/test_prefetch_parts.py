@@ -1,10 +1,11 @@
-"""What can be known about prefetching without an accelerator: what is pinned, what needs guarding, what is moved."""
+"""What can be known about prefetching without an accelerator: sizes, staging buffers, and which way a batch takes."""
 
 from __future__ import annotations
 
 from collections import UserDict
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -13,7 +14,7 @@ from hasten import trees
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.loader import plain_move
-from hasten.data.prefetch import LookAhead, Prefetch
+from hasten.data.prefetch import InLine, LookAhead, Prefetch, Slot
 from hasten.testing.loaders import prepared
 
 
@@ -25,22 +26,89 @@ class Movable:
         return Movable(self.x.to(device))
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
 class Recorded(Movable):
     def record_stream(self, stream: Any) -> None:
         return
 
 
-def test_only_objects_that_hide_their_tensors_are_guarded() -> None:
+def test_the_size_of_a_batch_is_that_of_its_tensors() -> None:
+    x, y = torch.ones(4, 4), torch.ones(2, dtype=torch.int64)
+    for batch in (
+        {"x": x, "y": [y], "n": 1},
+        [x, (y, None)],
+        (x, {"deep": {"y": y}, "name": "a"}),
+        UserDict({"x": x, "y": y}),
+        Pair(x, y),
+    ):
+        assert prefetch.host_bytes(batch) == 64 + 16
+    assert prefetch.host_bytes(x) == 64
+    assert prefetch.host_bytes(torch.nn.Parameter(x)) == 64
+    assert prefetch.host_bytes({"n": 3, "names": ["a"]}) == 0
+
+
+def test_objects_that_hide_their_tensors_have_no_size() -> None:
     x = torch.ones(3)
-    assert not prefetch._opaque({"x": x, "n": 3, "names": ["a"], "deep": [(x, None)]})
-    assert prefetch._opaque([x, {"object": Movable(x)}])
-    assert not prefetch._opaque(Recorded(x))
+    assert prefetch.host_bytes([x, {"object": Movable(x)}]) is None
+    assert prefetch.host_bytes(Recorded(x)) is None
+    assert not InLine(torch.device("cpu")).takes(Movable(x))
 
 
-def test_unpinned_bytes_are_those_of_host_tensors() -> None:
-    batch = {"x": torch.ones(4, 4), "y": [torch.ones(2, dtype=torch.int64)], "n": 1}
-    assert prefetch._unpinned_bytes(batch) == 64 + 16
-    assert prefetch._unpinned_bytes({"meta": torch.ones(4, device="meta")}) == 0
+def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = (torch.ones(8), torch.ones(2))
+    quick = InLine(torch.device("cpu"))
+    assert not quick.takes(torch.ones(1 << 15))
+    for _ in range(20):
+        assert quick.takes(batch)
+        moved = quick.copy(batch)
+        assert [part.tolist() for part in moved] == [part.tolist() for part in batch]
+    now = iter(range(1_000))
+    monkeypatch.setattr(prefetch.time, "perf_counter", lambda: float(next(now)))  # a second passes at each look
+    slow = InLine(torch.device("cpu"))
+    taken = 0
+    while slow.takes(batch) and taken < 100:
+        slow.copy(batch)
+        taken += 1
+    assert 0 < taken < 20
+
+
+def test_staging_buffers_are_reused_and_hold_what_they_were_given() -> None:
+    made: list[int] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        made.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    slot = Slot(torch.Event(device="cpu"), allocate)
+    random = torch.Generator().manual_seed(0)
+    for turn in range(60):
+        slot.take()
+        for dtype in (torch.float32, torch.int64, torch.bfloat16, torch.bool):
+            shape = torch.randint(1, 9, (turn % 3 + 1,), generator=random).tolist()
+            x = torch.randint(2, shape, generator=random).to(dtype)
+            staged = slot.staged(x)
+            assert staged.shape == x.shape
+            assert staged.dtype == x.dtype
+            assert torch.equal(staged, x)
+            assert staged.data_ptr() != x.data_ptr()
+    assert len(made) < 40  # only when a tensor outgrows its buffer
+    before = len(made)
+    for _ in range(10):
+        slot.take()
+        for size in (4, 8, 2, 1):
+            slot.staged(torch.ones(size))
+    assert len(made) == before
+
+
+def test_two_tensors_of_a_batch_never_share_a_buffer() -> None:
+    slot = Slot(torch.Event(device="cpu"), lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8))
+    slot.take()
+    staged = [slot.staged(torch.full((4,), float(value))) for value in range(5)]
+    assert [view.tolist() for view in staged] == [[float(value)] * 4 for value in range(5)]
 
 
 def test_the_move_is_chosen_by_device_and_setting() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import yaml
 
 from accelerate.commands.utils import CustomArgumentParser, exit_code_of
+from hasten.config.files import contents
 from hasten.errors import ConfigError
 
 # Any in this file: argparse's subparsers and namespaces, and values of settings.
@@ -74,7 +75,7 @@ def to_fsdp2_command(args: Any) -> None:
     target = Path(args.config_file if args.output_file is None else args.output_file)
     if target.exists() and not args.overwrite:
         raise FileExistsError(f"Output file already exists and --overwrite is not set: {target}")
-    config = yaml.safe_load(Path(args.config_file).read_text())
+    config = yaml.safe_load(contents(Path(args.config_file)))
     if config.get("distributed_type") != "FSDP":
         raise ValueError("Config file does not use FSDP, so there is nothing to convert")
     made, said = convert(config)

@@ -144,6 +144,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def to_hasten(self) -> hasten.GradientAccumulationPlugin:
         values = dict(self.__dict__)
+        del values["adjust_scheduler"]  # scheduler.py reads it
         if values["num_steps"] is None:
             del values["num_steps"]
         return hasten.GradientAccumulationPlugin(**values)

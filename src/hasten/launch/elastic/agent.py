@@ -12,22 +12,19 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Final
 
-import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from hasten.errors import LaunchError
-from hasten.launch import network, verdict
+from hasten.launch import verdict
 from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.elastic import ending
+from hasten.launch.elastic.handler import elastic_handler
 from hasten.launch.elastic.torch_agent import SHUTDOWN_S, TorchAgent
 from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
 from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
@@ -36,11 +33,6 @@ from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous
 
 Say = Callable[[str], None]
 Handler = FixedRendezvous | ElasticRendezvous
-
-# Torch's waits are made for thousands of machines; these find a lost machine in seconds.
-_ELASTIC_DEFAULTS: Final = MappingProxyType(
-    {"last_call_timeout": "5", "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
-)
 
 
 class MachineSupervisor:
@@ -260,23 +252,7 @@ def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
 def _handler(meeting: Meeting, check_in: CheckIn) -> Handler:
     if meeting.kind == "fixed":
         return FixedRendezvous(meeting, check_in)
-    options: dict[str, str] = {**_ELASTIC_DEFAULTS, **meeting.options}
-    if meeting.kind == "c10d":
-        hosting = (
-            meeting.machine_rank == 0 if meeting.machine_rank is not None else network.owns_address(meeting.address)
-        )
-        options.setdefault("is_host", str(hosting))
-        options.setdefault("join_timeout", f"{meeting.join_timeout_s:.0f}")
-    parameters = RendezvousParameters(
-        backend=meeting.kind,
-        endpoint=f"{meeting.address}:{meeting.port}",
-        run_id=meeting.run_id,
-        min_nodes=meeting.min_machines,
-        max_nodes=meeting.max_machines,
-        local_addr=check_in.report.address,
-        **options,
-    )
-    return ElasticRendezvous(registry.get_rendezvous_handler(parameters), check_in)
+    return ElasticRendezvous(elastic_handler(meeting, check_in.report.address), check_in)
 
 
 def _quieten_torch(supervision: Supervision) -> None:

@@ -12,7 +12,7 @@ import yaml
 
 from accelerate.utils.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate.utils.environment import environment
-from hasten.config.files import accelerate_paths
+from hasten.config.files import accelerate_paths, contents
 
 # Any in this file: values of settings.
 default_yaml_config_file = str(accelerate_paths(environment())[0])
@@ -33,7 +33,8 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
                 "`accelerate config` and run `accelerate launch` without the `--config_file` argument."
             )
         path = Path(default_json_config_file)
-    values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    text = contents(path)
+    values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     return config_from(values, str(path))
 
 

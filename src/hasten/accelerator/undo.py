@@ -1,0 +1,151 @@
+"""Undoing a load that failed: what each part was before, put back in reverse order."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from hasten import trees
+from hasten.checkpoint.filling import run_copies
+from hasten.checkpoint.reshard import Copy, local_tensor
+from hasten.modules.dtensors import is_dtensor
+from hasten.runtime.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class Stateful(Protocol):
+    """Anything with state: registered objects, loaders, schedulers, trackers."""
+
+    def state_dict(self) -> Any: ...  # Any: plain values and tensors
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class Undo:
+    """A block whose changes are taken back when it fails: each `keep_...` is called before its part is changed."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, Callable[[], object]]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        steps, self._steps = self._steps, []
+        if error is None:
+            return
+        for what, step in reversed(steps):
+            try:
+                with torch.no_grad():
+                    step()
+            except Exception as problem:  # the other parts must be put back all the same
+                text = (
+                    f"{what} could not be put back to what it was before loading: {type(problem).__name__}: {problem}"
+                )
+                log.error(text, main_process_only=False)
+                error.add_note(text)
+
+    def add(self, what: str, step: Callable[[], object]) -> None:
+        """Call `step` when the block fails."""
+        self._steps.append((what, step))
+
+    def keep_stateful(self, thing: Stateful) -> None:
+        """Keep an object by its own state_dict; tensors are copied to host memory."""
+        before = trees.map_leaves(_kept, thing.state_dict())
+        self.add(type(thing).__name__, lambda: thing.load_state_dict(trees.map_leaves(_thawed, before)))
+
+    def keep_attributes(self, thing: object, tensors: bool = True) -> None:
+        """Keep an object's attributes and what is in their containers; `tensors` copies those they hold as well."""
+        self.add(type(thing).__name__, _keep_attributes(thing, tensors))
+
+    def keep_targets(self, copies: Sequence[Copy]) -> None:
+        """Keep the memory that these copies will overwrite, in host memory."""
+        back = [Copy(one.target, _host_memory(one.target)) for one in copies]
+        run_copies([Copy(one.source, one.target) for one in back])
+        self.add("tensors", lambda: run_copies(back))
+
+
+class _Kept:
+    """A copy of a tensor in host memory, which knows the device it came from."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        spread = is_dtensor(tensor)
+        self.device = tensor.device
+        self.copy = tensor.detach().clone() if spread else tensor.detach().to("cpu", copy=True)
+
+    def thawed(self) -> Tensor:
+        """The tensor on its device; a copy of its own for whoever loads it."""
+        return self.copy.clone() if is_dtensor(self.copy) else self.copy.to(self.device, copy=True)
+
+
+def _kept(leaf: Any) -> Any:  # Any: a value of the user's state
+    return _Kept(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def _thawed(leaf: Any) -> Any:
+    return leaf.thawed() if isinstance(leaf, _Kept) else leaf
+
+
+def _host_memory(target: Tensor) -> Tensor:
+    if type(target) is not Tensor and not isinstance(target, torch.nn.Parameter):
+        return target.detach().clone()  # subclasses know best how they are copied
+    return torch.empty_like(target, device="cpu", requires_grad=False)
+
+
+def _keep_attributes(thing: object, tensors: bool) -> Callable[[], None]:
+    names = list(vars(thing)) if hasattr(thing, "__dict__") else [f.name for f in dataclasses.fields(thing)]  # type: ignore[arg-type]  # objects without a dict are our dataclasses
+    before = {name: getattr(thing, name) for name in names}
+    inner = [_keep_inside(value, tensors) for value in before.values()]
+
+    def put_back() -> None:
+        if hasattr(thing, "__dict__"):
+            thing.__dict__.clear()
+            thing.__dict__.update(before)
+        else:
+            for name, value in before.items():
+                setattr(thing, name, value)
+        for step in inner:
+            step()
+
+    return put_back
+
+
+def _keep_inside(value: Any, tensors: bool) -> Callable[[], None]:
+    """What restores the contents of a container (and of those in it), or the numbers of a tensor, in place."""
+    if isinstance(value, Tensor):
+        return _keep_tensor(value) if tensors else _nothing
+    if isinstance(value, (dict, collections.UserDict)):
+        items = dict(value)
+        inner = [_keep_inside(item, tensors) for item in items.values()]
+        return lambda: (value.clear(), value.update(items), [step() for step in inner], None)[-1]
+    if isinstance(value, (list, collections.deque)):
+        content = list(value)
+        inner = [_keep_inside(item, tensors) for item in content]
+        return lambda: (value.clear(), value.extend(content), [step() for step in inner], None)[-1]
+    if isinstance(value, set):
+        members = set(value)
+        return lambda: (value.clear(), value.update(members), None)[-1]
+    return _nothing
+
+
+def _keep_tensor(value: Tensor) -> Callable[[], None]:
+    kept = local_tensor(value).detach().clone()
+
+    def put_back() -> None:
+        local_tensor(value).detach().copy_(kept)
+
+    return put_back
+
+
+def _nothing() -> None:
+    """Nothing to put back: the value cannot change, or is kept elsewhere."""

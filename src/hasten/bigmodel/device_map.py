@@ -1,0 +1,219 @@
+"""Device maps: which module of a model goes where, worked out, checked and written short."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.budget import DeviceKey, get_max_memory
+from hasten.bigmodel.solver import Device, Node, atoms, balanced, place
+from hasten.errors import ConfigError
+from hasten.modules.sizes import module_bytes, named_tensors, tensor_bytes
+
+log = logging.getLogger(__name__)
+OFFLOAD = ("cpu", "disk")
+DType = torch.dtype | str | None
+
+
+def as_dtype(dtype: DType) -> torch.dtype | None:
+    """A dtype from itself or from its name ("bfloat16", "torch.float16")."""
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ConfigError(f"{dtype!r} is no dtype of torch; write for example 'bfloat16'.")
+        return found
+    return dtype
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: DType = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """The bytes of each module, parameter and buffer by name; the whole model is under the empty name.
+
+    Shared tensors count once in every module that holds them.
+    """
+    special = {name: found for name, one in (special_dtypes or {}).items() if (found := as_dtype(one)) is not None}
+    if not buffers_only:
+        return module_bytes(model, as_dtype(dtype), special)
+    sizes: dict[str, int] = {"": 0}
+    for name, buffer in model.named_buffers():
+        parts = name.split(".")
+        for depth in range(len(parts) + 1):
+            key = ".".join(parts[:depth])
+            sizes[key] = sizes.get(key, 0) + tensor_bytes(buffer, special.get(name, as_dtype(dtype)))
+    return sizes
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[DeviceKey, int | str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: DType = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, DeviceKey]:
+    """A device for every part of the model: accelerators are filled in order, then "cpu", then "disk".
+
+    Modules of `no_split_module_classes` stay whole, tied weights stay together, and when parts are offloaded the first
+    accelerator keeps room to stream them. `verbose` logs the reasons.
+    Raises: ConfigError saying what is missing when the devices cannot hold the model.
+    """
+    nodes = list(tree(model, no_split_module_classes, dtype, special_dtypes))
+    limits = get_max_memory(max_memory)
+    devices = devices_in_order(limits)
+    computing = [device for device in devices if not device.offload]
+    if computing and not offload_buffers:
+        devices = _keep_buffers_on(devices, computing[0].key, nodes, model, dtype, special_dtypes)
+    placement = place(atoms(nodes), devices, fallback_allocation)
+    log.log(logging.INFO if verbose else logging.DEBUG, "device map: %s", "; ".join(placement.notes))
+    return clean_device_map(dict(placement.places)) if clean_result else dict(placement.places)
+
+
+def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
+    """The devices to fill, in order; those weights only rest on are marked, and the disk comes last in any case.
+
+    Without an accelerator the CPU computes, and the disk alone is for what does not fit.
+    """
+    accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
+    devices = [Device(key, limits[key]) for key in accelerators]
+    if "cpu" in limits:
+        devices.append(Device("cpu", limits["cpu"], offload=bool(accelerators)))
+    elif not accelerators:
+        raise ConfigError(f"max_memory {dict(limits)} leaves no device that computes; give 'cpu' or an accelerator.")
+    devices.append(Device("disk", limits.get("disk"), offload=True))
+    return devices
+
+
+def _keep_buffers_on(
+    devices: Sequence[Device],
+    main: DeviceKey,
+    nodes: Iterable[Node],
+    model: nn.Module,
+    dtype: DType,
+    special_dtypes: Mapping[str, DType] | None,
+) -> list[Device]:
+    """Limits less the buffers of offloaded parts, which stay on the main device: known once parts are offloaded."""
+    try:
+        spilled = place(atoms(nodes), devices).places
+    except ConfigError:
+        return list(devices)
+    offloaded = {device.key for device in devices if device.offload}
+    away = tuple(f"{name}." for name, key in spilled.items() if key in offloaded)
+    special = special_dtypes or {}
+    kept = sum(
+        tensor_bytes(buffer, as_dtype(special.get(name, dtype)))
+        for name, buffer in model.named_buffers()
+        if name.startswith(away) or spilled.get(name) in offloaded
+    )
+    return [
+        Device(device.key, max(device.limit - kept, 0), device.offload)
+        if device.key == main and device.limit is not None
+        else device
+        for device in devices
+    ]
+
+
+def tree(
+    model: nn.Module,
+    no_split: Collection[str] | str | None = None,
+    dtype: DType = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+) -> Iterator[Node]:
+    """The model as the solver sees it: sizes, shared tensors, and what may be split."""
+    whole = frozenset([no_split] if isinstance(no_split, str) else no_split or ())
+    special = special_dtypes or {}
+
+    def size(name: str, tensor: Tensor) -> tuple[int, int]:
+        return id(tensor), tensor_bytes(tensor, as_dtype(special.get(name, dtype)))
+
+    def visit(prefix: str, module: nn.Module) -> Iterator[Node]:
+        dot = f"{prefix}." if prefix else ""
+        own = [*module._parameters.items(), *module._buffers.items()]
+        yield from (Node(dot + n, frozenset([size(dot + n, t)])) for n, t in own if t is not None)
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            held = frozenset(size(f"{dot}{name}.{n}", t) for n, t in named_tensors(child))
+            if not held:
+                continue
+            splits = any(True for _ in child.children()) and type(child).__name__ not in whole
+            yield Node(dot + name, held, tuple(visit(dot + name, child)) if splits else ())
+
+    if type(model).__name__ in whole:
+        yield Node("", frozenset(size(n, t) for n, t in named_tensors(model)))
+    else:
+        yield from visit("", model)
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[DeviceKey, int | str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    dtype: DType = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    low_zero: bool = False,
+) -> dict[DeviceKey, int]:
+    """Limits under which the model spreads evenly over the accelerators; `low_zero` leaves the first one to other work."""
+    limits = get_max_memory(max_memory)
+    accelerators = [key for key in limits if key not in OFFLOAD and limits[key] > 0]
+    parts = atoms(tree(model, no_split_module_classes, dtype, special_dtypes))
+    fair = balanced(parts, [limits[key] for key in accelerators], low_zero)
+    return {**limits, **dict(zip(accelerators, fair, strict=True))}
+
+
+def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") -> dict[str, DeviceKey]:
+    """The map with modules named in place of their parts wherever all of these share a device."""
+    prefix = f"{module_name}." if module_name else ""
+    inside = [name for name in device_map if name.startswith(prefix)]
+    if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
+        key = device_map[inside[0]]
+        short = {}
+        for name, place_ in device_map.items():
+            if name == inside[0]:
+                short[module_name] = key
+            if not name.startswith(prefix):
+                short[name] = place_
+        return short
+    depth = len(prefix.split(".")) if prefix else 1
+    children = dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside if name != module_name)
+    for child in children:
+        device_map = clean_device_map(device_map, child) if child else device_map
+    return device_map
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torch.device]) -> None:
+    """Raise unless every tensor of the model has a device, and every name of the map is one of the model's."""
+    tensors = [name for name, _ in named_tensors(model)]
+    homeless = [name for name in tensors if owner_in(device_map, name) is None]
+    if homeless:
+        raise ConfigError(
+            f"the device map does not say where {_few(homeless)} should go, so the model could not run. Add an entry "
+            "for each, or for the whole model under the name ''."
+        )
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
+    strangers = [name for name in device_map if name not in known]
+    if strangers:
+        raise ConfigError(
+            f"the device map names {_few(strangers)}, which {type(model).__name__} does not have; the entries would do "
+            "nothing. Take names from model.named_modules()."
+        )
+
+
+def owner_in(device_map: Mapping[str, object], name: str) -> str | None:
+    """The longest entry of the map that `name` belongs to; None when there is none."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return name if name in device_map else None
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

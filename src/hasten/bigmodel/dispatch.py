@@ -1,0 +1,316 @@
+"""Dispatching a model: every part on its device, and those that do not fit streamed from the host or the disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.device_map import OFFLOAD, check_device_map, owner_in
+from hasten.bigmodel.hostpool import HostPool, aligned
+from hasten.bigmodel.meta import meta_names
+from hasten.bigmodel.packs import Entry, Table, mapped_entry
+from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, streamers_of
+from hasten.bigmodel.solver import readable
+from hasten.bigmodel.stream import Streamer
+from hasten.bigmodel.ties import tensor_of
+from hasten.bigmodel.units import Found, cut, make_units, tensors_in
+from hasten.bigmodel.weights import DiskWeights
+from hasten.checkpoint.export import parse_size
+from hasten.errors import PrepareError
+from hasten.modules import forwarding
+
+log = logging.getLogger(__name__)
+Place = int | str | torch.device
+
+
+def device_of(place: Place) -> torch.device:
+    """The torch device of a map's entry: an index is that accelerator."""
+    if isinstance(place, int):
+        kind = torch.accelerator.current_accelerator()
+        if kind is None:
+            raise PrepareError(f"device {place} was asked for, but this machine has only the CPU; use 'cpu' or 'disk'.")
+        return torch.device(kind.type, place)
+    return torch.device(place)
+
+
+def main_device_of(device_map: Mapping[str, Place]) -> torch.device:
+    """Where offloaded parts compute: the first accelerator of the map, else the CPU."""
+    places = [place for place in device_map.values() if str(place) not in OFFLOAD]
+    return device_of(places[0]) if places else torch.device("cpu")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    main_device: Place | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | Path | None = None,
+    offload_index: Mapping[str, Mapping[str, str]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    resident: int | str = 0,
+) -> nn.Module:
+    """The model with every part on the device the map gives it.
+
+    Parts on "cpu" (beside an accelerator) and "disk" are streamed to `main_device` while the part before them computes;
+    of these, up to `resident` bytes ("8GB") stay on it for good. Weights on the disk are read from `offload_index`, whose
+    entries name safetensors files, or from what lies in `offload_dir`; parts that have neither are written there.
+    Raises: PrepareError when weights are still on the meta device and nothing says where they are.
+    """
+    check_device_map(model, device_map)
+    detach(model)
+    main = main_device_of(device_map) if main_device is None else device_of(main_device)
+    away = ("disk",) if main.type == "cpu" else OFFLOAD
+    skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+    owners = {name: str(place) for name, place in device_map.items()}
+    streamed = {name for name, place in owners.items() if place in away}
+    if state_dict:
+        _fill(model, state_dict)
+    on_disk = _under(model, owners, "disk", offload_buffers)
+    disk = DiskWeights.find(model, on_disk, offload_dir, offload_index)
+    if offload_index is not None:  # the index may also know weights that are still to be read into host memory
+        others = _under(model, owners, "cpu", offload_buffers)
+        waiting = [name for name in others if name in offload_index and tensor_of(model, name).is_meta]
+        disk.update(DiskWeights.find(model, waiting, None, offload_index))
+    _refuse_empty(model, streamed, disk)
+    _place(model, device_map, away, main, offload_buffers)
+    places = {str(device_of(place)) for name, place in device_map.items() if name not in streamed}
+    if streamed or len(places) > 1 or force_hooks:
+        _hook(model, device_map, streamed, main, skip)
+    if streamed:
+        _stream(
+            model, owners, streamed, main, disk, _Options(offload_buffers, preload_module_classes or (), skip, resident)
+        )
+    return model
+
+
+class _Options:
+    """What streaming is asked for."""
+
+    def __init__(
+        self,
+        buffers: bool,
+        whole: Collection[str],
+        skip: Collection[str],
+        resident: int | str,
+        pinned: int | None = None,
+    ) -> None:
+        self.buffers, self.whole, self.skip = buffers, whole, skip
+        self.resident = parse_size(resident)
+        self.pinned = pinned
+
+
+def _under(model: nn.Module, owners: Mapping[str, str], place: str, buffers: bool) -> list[str]:
+    """The names of parameters, and of buffers if those are offloaded too, that the map puts on a place."""
+    names = (found.name for found in tensors_in(model, "", buffers))
+    return [name for name in names if owners[owner_in(owners, name) or ""] == place]
+
+
+def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give tensors that are on the meta device what the state dict has for them."""
+    for module_name, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                value = state.get(f"{module_name}.{key}" if module_name else key)
+                if tensor is not None and tensor.is_meta and value is not None:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value  # type: ignore[assignment]
+
+
+def _refuse_empty(model: nn.Module, streamed: Collection[str], disk: DiskWeights) -> None:
+    empty = [name for name in meta_names(model) if disk.piece(name) is None]
+    if empty:
+        raise PrepareError(
+            f"{empty[0]} and {len(empty) - 1} more tensors of {type(model).__name__} are on the meta device, so there is "
+            "nothing to dispatch. Use load_checkpoint_and_dispatch(model, folder, device_map), or give state_dict= or "
+            "offload_dir= with the weights."
+        )
+
+
+def _place(
+    model: nn.Module, device_map: Mapping[str, Place], away: Collection[str], main: torch.device, offload_buffers: bool
+) -> None:
+    """Move resident tensors to their devices, and the buffers of streamed parts to the main one."""
+    moved: dict[int, Tensor] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is None:
+                    continue
+                name = f"{module_name}.{key}" if module_name else key
+                place = device_map[owner_in(device_map, name) or ""]
+                streams = str(place) in away
+                if streams and (isinstance(tensor, nn.Parameter) or offload_buffers):
+                    continue
+                if str(place) == "disk":
+                    place = "cpu"
+                target = main if streams else device_of(place)
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = _on(tensor, target)
+                table[key] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; parameters stay the objects they are."""
+    if tensor.device == device or tensor.is_meta:
+        return tensor
+    if isinstance(tensor, nn.Parameter):
+        fresh = tensor.data.to(device)
+        if type(tensor) is nn.Parameter and type(fresh) is Tensor:
+            tensor.data = fresh
+            return tensor
+        return type(tensor)(fresh, requires_grad=tensor.requires_grad)
+    return tensor.to(device)
+
+
+def _hook(
+    model: nn.Module,
+    device_map: Mapping[str, Place],
+    streamed: Collection[str],
+    main: torch.device,
+    skip: Collection[str],
+) -> None:
+    """Let the inputs of every part come to its device, and the outputs of the whole go back to where its inputs were."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, place in device_map.items():
+        if name and name not in streamed and name in modules:
+            for part in _called(modules[name]):
+                if forwarding.find(part, PlacedForward.tag) is None:
+                    forwarding.replace(part, PlacedForward(device_of(place), skip))
+    whole = device_map.get("")
+    first = main if whole is None or "" in streamed else device_of(whole)
+    if forwarding.find(model, PlacedForward.tag) is None:
+        forwarding.replace(model, PlacedForward(first, skip, return_to_input=True))
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The module itself, or the parts of a list of modules, which is never called."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return [part for child in module.children() for part in _called(child)]
+    return [module]
+
+
+def _stream(
+    model: nn.Module,
+    owners: Mapping[str, str],
+    streamed: Collection[str],
+    main: torch.device,
+    disk: DiskWeights,
+    options: _Options,
+) -> None:
+    cuts = cut(model, lambda name: owner_in(owners, name) in streamed, options.buffers, options.whole)
+
+    def entry_of(found: Found, places: list[tuple[Table, str]]) -> Entry:
+        piece = disk.piece(found.name)
+        to_host = owners[owner_in(owners, found.name) or ""] != "disk" and not disk.stays
+        return Entry(found.tensor, places) if piece is None else mapped_entry(found.tensor, places, piece, to_host)
+
+    units = make_units(cuts, entry_of)
+    packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
+    pool = HostPool(main.type != "cpu", options.pinned)
+    moving = [entry for pack in packs for entry in pack.entries if entry.piece is None or entry.to_host]
+    resting = sum(aligned(entry.num_bytes) for entry in moving if pool.adopt(entry.rest) is None)
+    if resting:
+        pool.reserve(resting)
+    for pack in packs:
+        pack.settle(pool)
+    streamer = Streamer(main, units, options.resident)
+    for index, unit in enumerate(units):
+        forwarding.replace(unit.module, StreamedForward(streamer, index, options.skip))
+    log.info(
+        "%s: %s in %d blocks stream to %s (%s page-locked); %s of device memory hold weights",
+        type(model).__name__,
+        readable(streamer.host_bytes),
+        len(units),
+        main,
+        readable(pool.pinned_bytes),
+        readable(streamer.device_bytes),
+    )
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    *,
+    resident: int | str = 0,
+    pinned_bytes: int | None = None,
+) -> nn.Module:
+    """The model with all weights in host memory, streamed to `execution_device` block by block.
+
+    Up to `resident` bytes ("8GB") of blocks stay on the device; `pinned_bytes` bounds the page-locked memory.
+    """
+    return _offload(
+        model,
+        execution_device,
+        DiskWeights(),
+        state_dict,
+        preload_module_classes,
+        offload_buffers,
+        resident,
+        pinned_bytes,
+    )
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | Path,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Collection[str] | None = None,
+    *,
+    resident: int | str = 0,
+) -> nn.Module:
+    """The model with all weights in files of `offload_dir`, read ahead and streamed to `execution_device`.
+
+    Weights that a safetensors file there holds already are read from it; others are written once.
+    """
+    names = [found.name for found in tensors_in(model, "", offload_buffers)]
+    device = _execution_device(model, execution_device)
+    disk = DiskWeights.find(model, names, offload_dir, None)
+    disk.stays = True
+    return _offload(model, device, disk, None, preload_module_classes, offload_buffers, resident, None)
+
+
+def _execution_device(model: nn.Module, device: Place | None) -> torch.device:
+    if device is not None:
+        return device_of(device)
+    first = next((parameter.device for parameter in model.parameters() if not parameter.is_meta), torch.device("cpu"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return first if first.type != "cpu" or accelerator is None else torch.device(accelerator.type, 0)
+
+
+def _offload(
+    model: nn.Module,
+    execution_device: Place | None,
+    disk: DiskWeights,
+    state_dict: Mapping[str, Tensor] | None,
+    whole: Collection[str] | None,
+    offload_buffers: bool,
+    resident: int | str,
+    pinned_bytes: int | None,
+) -> nn.Module:
+    detach(model)
+    main = _execution_device(model, execution_device)
+    if state_dict:
+        _fill(model, state_dict)
+    _refuse_empty(model, [""], disk)
+    _place(model, {"": "cpu"}, ["cpu"], main, offload_buffers)
+    forwarding.replace(model, PlacedForward(main, return_to_input=True))
+    options = _Options(offload_buffers, whole or (), (), resident, pinned_bytes)
+    _stream(model, {"": "cpu"}, [""], main, disk, options)
+    return model
+
+
+def offloaded_bytes(model: nn.Module) -> int:
+    """Bytes of weights that are streamed to the device."""
+    return sum(streamer.host_bytes for streamer in streamers_of(model))

@@ -1,0 +1,301 @@
+"""Loading a checkpoint into a model: each weight straight to the device a map gives it, many files at once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.budget import DeviceKey
+from hasten.bigmodel.device_map import (
+    DType,
+    as_dtype,
+    check_device_map,
+    get_balanced_memory,
+    infer_auto_device_map,
+    owner_in,
+)
+from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
+from hasten.bigmodel.offload_files import save_offload_index
+from hasten.bigmodel.solver import readable
+from hasten.bigmodel.units import Found, tensors_in
+from hasten.checkpoint.export import weight_files
+from hasten.checkpoint.filling import run_copies
+from hasten.checkpoint.formats import Piece, read_tensors
+from hasten.checkpoint.reshard import Copy
+from hasten.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int, int], None]
+"""Called with the bytes loaded so far and the bytes there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load did: names that did not match, bytes, seconds, and where weights lie that stay on the disk."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    num_bytes: int = 0
+    seconds: float = 0.0
+    offload_index: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: Mapping[str, Place] | None = None,
+    offload_folder: str | Path | None = None,
+    dtype: DType = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Collection[str] | None = None,
+    strict: bool = False,
+    *,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+    _leave_for_streaming: bool = False,
+) -> Loaded:
+    """Fill the model from a file, a folder in the Hub layout or an index of shards.
+
+    Weights go straight to the device the map gives them, converted to `dtype` on the way (except modules that are kept in
+    fp32). Those on "disk" stay in the checkpoint's own safetensors files; an index of them is written to
+    `offload_folder`. `offload_state_dict` changes nothing: host memory never holds more than a few buffers.
+    Raises: CheckpointError naming what is missing or of another shape; with `strict`, also what is unexpected.
+    """
+    places = {"": "cpu"} if device_map is None else device_map
+    keep_device = device_map is None
+    files = {path: read_tensors(path, allow_pickle) for path in weight_files(Path(checkpoint))}
+    pieces: dict[str, tuple[Path, str, Piece]] = {}
+    for path, content in files.items():
+        pieces.update({name: (path, name, piece) for name, piece in content.pieces.items()})
+        pieces.update({alias: (path, name, content.pieces[name]) for alias, name in content.aliases.items()})
+    plan = _Plan(
+        as_dtype(dtype), tuple(keep_in_fp32_modules or ()), places, keep_device, offload_buffers, _leave_for_streaming
+    )
+    groups = _groups(model)
+    report = _compare(model, groups, pieces, strict, checkpoint)
+    index: dict[str, dict[str, Any]] = {}
+    copies: list[Copy] = []
+    for group in groups:
+        name = next((one.name for one in group if one.name in pieces), None)
+        if name is None:
+            continue
+        path, stored, piece = pieces[name]
+        wanted = plan.dtype_of(group[0])
+        if path.suffix == ".safetensors" and plan.stays_in_file(group[0], piece.data.dtype == wanted):
+            info = {"safetensors_file": str(path.absolute()), "weight_name": stored, "dtype": _short(wanted)}
+            index.update({one.name: dict(info) for one in group})
+            _put(group, torch.empty(piece.data.shape, dtype=wanted, device="meta"))
+        else:
+            target = _target(plan, group, piece)
+            copies.append(Copy(target.detach(), piece.data, piece.file))
+    started = time.perf_counter()
+    done = _run(copies, progress)
+    seconds = time.perf_counter() - started
+    if index and offload_folder is not None and not _leave_for_streaming:
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        save_offload_index(index, offload_folder)
+    if done:
+        log.info("loaded %s in %.2f s (%.2f GB/s)", readable(done), seconds, done / 1e9 / max(seconds, 1e-9))
+    return Loaded(report[0], report[1], done, seconds, index)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """In what dtype and on which device weights go."""
+
+    dtype: torch.dtype | None
+    keep_in_fp32: tuple[str, ...]
+    places: Mapping[str, Place]
+    keep_device: bool
+    """No map was given: tensors that have a device stay there."""
+    offload_buffers: bool
+    streams: bool
+    """What the map puts on the CPU is about to be streamed from there to an accelerator."""
+
+    def stays_in_file(self, found: Found, as_it_is: bool) -> bool:
+        """Whether a weight is left in its file, for good or until it is read into page-locked memory."""
+        place = str(self.places[owner_in(self.places, found.name) or ""])
+        offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
+        return offloads and (place == "disk" or (self.streams and place == "cpu" and as_it_is))
+
+    def device(self, found: Found) -> torch.device:
+        """Where a weight goes."""
+        if self.keep_device:
+            return torch.device("cpu") if found.tensor.is_meta else found.tensor.device
+        place = self.places[owner_in(self.places, found.name) or ""]
+        return torch.device("cpu") if str(place) == "disk" else device_of(place)
+
+    def dtype_of(self, found: Found) -> torch.dtype:
+        """What a weight is converted to: only floating point ones are."""
+        if not found.tensor.is_floating_point():
+            return found.tensor.dtype
+        words = found.name.split(".")
+        if any(one in words or found.name.startswith(f"{one}.") for one in self.keep_in_fp32):
+            return torch.float32
+        return found.tensor.dtype if self.dtype is None else self.dtype
+
+
+def _groups(model: nn.Module) -> list[list[Found]]:
+    """The tensors that a state dict would hold, each with all its names."""
+    kept = set(model.state_dict(keep_vars=True))
+    groups: dict[int, list[Found]] = {}
+    for found in tensors_in(model, "", buffers=True):
+        if found.name in kept:
+            groups.setdefault(id(found.tensor), []).append(found)
+    return list(groups.values())
+
+
+def _compare(
+    model: nn.Module,
+    groups: Sequence[Sequence[Found]],
+    pieces: Mapping[str, tuple[Path, str, Piece]],
+    strict: bool,
+    checkpoint: str | Path,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names without a weight and weights without a name, after making sure that shapes agree."""
+    known = {found.name for group in groups for found in group}
+    missing = tuple(group[0].name for group in groups if not any(found.name in pieces for found in group))
+    unexpected = tuple(name for name in pieces if name not in known)
+    for group in groups:
+        for found in group:
+            if found.name in pieces and pieces[found.name][2].shape != tuple(found.tensor.shape):
+                raise CheckpointError(
+                    f"{checkpoint}: {found.name} is {pieces[found.name][2].shape} in the files and "
+                    f"{tuple(found.tensor.shape)} in {type(model).__name__}. Nothing was loaded. Give the files of this model."
+                )
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{checkpoint}: the files lack {_few(missing)} and have {_few(unexpected)}, which {type(model).__name__} does "
+            "not. Nothing was loaded. Give the files of this model, or load with strict=False."
+        )
+    if missing:
+        log.warning("%s lacks %s; they keep the values they have", checkpoint, _few(missing))
+    return missing, unexpected
+
+
+def _target(plan: _Plan, group: Sequence[Found], piece: Piece) -> Tensor:
+    """Memory for a weight: the model's own where it fits, else fresh memory that takes its place."""
+    device, dtype, now = plan.device(group[0]), plan.dtype_of(group[0]), group[0].tensor
+    if now.device == device and now.dtype == dtype and now.is_contiguous() and not now.is_inference():
+        return now
+    with torch.inference_mode(False):
+        fresh = torch.empty(piece.data.shape, dtype=dtype, device=device)
+    return _put(group, fresh)
+
+
+def _put(group: Sequence[Found], fresh: Tensor) -> Tensor:
+    now = group[0].tensor
+    if isinstance(now, nn.Parameter):
+        fresh = nn.Parameter(fresh, requires_grad=now.requires_grad and fresh.is_floating_point())
+        fresh.__dict__.update(now.__dict__)
+    for found in group:
+        found.table[found.key] = fresh
+    return fresh
+
+
+def _run(copies: Sequence[Copy], progress: Progress | None) -> int:
+    total = sum(copy.target.numel() * copy.target.element_size() for copy in copies)
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(min(done, total), total)
+
+    run_copies(copies, progress=advance)
+    return total
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | Path,
+    device_map: str | Mapping[str, Place] | None = None,
+    max_memory: Mapping[DeviceKey, int | str] | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    dtype: DType = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    *,
+    resident: int | str = 0,
+    allow_pickle: bool = False,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The model with the weights of a checkpoint, every part where the map says.
+
+    `device_map` is a map, or how to work one out: "auto" and "balanced" spread over all accelerators evenly,
+    "balanced_low_0" spares the first, "sequential" fills one after the other. What fits on none of them is streamed from
+    host memory, then from the checkpoint's own files.
+    """
+    places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    loaded = load_checkpoint_in_model(
+        model,
+        checkpoint,
+        places,
+        offload_folder,
+        dtype,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        allow_pickle=allow_pickle,
+        progress=progress,
+        _leave_for_streaming=places is not None and main_device_of(places).type != "cpu",
+    )
+    if places is None:
+        return model
+    return dispatch_model(
+        model,
+        places,
+        offload_dir=offload_folder,
+        offload_index=dict(loaded.offload_index) or None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        resident=resident,
+    )
+
+
+def _worked_out(
+    model: nn.Module,
+    device_map: str | Mapping[str, Place] | None,
+    max_memory: Mapping[DeviceKey, int | str] | None,
+    no_split: Collection[str] | str | None,
+    dtype: DType,
+    offload_buffers: bool,
+) -> Mapping[str, Place] | None:
+    if not isinstance(device_map, str):
+        if device_map is not None:
+            check_device_map(model, device_map)
+        return device_map
+    if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise ConfigError(
+            f"device_map={device_map!r} is no way to place a model; use 'auto', 'balanced', 'balanced_low_0', "
+            "'sequential' or a map from names to devices."
+        )
+    limits: Mapping[DeviceKey, int | str] | None = max_memory
+    if device_map != "sequential":
+        limits = dict(get_balanced_memory(model, max_memory, no_split, dtype, low_zero=device_map == "balanced_low_0"))
+    return dict(infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

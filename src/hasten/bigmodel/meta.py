@@ -1,0 +1,106 @@
+"""Building a model without its weights, or with them on one device, whatever its constructor does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.errors import PrepareError
+from hasten.trees import tensors
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Context manager under which modules are built with their parameters on the meta device, taking no memory.
+
+    Buffers are computed as usual, since a checkpoint may not hold them; with `include_buffers` they go to meta too.
+    A forward of such a module on real inputs raises until its weights are loaded.
+    """
+    built: dict[int, nn.Module] = {}
+    with _placed(torch.device("meta"), bool(include_buffers), built):
+        yield
+    for module in built.values():
+        module.register_forward_pre_hook(refuse_meta, with_kwargs=True)
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Context manager under which modules are built with their parameters on `device`, and with `include_buffers` all."""
+    with _placed(torch.device(device), bool(include_buffers), {}):
+        yield
+
+
+@contextmanager
+def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Module]) -> Iterator[None]:
+    register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
+    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # one parameter for all names of a tied one
+
+    def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register_parameter(module, name, param)
+        if param is None:
+            return
+        built[id(module)] = module
+        if id(param) not in moved:
+            there = param if param.device == device else _like(param, device)
+            moved[id(param)] = moved[id(there)] = (param, there)
+        module._parameters[name] = moved[id(param)][1]
+
+    def buffer(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        register_buffer(module, name, tensor, persistent=persistent)
+        if tensor is not None:
+            module._buffers[name] = tensor.to(device)
+
+    nn.Module.register_parameter = parameter  # type: ignore[assignment,method-assign]
+    if include_buffers:
+        nn.Module.register_buffer = buffer  # type: ignore[assignment,method-assign]
+    try:
+        if include_buffers:
+            with device:
+                yield
+        else:
+            yield
+    finally:
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        nn.Module.register_buffer = register_buffer  # type: ignore[method-assign]
+
+
+def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """The parameter on another device, of the same class and with the same attributes."""
+    attributes = dict(param.__dict__)
+    kind = type(param)
+    if kind is nn.Parameter:
+        fresh = nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+    else:
+        fresh = kind(param.detach().to(device), requires_grad=param.requires_grad)
+    fresh.__dict__.update(attributes)
+    return fresh
+
+
+def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook: raise when real inputs meet meta weights; once the weights are there, the hook goes away."""
+    if "forward" in module.__dict__:
+        return  # whoever replaced the forward may bring the weights in it
+    empty = [name for name, param in module._parameters.items() if param is not None and param.is_meta]
+    if empty:
+        if any(not tensor.is_meta for tensor in tensors((args, kwargs))):
+            raise PrepareError(
+                f"{type(module).__name__} was called, but its {empty[0]} was built on the meta device and holds no "
+                "numbers. Fill the model first: load_checkpoint_and_dispatch(model, folder, device_map='auto'), "
+                "load_checkpoint_in_model(model, folder), or model.to_empty(device=...) and an initialisation."
+            )
+        return
+    if not torch.compiler.is_compiling():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is refuse_meta:
+                del module._forward_pre_hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def meta_names(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that are still on the meta device."""
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in found if tensor.is_meta]

@@ -1,0 +1,136 @@
+"""Weights in a folder of plain files with an index, as tools that offload to the disk have long written them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.formats import MappedFile, Piece, read_safetensors
+from hasten.checkpoint.transfer import as_bytes, byte_view
+from hasten.errors import CheckpointError, CorruptCheckpointError
+
+INDEX_NAME = "index.json"
+WeightInfo = Mapping[str, Any]  # "dtype" and "shape", or "safetensors_file" and "weight_name"
+
+
+def offload_weight(
+    weight: Tensor, weight_name: str, offload_folder: str | Path, index: MutableMapping[str, Any] | None = None
+) -> MutableMapping[str, Any] | None:
+    """Write one weight's bytes to `offload_folder`; the index with its entry, if one was given."""
+    folder = Path(offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    hidden = folder / f".hasten-{secrets.token_hex(6)}"
+    try:
+        with hidden.open("wb") as file:
+            tensor = weight.detach().cpu().contiguous()
+            if tensor.numel():
+                file.write(byte_view(as_bytes(tensor)))
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.rename(folder / f"{weight_name}.dat")
+    finally:
+        hidden.unlink(missing_ok=True)
+    if index is not None:
+        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def save_offload_index(index: Mapping[str, Any], offload_folder: str | Path) -> None:
+    """Add the entries to the folder's index, which is replaced at once; nothing is written for no entries."""
+    if not index:
+        return
+    folder = Path(offload_folder)
+    known = read_offload_index(folder)
+    hidden = folder / f".hasten-{secrets.token_hex(6)}"
+    hidden.write_text(json.dumps({**known, **index}, indent=2), "utf-8")
+    hidden.rename(folder / INDEX_NAME)
+
+
+def read_offload_index(folder: str | Path) -> dict[str, Any]:
+    """The entries of a folder's index; none when it has no index."""
+    path = Path(folder) / INDEX_NAME
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path}: not an index of offloaded weights ({error}).") from error
+    return found if isinstance(found, dict) else {}
+
+
+def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
+    """Write the weights of a state dict to a folder, one file each, and an index of them."""
+    index: dict[str, Any] = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def mapped_weight(path: Path, info: WeightInfo) -> Piece:
+    """A weight's file, mapped."""
+    dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."), None)
+    shape = tuple(int(size) for size in info["shape"])
+    if not isinstance(dtype, torch.dtype) or not path.is_file():
+        raise CheckpointError(f"{path}: no file of an offloaded weight of dtype {info['dtype']!r}.")
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if path.stat().st_size < size:
+        raise CorruptCheckpointError(f"{path} has {path.stat().st_size} bytes, and {size} are needed for {shape}.")
+    if not size:
+        return Piece(torch.empty(shape, dtype=dtype), shape, (0,) * len(shape))
+    file = MappedFile(path, path.stat().st_size)
+    return Piece(file.data[:size].view(dtype).reshape(shape), shape, (0,) * len(shape), file)
+
+
+def load_offloaded_weight(weight_file: str | Path, weight_info: WeightInfo) -> Tensor:
+    """A weight as it lies in its file, mapped."""
+    return mapped_weight(Path(weight_file), weight_info).data
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name, from a state dict in memory and from a folder or index of offloaded ones."""
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | Path | None = None,
+        index: Mapping[str, WeightInfo] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("weights come from a state_dict, a save_folder or an index; none of them was given.")
+        self.state_dict = dict(state_dict or {})
+        self.save_folder = save_folder
+        self.index = dict(index if index is not None else read_offload_index(save_folder or "."))
+        self.device = device
+        self._files: dict[str, Mapping[str, Piece]] = {}
+
+    def piece(self, key: str) -> Piece:
+        """Where an offloaded weight lies in its file."""
+        info = self.index[key]
+        if (name := info.get("safetensors_file")) is not None:
+            if name not in self._files:
+                self._files[name] = read_safetensors(Path(name)).pieces
+            return self._files[name][info.get("weight_name", key)]
+        return mapped_weight(Path(self.save_folder or ".") / f"{key}.dat", info)
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        found, info = self.piece(key).data, self.index[key]
+        if "safetensors_file" in info and "dtype" in info:
+            found = found.to(getattr(torch, str(info["dtype"]).removeprefix("torch.")))
+        return found if self.device is None else found.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.state_dict
+        yield from (key for key in self.index if key not in self.state_dict)
+
+    def __len__(self) -> int:
+        return len(self.state_dict.keys() | self.index.keys())

@@ -1,0 +1,187 @@
+"""Packs: the offloaded tensors of one block, laid out one after another, and where their bytes come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.hostpool import HostPool, aligned
+from hasten.checkpoint.filling import run_copies
+from hasten.checkpoint.formats import Piece
+from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.transfer import as_bytes, copy_bytes
+
+Table = dict[str, Tensor | None]  # a module's parameters or buffers by name
+_VIEWS_KEPT = 4
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One offloaded tensor: the object that stands in the model while it is not used, and all places it stands in."""
+
+    rest: Tensor
+    places: list[tuple[Table, str]]
+    piece: Piece | None = None
+    """Where it lies in a file, for weights that stay on the disk."""
+    offset: int = 0
+    home: tuple[Tensor, int] | None = None
+    """The slab of host memory and where in it the bytes begin."""
+    to_host: bool = False
+    """Lies in a file now and goes to host memory when the pack is settled."""
+    written: int = 0
+    """Version of the resting tensor that is as the file has it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tensor takes."""
+        return self.rest.numel() * self.rest.element_size()
+
+    def put(self, tensor: Tensor) -> None:
+        """Make `tensor` the one the model uses."""
+        for table, name in self.places:
+            table[name] = tensor
+
+
+@dataclass(slots=True, eq=False)
+class Pack:
+    """Tensors that are fetched together, as one stretch of bytes."""
+
+    name: str
+    entries: list[Entry] = field(default_factory=list)
+    loose: list[Entry] = field(default_factory=list)
+    """Tensors of other kinds (quantized ones, subclasses), which are moved one by one by their own rules."""
+    num_bytes: int = 0
+    segments: list[tuple[int, Tensor]] = field(default_factory=list)
+    """Stretches of page-locked memory that hold all bytes, with where they go; empty when they must be read first."""
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def add(self, entry: Entry) -> None:
+        """Append a tensor."""
+        if not plain(entry.rest):
+            self.loose.append(entry)
+            return
+        entry.offset = self.num_bytes
+        self.entries.append(entry)
+        self.num_bytes += aligned(entry.num_bytes)
+
+    def settle(self, pool: HostPool) -> None:
+        """Move tensors that are to rest in host memory into the pool; the model's own objects stay where there are any."""
+        copies = [_load(entry, pool) for entry in self.entries if entry.to_host]
+        if copies:
+            run_copies(copies)
+        for entry in self.entries:
+            if entry.piece is None and entry.home is None:
+                _move(entry, pool)
+        self.segments = _segments(self.entries)
+
+    def stamp(self) -> tuple[int, ...]:
+        """What changes when a tensor is written to while it rests."""
+        return tuple(entry.rest._version for entry in self.entries)
+
+    def read_into(self, target: Tensor, threads: int | None = None) -> None:
+        """Fill flat host memory with the pack's bytes, from the files in parallel."""
+        copies = []
+        for entry in self.entries:
+            place = target[entry.offset : entry.offset + entry.num_bytes]
+            if entry.piece is None or entry.rest._version != entry.written:
+                copy_bytes(place, _storage_bytes(entry.rest))
+            else:
+                copies.append(Copy(place, as_bytes(entry.piece.data), entry.piece.file))
+        if copies:
+            run_copies(copies, threads)
+
+    def views_at(self, buffer: Tensor, start: int) -> list[Tensor]:
+        """The tensors as they lie in `buffer` from byte `start` on, as parameters where they are some."""
+        found = self.views.get(start)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = [_view(entry, buffer, start) for entry in self.entries]
+            if len(self.views) >= _VIEWS_KEPT:
+                self.views.pop(next(iter(self.views)))
+            self.views[start] = found
+        return found
+
+
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor is ordinary memory without holes, so that its bytes are all there is to it."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() == 0 or span == tensor.numel()
+
+
+def _view(entry: Entry, buffer: Tensor, start: int) -> Tensor:
+    rest = entry.rest
+    flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(rest.dtype)
+    shaped = torch.as_strided(flat, rest.shape, rest.stride(), flat.storage_offset())
+    return nn.Parameter(shaped, requires_grad=False) if isinstance(rest, nn.Parameter) else shaped
+
+
+def _move(entry: Entry, pool: HostPool) -> None:
+    """Copy a tensor into the pool and let the model's object look there; one that is page-locked stays."""
+    rest = entry.rest
+    entry.home = pool.adopt(rest)
+    if entry.home is not None:
+        return
+    slab, start, flat = pool.cut(entry.num_bytes)
+    with torch.inference_mode(False), torch.no_grad():
+        typed = flat.view(rest.dtype)
+        shaped = torch.as_strided(typed, rest.shape, rest.stride(), typed.storage_offset())
+        shaped.copy_(rest)
+        if rest.is_inference():
+            rest = entry.rest = nn.Parameter(shaped, False) if isinstance(rest, nn.Parameter) else shaped
+            entry.put(rest)
+        else:
+            rest.data = shaped
+    entry.home = (slab, start)
+
+
+def _load(entry: Entry, pool: HostPool) -> Copy:
+    """The copy that brings a tensor from its file into the pool, where the model looks for it from now on."""
+    piece = entry.piece
+    assert piece is not None, "the tensor lies in a file"
+    slab, start, flat = pool.cut(entry.num_bytes)
+    shaped = flat.view(entry.rest.dtype).view(entry.rest.shape)
+    is_parameter = isinstance(entry.rest, nn.Parameter)
+    entry.rest = nn.Parameter(shaped, requires_grad=False) if is_parameter else shaped
+    entry.put(entry.rest)
+    entry.home, entry.piece, entry.to_host = (slab, start), None, False
+    return Copy(flat, as_bytes(piece.data), piece.file)
+
+
+def _storage_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor without holes, in the order in which they lie in memory."""
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _segments(entries: Sequence[Entry]) -> list[tuple[int, Tensor]]:
+    """Host memory to copy from as it is: neighbours in one slab go together. Empty unless all of it is page-locked."""
+    found: list[tuple[int, Tensor, int, int]] = []  # offset in the pack, slab, start, stop
+    for entry in entries:
+        if entry.home is None or not entry.home[0].is_pinned():
+            return []
+        slab, start = entry.home
+        stop = start + entry.num_bytes
+        if found:
+            offset, last, first, _ = found[-1]
+            if slab is last and start - first == entry.offset - offset:
+                found[-1] = (offset, slab, first, stop)
+                continue
+        found.append((entry.offset, slab, start, stop))
+    return [(offset, slab[start:stop]) for offset, slab, start, stop in found]
+
+
+def mapped_entry(rest: Tensor, places: list[tuple[Table, str]], piece: Piece, to_host: bool = False) -> Entry:
+    """An entry whose bytes stay in a file, or go to the host from there; the model's object looks at the mapped file."""
+    data = piece.data.reshape(rest.shape)
+    fresh: Tensor = nn.Parameter(data, requires_grad=False) if isinstance(rest, nn.Parameter) else data
+    entry = Entry(
+        fresh, places, Piece(data, piece.shape, piece.offset, piece.file), to_host=to_host, written=fresh._version
+    )
+    entry.put(fresh)
+    return entry

@@ -1,0 +1,114 @@
+"""Forwards of dispatched modules: inputs come to the module's device, streamed weights come in time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.saved import SavedWeights
+from hasten.bigmodel.stream import Streamer
+from hasten.modules import forwarding
+from hasten.trees import map_tensors, tensors
+
+# Any in this file: a module's arguments and outputs.
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """The tree with its tensors on `device`; the tree itself when they are there already."""
+    if all(tensor.device == device for tensor in tensors(tree)):
+        return tree
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+
+
+class PlacedForward(forwarding.Forward):
+    """A forward on one device: its inputs are moved there, and its outputs back if asked for."""
+
+    tag = "placed"
+
+    def __init__(self, device: torch.device, skip_keys: Collection[str] = (), return_to_input: bool = False) -> None:
+        self.device = device
+        self.skip_keys = frozenset(skip_keys)
+        self.return_to_input = return_to_input
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, on the device."""
+        skip = self.skip_keys
+        return moved(args, self.device), {k: v if k in skip else moved(v, self.device) for k, v in kwargs.items()}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = next(iter(tensors((args, kwargs))), None) if self.return_to_input else None
+        args, kwargs = self.inputs(args, kwargs)
+        output = self.inner(*args, **kwargs)
+        if given is not None and not given.is_meta:
+            kept = {key: output[key] for key in self.skip_keys if isinstance(output, dict) and key in output}
+            output = moved(output, given.device)
+            for key, value in kept.items():
+                output[key] = value
+        return output
+
+
+class StreamedForward(PlacedForward):
+    """A forward whose weights are brought to the device right before, while earlier modules compute."""
+
+    tag = "streamed"
+
+    def __init__(self, streamer: Streamer, index: int, skip_keys: Collection[str] = ()) -> None:
+        super().__init__(streamer.device, skip_keys)
+        self.streamer = streamer
+        self.index = index
+        # compilers see a call they leave alone; what is inside, the module's own forward, they may compile
+        self._run = torch.compiler.disable(self._streamed, recursive=False)
+        self._acquire = torch.compiler.disable(streamer.acquire)
+        self._release = torch.compiler.disable(streamer.release)
+        self._owned = torch.compiler.disable(self._own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def _streamed(self, *args: Any, **kwargs: Any) -> Any:
+        self._acquire(self.index)
+        try:
+            args, kwargs = self.inputs(args, kwargs)
+            watching = torch.is_grad_enabled()
+            with SavedWeights(self.streamer).watching() if watching else nullcontext():
+                output = self.inner(*args, **kwargs)
+            return self._owned(output)
+        finally:
+            self._release(self.index)
+
+    def _own(self, output: Any) -> Any:
+        """The output, with copies of what is a view of weights that are about to leave the device."""
+        if not any(self.streamer.holds(tensor) for tensor in tensors(output)):
+            return output
+        return map_tensors(lambda tensor: _copied(tensor) if self.streamer.holds(tensor) else tensor, output)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def streamers_of(model: nn.Module) -> list[Streamer]:
+    """Every streamer at work in a model or one of its parts."""
+    found: dict[int, Streamer] = {}
+    for module in model.modules():
+        forward = forwarding.find(module, StreamedForward.tag)
+        if isinstance(forward, StreamedForward):
+            found.setdefault(id(forward.streamer), forward.streamer)
+    return list(found.values())
+
+
+def detach(model: nn.Module) -> bool:
+    """Take placement and streaming off a model and its parts; weights stay where they rest. True if there was any."""
+    streamers = streamers_of(model)
+    found = bool(streamers)
+    for streamer in streamers:
+        streamer.close()
+        for unit in streamer.units:
+            forwarding.restore(unit.module, StreamedForward.tag)
+    for module in model.modules():
+        found = forwarding.restore(module, PlacedForward.tag) or found
+    return found

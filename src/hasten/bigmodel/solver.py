@@ -1,0 +1,224 @@
+"""Which part of a model goes on which device: a pure function from sizes and limits to a placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hasten.errors import ConfigError
+
+STREAMED_AT_ONCE = 2
+"""Offloaded parts that are on the device at the same time: one computes while the next one arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A module, parameter or buffer: its tensors by identity with their bytes, and the parts it can be split into."""
+
+    name: str
+    tensors: frozenset[tuple[int, int]]
+    parts: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A place for weights and the bytes it may hold; None is without limit. Offload devices compute nothing."""
+
+    key: int | str
+    limit: int | None
+    offload: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """Parts that stay together: one that is never split, with those that share tensors with it."""
+
+    names: tuple[str, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where each part goes, and why."""
+
+    places: dict[str, int | str]
+    used: dict[int | str, int]
+    reserved: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+
+def atoms(nodes: Iterable[Node]) -> list[Atom]:
+    """The smallest parts in the model's order; parts with common tensors form one, at the place of the first."""
+    groups: list[tuple[list[str], dict[int, int]]] = []
+    for leaf in _leaves(nodes):
+        known = dict(leaf.tensors)
+        mine: tuple[list[str], dict[int, int]] = ([], {})
+        rest = []
+        for group in groups:
+            if group[1].keys() & known.keys():
+                if not mine[0]:
+                    rest.append(mine)
+                mine[0].extend(group[0])
+                mine[1].update(group[1])
+            else:
+                rest.append(group)
+        if not mine[0]:
+            rest.append(mine)
+        mine[0].append(leaf.name)
+        mine[1].update(known)
+        groups = rest
+    return [Atom(tuple(names), sum(sizes.values())) for names, sizes in groups]
+
+
+def _leaves(nodes: Iterable[Node]) -> Iterable[Node]:
+    for node in nodes:
+        if node.parts:
+            yield from _leaves(node.parts)
+        else:
+            yield node
+
+
+def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = False) -> Placement:
+    """Fill the devices one after another, in the model's order, so that data crosses from one to the next once.
+
+    When parts are left for offload devices, the first computing device keeps room to stream them through. With
+    `fallback`, a device on which the next part does not fit takes the next later part that does.
+    Raises: ConfigError saying what is missing when the devices cannot hold the model.
+    """
+    computing = [device for device in devices if not device.offload]
+    reserve = 0
+    filled = _fill(parts, devices, reserve, fallback)
+    if computing and computing[0].limit is not None:
+        while (wanted := STREAMED_AT_ONCE * _largest_spilled(parts, devices, filled)) > reserve:
+            reserve = wanted  # taking it may spill a part that is larger still, so look again
+            filled = _fill(parts, devices, reserve, fallback)
+    missing = [parts[index] for index, device in filled.items() if device is None]
+    if missing:
+        raise ConfigError(_impossible(parts, devices, missing))
+    return _result(parts, devices, filled, reserve)
+
+
+def _largest_spilled(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None]) -> int:
+    """The bytes of the largest part on an offload device."""
+    sizes = (parts[index].num_bytes for index, at in filled.items() if at is not None and devices[at].offload)
+    return max(sizes, default=0)
+
+
+def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallback: bool) -> dict[int, int | None]:
+    """The device index of every part; None where nothing is left that holds it."""
+    placed: dict[int, int | None] = {}
+    waiting = list(range(len(parts)))
+    first = next((number for number, device in enumerate(devices) if not device.offload), None)
+    for number, device in enumerate(devices):
+        room = device.limit
+        if room is not None and number == first:
+            room = max(room - reserve, 0)
+        rest: list[int] = []
+        full = False
+        for index in waiting:
+            size = parts[index].num_bytes
+            if not full and (room is None or size <= room):
+                placed[index] = number
+                room = None if room is None else room - size
+            else:
+                full = full or not fallback
+                rest.append(index)
+        waiting = rest
+    placed.update(dict.fromkeys(waiting))
+    return dict(sorted(placed.items()))
+
+
+def _result(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None], reserve: int) -> Placement:
+    places: dict[str, int | str] = {}
+    used: dict[int | str, int] = {device.key: 0 for device in devices}
+    for index, number in filled.items():
+        assert number is not None, "every part has a device"
+        key = devices[number].key
+        used[key] += parts[index].num_bytes
+        places.update(dict.fromkeys(parts[index].names, key))
+    notes = [
+        f"{device.key}: {readable(used[device.key])}"
+        + (f" of {readable(device.limit)}" if device.limit is not None else "")
+        for device in devices
+        if used[device.key]
+    ]
+    if reserve:
+        notes.append(f"{readable(reserve)} kept free on the first device to stream offloaded parts through it")
+    notes += [f"{', '.join(part.names)} share weights and stay together" for part in parts if len(part.names) > 1]
+    return Placement(places, used, reserve, tuple(notes))
+
+
+def _impossible(parts: Sequence[Atom], devices: Sequence[Device], missing: Sequence[Atom]) -> str:
+    total = sum(part.num_bytes for part in parts)
+    short = sum(part.num_bytes for part in missing)
+    limits = ", ".join(
+        f"{device.key}: {'any' if device.limit is None else readable(device.limit)}" for device in devices
+    )
+    largest = max(missing, key=lambda part: part.num_bytes)
+    return (
+        f"the model needs {readable(total)}, and with max_memory {{{limits}}} there is no place for {readable(short)} of "
+        f"it ({len(missing)} parts; the largest, {largest.names[0]}, takes {readable(largest.num_bytes)}). Nothing was "
+        f"placed. Raise a limit by {readable(short)}, add 'disk', load in a smaller dtype, or allow "
+        f"{largest.names[0]} to be split."
+    )
+
+
+def balanced(parts: Sequence[Atom], limits: Sequence[int], low_first: bool = False) -> list[int]:
+    """Limits under which the model spreads evenly: the smallest common one at which everything fits.
+
+    With `low_first` the first device gets only what the others cannot hold. The last device keeps its limit. When even
+    the full limits do not hold the model, they are returned as they are.
+    """
+    spread = limits[1:] if low_first else limits
+    if len(spread) < 2 and not (low_first and len(limits) > 1):
+        return list(limits)
+    total = sum(part.num_bytes for part in parts)
+    low, high = 0, total
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(parts, _capped(limits, middle, low_first)):
+            high = middle
+        else:
+            low = middle + 1
+    found = _capped(limits, low, low_first)
+    if not _fits(parts, found):
+        return list(limits)
+    if low_first:
+        return [_least_first(parts, found, limits[0]), *found[1:]]
+    return [*found[:-1], limits[-1]]
+
+
+def _capped(limits: Sequence[int], cap: int, low_first: bool) -> list[int]:
+    if not low_first:
+        return [min(limit, cap) for limit in limits]
+    rest = [min(limit, cap) for limit in limits[1:]]
+    return [limits[0] if cap >= max(limits[1:]) else 0, *rest]
+
+
+def _least_first(parts: Sequence[Atom], found: Sequence[int], limit: int) -> int:
+    """The smallest limit of the first device at which everything fits."""
+    if _fits(parts, [0, *found[1:]]):
+        return 0
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(parts, [middle, *found[1:]]):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _fits(parts: Sequence[Atom], limits: Sequence[int]) -> bool:
+    devices = [Device(number, limit) for number, limit in enumerate(limits)]
+    return all(number is not None for number in _fill(parts, devices, 0, fallback=False).values())
+
+
+def readable(num_bytes: int) -> str:
+    """A number of bytes for people: "1.5 GB"."""
+    size = float(num_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"

@@ -1,0 +1,376 @@
+"""Streaming offloaded weights: while one block computes, the next ones are copied to the device.
+
+A block's weights lie in host memory or in files. Before its forward they are copied into one buffer on the device, on a
+stream of their own, and the block's parameters are exchanged for views of that buffer; afterwards the parameters at rest
+come back. The buffer is allocated once and holds a few blocks. A copy that overwrites a block waits for the event that
+was recorded when that block had computed, and a block waits for the event of its own copy, so the host never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.blocks import Unit, put_loose, relist, window
+from hasten.bigmodel.order import Order, spread
+from hasten.bigmodel.packs import Pack
+from hasten.bigmodel.ring import Ring, Span
+from hasten.bigmodel.staging import Staging
+from hasten.errors import PrepareError
+
+BLOCKS_AT_ONCE = 3
+"""Blocks the buffer holds: the one that computes, the next one, and one more to smooth out uneven times."""
+_LOOK_AHEAD = 8  # units looked at when fetching ahead; some of them may be resident
+_LAST_UNPACKED = 2  # packs that backward has looked at last and may be about to use
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """Where a pack is now."""
+
+    users: int = 0
+    home: Tensor | None = None
+    """Memory of its own, for packs that stay."""
+    span: Span | None = None
+    coming: Future[None] | None = None
+    ready: torch.Event | None = None
+    done: torch.Event | None = None
+    stamp: tuple[int, ...] = ()
+    used: bool = False
+    unpacked: bool = False
+
+
+class Streamer:
+    """Brings the packs of units to a device in time, and takes them away again."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        units: Sequence[Unit],
+        resident_bytes: int = 0,
+        blocks_at_once: int = BLOCKS_AT_ONCE,
+    ) -> None:
+        """`resident_bytes` of weights stay on the device; the buffer for the others comes on top of that."""
+        self.device = device
+        self.units = list(units)
+        self._lock = threading.RLock()
+        self._async = device.type != "cpu"
+        self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
+        self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
+        self._unpacked: list[Pack] = []
+        self._order = Order(len(self.units))
+        self._thread: ThreadPoolExecutor | None = None
+        self._copies = torch.Stream(device) if self._async else None
+        self._keep_some(resident_bytes)
+        streamed = [pack for pack in self._packs if self._states[pack].home is None]
+        self._ring = Ring(window(self.units, streamed, blocks_at_once))
+        self._arena = self._memory(self._ring.capacity)
+        self._staging = Staging(max((pack.num_bytes for pack in self._packs if not pack.segments), default=0))
+        self._storages = {self._arena.untyped_storage().data_ptr()}
+        for state in self._states.values():
+            if state.home is not None:
+                self._storages.add(state.home.untyped_storage().data_ptr())
+        self._closed = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory held for weights."""
+        homes = (state.home.numel() for state in self._states.values() if state.home is not None)
+        return self._arena.numel() + sum(homes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the weights that are streamed."""
+        return sum(entry.num_bytes for pack in self._packs for entry in (*pack.entries, *pack.loose))
+
+    def _keep_some(self, budget: int) -> None:
+        outer = [pack for unit in self.units if unit.resident for pack in unit.packs]
+        for pack in outer:
+            self._give_home(pack)
+        rest = [pack for pack in self._packs if self._states[pack].home is None]
+        for index in spread([pack.num_bytes for pack in rest], budget):
+            self._give_home(rest[index])
+
+    def _give_home(self, pack: Pack) -> None:
+        state = self._states[pack]
+        if state.home is None:
+            state.home = self._memory(pack.num_bytes)
+            pack.views.clear()
+
+    def _memory(self, num_bytes: int) -> Tensor:
+        """Device memory that the copying stream may write to, from now until it is given back."""
+        with torch.inference_mode(False):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        if self._copies is not None:
+            memory.record_stream(self._copies)  # not reused by others while a copy is under way, when it is freed
+            self._copies.wait_stream(torch.accelerator.current_stream(self.device))  # whoever used this memory before
+        return memory
+
+    # ---------------------------------------------------------------------------------------------- use and release
+    def acquire(self, index: int) -> None:
+        """Put the weights of a unit in place, and start to fetch those of the next ones."""
+        unit = self.units[index]
+        self._lock.acquire()
+        entered: list[Pack] = []
+        try:
+            if self._closed:
+                raise PrepareError(
+                    f"{unit.name or type(unit.module).__name__} was called after its offloading ended; dispatch again."
+                )
+            self._order.saw(index)
+            for pack in unit.packs:
+                self._states[pack].users += 1
+                entered.append(pack)
+            for pack in unit.packs:
+                self._demand(pack)
+            self._prefetch(unit.packs)
+            for pack in unit.packs:
+                self._await(pack)
+                self._swap_in(pack)
+            relist(unit.recurrent)
+        except BaseException:
+            self._leave(unit, entered)
+            raise
+
+    def release(self, index: int) -> None:
+        """Put the weights at rest back; what the unit has been given may be overwritten when it has computed."""
+        unit = self.units[index]
+        self._leave(unit, unit.packs)
+
+    def _leave(self, unit: Unit, entered: Sequence[Pack]) -> None:
+        try:
+            for pack in entered:
+                state = self._states[pack]
+                state.users -= 1
+                if state.users == 0:
+                    for entry in (*pack.entries, *pack.loose):
+                        entry.put(entry.rest)
+                state.used = True
+                self._mark_done(state)
+            relist(unit.recurrent)
+        finally:
+            self._lock.release()
+
+    def _mark_done(self, state: _State) -> None:
+        if self._async:
+            if state.done is None:
+                state.done = torch.Event(self.device)
+            state.done.record(torch.accelerator.current_stream(self.device))
+
+    def _swap_in(self, pack: Pack) -> None:
+        state = self._states[pack]
+        for entry, view in zip(pack.entries, self._views(pack, state), strict=True):
+            entry.put(view)
+        for entry in pack.loose:
+            put_loose(entry, self.device)
+
+    def _views(self, pack: Pack, state: _State) -> list[Tensor]:
+        if state.home is not None:
+            return pack.views_at(state.home, 0)
+        assert state.span is not None, "the pack is on the device"
+        return pack.views_at(self._arena, state.span.start)
+
+    # ---------------------------------------------------------------------------------------------------- fetching
+    def _demand(self, pack: Pack) -> None:
+        """Have the pack on the device or on its way, whatever must go for it."""
+        state = self._states[pack]
+        if self._is_current(pack, state):
+            return
+        self._settle_old(state)
+        if state.home is None and state.span is None and not self._take_span(pack, self._fixed(())):
+            self._give_home(pack)  # units inside each other that the buffer cannot hold together
+            assert state.home is not None, "just given"
+            self._storages.add(state.home.untyped_storage().data_ptr())
+        self._fetch(pack, state)
+
+    def _prefetch(self, using: Sequence[Pack]) -> None:
+        """Fetch what comes next for as long as there is room that is not needed sooner."""
+        sooner: list[Pack] = list(using)
+        for index in islice(self._order.ahead(), _LOOK_AHEAD):
+            for pack in self.units[index].packs:
+                state = self._states[pack]
+                if pack in sooner:
+                    continue
+                sooner.append(pack)
+                if self._is_current(pack, state):
+                    continue
+                if state.users:
+                    return
+                self._settle_old(state)
+                if state.home is None and state.span is None and not self._take_span(pack, self._fixed(sooner)):
+                    return
+                self._fetch(pack, state)
+
+    def _is_current(self, pack: Pack, state: _State) -> bool:
+        """Whether what is on the device, or on its way there, is what the pack holds now."""
+        return bool(state.stamp) and state.stamp == (0, *pack.stamp())
+
+    def _fixed(self, sooner: Sequence[Pack]) -> set[Pack]:
+        """Packs that must stay where they are."""
+        held = {pack for pack, state in self._states.items() if state.span is not None and state.users}
+        return held | set(self._unpacked) | set(sooner)
+
+    def _take_span(self, pack: Pack, fixed: set[Pack]) -> bool:
+        found = self._ring.take(pack, pack.num_bytes, fixed)
+        if found is None:
+            return False
+        self._states[pack].span, lost = found
+        for other in lost:
+            self._evict(self._states[other])  # type: ignore[index]  # keys of the ring are packs
+        return True
+
+    def _evict(self, state: _State) -> None:
+        """Let later copies wait for the last use of what they overwrite."""
+        if state.coming is not None:
+            state.coming.exception()  # its memory is about to be used again; its failure concerns nobody any more
+            state.coming = None
+        if state.unpacked:
+            self._mark_done(state)
+            state.unpacked = False
+        if self._copies is not None and state.used and state.done is not None:
+            self._copies.wait_event(state.done)
+        state.span, state.stamp, state.used = None, (), False
+
+    def _settle_old(self, state: _State) -> None:
+        """Before a pack is fetched anew because its weights changed: wait for the old copy and its users."""
+        if state.coming is not None:
+            state.coming.exception()
+            state.coming = None
+        if self._copies is not None and state.used and state.done is not None:
+            self._copies.wait_event(state.done)
+
+    def _fetch(self, pack: Pack, state: _State) -> None:
+        state.stamp, state.used = (0, *pack.stamp()), False
+        if state.home is not None:
+            target = state.home
+        else:
+            assert state.span is not None, "the pack has a place"
+            target = self._arena[state.span.start : state.span.stop]
+        if not pack.num_bytes:
+            return
+        if self._async and state.ready is None:
+            state.ready = torch.Event(self.device)
+        if self._async and pack.segments:
+            with self._copying():
+                for offset, source in pack.segments:
+                    target[offset : offset + source.numel()].copy_(source, non_blocking=True)
+                self._record(state)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-stream")
+        state.coming = self._thread.submit(_read, weakref.ref(self), pack, state, target)
+
+    def read(self, pack: Pack, state: _State, target: Tensor) -> None:
+        """Fill a pack's place on the device from files or ordinary memory; on the fetching thread."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self._async:
+                pack.read_into(target[: pack.num_bytes])
+                return
+            with self._staging.buffer(self.device) as staged:
+                pack.read_into(staged.memory[: pack.num_bytes])
+                with self._copying():
+                    target[: pack.num_bytes].copy_(staged.memory[: pack.num_bytes], non_blocking=True)
+                    self._record(state)
+                    staged.sent(self._copies)
+
+    def _record(self, state: _State) -> None:
+        assert state.ready is not None, "made before the copy"
+        assert self._copies is not None, "on a device"
+        state.ready.record(self._copies)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Work that is queued in the block goes to the copying stream."""
+        before = torch.accelerator.current_stream(self.device)
+        assert self._copies is not None, "on a device"
+        torch.accelerator.set_stream(self._copies)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def _await(self, pack: Pack) -> None:
+        """Let the device compute only when the pack is there."""
+        state = self._states[pack]
+        if state.coming is not None:
+            coming, state.coming = state.coming, None
+            try:
+                coming.result()
+            except BaseException:
+                state.stamp = ()
+                raise
+        if state.ready is not None:
+            torch.accelerator.current_stream(self.device).wait_event(state.ready)
+
+    # ---------------------------------------------------------------------------------------------------- autograd
+    def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
+        """The pack in use that a tensor looks into, and at which byte; None when there is none."""
+        address = tensor.data_ptr()
+        for pack, state in self._states.items():
+            base = None
+            if state.home is not None:
+                base = state.home.data_ptr()
+            elif state.span is not None:
+                base = self._arena.data_ptr() + state.span.start
+            if base is not None and state.users and 0 <= address - base < max(pack.num_bytes, 1):
+                return pack, address - base
+        return None
+
+    @contextmanager
+    def looking_into(self, pack: Pack) -> Iterator[Tensor]:
+        """The bytes of a pack, brought to the device for something that happens right after the block."""
+        with self._lock:
+            state = self._states[pack]
+            self._unpacked = [*(other for other in self._unpacked if other is not pack), pack][-_LAST_UNPACKED:]
+            self._demand(pack)
+            self._await(pack)
+            state.unpacked = True
+            if state.home is not None:
+                yield state.home
+            else:
+                assert state.span is not None, "the pack is on the device"
+                yield self._arena[state.span.start : state.span.stop]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks at memory that other weights will be copied to."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+            return False
+        return tensor.device.type == self.device.type and tensor.untyped_storage().data_ptr() in self._storages
+
+    # -------------------------------------------------------------------------------------------------------- end
+    def close(self) -> None:
+        """Stop fetching and give the device's memory back; the weights at rest stay in the model."""
+        with self._lock:
+            self._closed = True
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+            if self._async:
+                torch.accelerator.synchronize(self.device)
+            for pack, state in self._states.items():
+                pack.views.clear()
+                state.home, state.span, state.stamp = None, None, ()
+            self._ring = Ring(0)
+            self._arena = torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def __reduce__(self) -> NoReturn:
+        raise PrepareError(
+            "a model whose weights are streamed cannot be copied or pickled, since its buffers and streams belong to "
+            "this process. Copy its state_dict(), or remove the offloading first (remove_hook_from_submodules)."
+        )
+
+
+def _read(streamer: weakref.ref[Streamer], pack: Pack, state: _State, target: Tensor) -> None:
+    """What the thread runs; it does not keep the streamer alive."""
+    owner = streamer()
+    if owner is not None:
+        owner.read(pack, state, target)

@@ -1,0 +1,115 @@
+"""Cutting a model into units: modules whose offloaded weights are fetched together, right before their forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from hasten.bigmodel.blocks import Unit
+from hasten.bigmodel.packs import Entry, Pack, Table
+from hasten.modules.surgery import repeated_blocks
+
+_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.RNNBase)
+"""Modules of torch whose forward uses the weights of their parts without calling these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tensor of the model under one of its names."""
+
+    name: str
+    tensor: Tensor
+    table: Table
+    key: str
+
+
+@dataclass(slots=True)
+class Cut:
+    """A module and the tensors that its forward needs beyond those of units inside it."""
+
+    module: nn.Module
+    name: str
+    tensors: list[Found] = field(default_factory=list)
+    outer: bool = False
+
+
+def tensors_in(module: nn.Module, prefix: str, buffers: bool, recurse: bool = True) -> Iterator[Found]:
+    """Parameters, and with `buffers` those too, of a module and its parts, shared ones under every name."""
+    parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    for path, part in parts:
+        dot = ".".join(word for word in (prefix, path) if word)
+        dot = f"{dot}." if dot else ""
+        tables: list[Table] = [part._parameters, part._buffers] if buffers else [part._parameters]  # type: ignore[list-item]
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield Found(dot + key, tensor, table, key)
+
+
+def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole: Collection[str] = ()) -> list[Cut]:
+    """The units of the tensors that are offloaded: repeated blocks and modules of the classes in `whole` stay in one
+    piece, others are cut down to the modules that own weights."""
+    blocks = {id(block) for block in repeated_blocks(model)}
+    seen: set[int] = set()
+    found: list[Cut] = []
+
+    def visit(module: nn.Module, name: str, parent: Cut | None) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        together = id(module) in blocks or type(module).__name__ in whole or isinstance(module, _WHOLE)
+        entire = together or not any(True for _ in module.children())
+        wanted = [one for one in tensors_in(module, name, buffers, recurse=entire) if offloaded(one.name)]
+        if isinstance(module, _NEVER_CALLED) and parent is not None:
+            parent.tensors += wanted
+            mine = parent
+        else:
+            mine = Cut(module, name, wanted, outer=not entire)
+            found.append(mine)
+        if not entire:
+            for child_name, child in module.named_children():
+                visit(child, f"{name}.{child_name}" if name else child_name, mine)
+
+    visit(model, "", None)
+    return [one for one in found if one.tensors]
+
+
+def make_units(cuts: list[Cut], entry_of: Callable[[Found, list[tuple[Table, str]]], Entry]) -> list[Unit]:
+    """Units with their packs; a tensor of several units has a pack of its own, which is fetched once for all."""
+    places: dict[int, list[tuple[Table, str]]] = {}
+    users: dict[int, list[int]] = {}
+    for number, one in enumerate(cuts):
+        for tensor in one.tensors:
+            where = places.setdefault(id(tensor.tensor), [])
+            if not any(table is tensor.table and key == tensor.key for table, key in where):
+                where.append((tensor.table, tensor.key))
+            if number not in users.setdefault(id(tensor.tensor), []):
+                users[id(tensor.tensor)].append(number)
+    shared: dict[tuple[int, ...], Pack] = {}
+    made: dict[int, Entry] = {}
+    units = []
+    for number, one in enumerate(cuts):
+        packs: list[Pack] = []
+        for tensor in one.tensors:
+            group = tuple(users[id(tensor.tensor)])
+            pack = shared.get(group)
+            if pack is None:
+                pack = shared[group] = Pack(one.name if len(group) == 1 else f"shared by {len(group)} blocks")
+            if id(tensor.tensor) not in made:
+                made[id(tensor.tensor)] = entry = entry_of(tensor, places[id(tensor.tensor)])
+                pack.add(entry)
+            if pack not in packs:
+                packs.append(pack)
+        recurrent = [part for part in one.module.modules() if isinstance(part, nn.RNNBase)]
+        units.append(
+            Unit(one.module, one.name, packs, recurrent, resident=one.outer and _holds_units(one, cuts, number))
+        )
+    return units
+
+
+def _holds_units(one: Cut, cuts: list[Cut], number: int) -> bool:
+    inside = {id(part) for part in one.module.modules()}
+    return any(id(other.module) in inside for index, other in enumerate(cuts) if index != number)

@@ -1,0 +1,100 @@
+"""Lock objects at a URL: renewed again and again, since storage services do not tell whether a client still lives."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from hasten.checkpoint.claims import Claim, Lock
+from hasten.checkpoint.local_locks import hidden, parse_hidden, tag_of
+from hasten.checkpoint.ownership import (
+    Liveness,
+    Owner,
+    Patience,
+    decode_owner,
+    encode_owner,
+    liveness,
+    this_process,
+)
+
+
+class RemoteLocks:
+    """The locks under one URL."""
+
+    def __init__(
+        self,
+        fs: Any,  # Any: an fsspec file system, which has no types
+        root: str,
+        patience: Patience | None = None,
+        here: Owner | None = None,
+    ) -> None:
+        self._fs = fs
+        self._root = root.rstrip("/")
+        self._patience = patience or Patience()
+        self._here = here or this_process()
+
+    @property
+    def here(self) -> Owner:
+        return self._here
+
+    @property
+    def patience(self) -> Patience:
+        return self._patience
+
+    def _path(self, name: str, token: str) -> str:
+        return f"{self._root}/{hidden('lock', name, token)}"
+
+    def put(self, name: str, token: str) -> Claim:
+        """Add a lock of this process."""
+        fs, path, beats = self._fs, self._path(name, token), iter(range(1, 2**62))
+        owner = self._here
+        fs.pipe_file(path, encode_owner(owner))
+
+        def there() -> bool:
+            fs.invalidate_cache()
+            return bool(fs.exists(path))
+
+        def beat() -> bool:
+            if not there():  # taken for dead: to write it again would bring two owners about
+                return False
+            fs.pipe_file(path, encode_owner(msgspec.structs.replace(owner, beat=next(beats), beat_s=time.time())))
+            return True
+
+        def let_go() -> None:
+            if there():
+                fs.rm_file(path)
+
+        return Claim(token, there, let_go, beat)
+
+    def found(self, name: str) -> list[Lock]:
+        """All locks of a checkpoint."""
+        self._fs.invalidate_cache()
+        try:
+            entries = [str(entry["name"]).rpartition("/")[2] for entry in self._fs.ls(self._root, detail=True)]
+        except FileNotFoundError:
+            return []
+        locks, tag = [], tag_of(name)
+        for entry in filter(None, map(parse_hidden, entries)):
+            if entry.what == "lock" and entry.tag == tag and (lock := self._lock(name, entry.token)) is not None:
+                locks.append(lock)
+        return locks
+
+    def _lock(self, name: str, token: str) -> Lock | None:
+        try:
+            owner = decode_owner(self._fs.cat_file(self._path(name, token)))
+        except FileNotFoundError:
+            return None
+        return Lock(token, owner, (owner.beat_s, owner.beat))
+
+    def judge(self, name: str, lock: Lock) -> Liveness:
+        """Whether the owner runs, if it is a process of this machine."""
+        return liveness(lock.owner, self._here)
+
+    def remove(self, name: str, token: str) -> None:
+        """Take a dead owner's lock away."""
+        try:
+            self._fs.rm_file(self._path(name, token))
+        except FileNotFoundError:  # somebody else was faster
+            return

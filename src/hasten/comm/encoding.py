@@ -1,0 +1,249 @@
+"""Plain Python values, arrays and tensors as bytes and back: reading the bytes can run no code, whoever wrote them.
+
+Covers what the library itself exchanges: numbers, text, bytes, lists, tuples, dicts, sets, paths, tensors, arrays, and hasten's own
+records. A value comes back with the types it had. What is not covered raises NotPlain, and the caller decides about pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import PosixPath
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.errors import CommError
+
+# Any in this file: values of every type.
+_TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _PATH = range(1, 8)
+_TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _SCALAR = range(10, 16)
+_RECORD, _ENUM = 20, 21
+
+_AS_IT_IS: Final = frozenset({type(None), bool, float, str, bytes})
+_OWN: Final = "hasten."
+_MOST_LEVELS: Final = 60
+_MOST_BYTES: Final = 1 << 30  # one item of the format holds less than 4 GiB; larger tensors take the other way
+
+
+class NotPlain(Exception):
+    """The value needs pickle; says why."""
+
+
+def encode(value: Any) -> bytes:
+    """The value as bytes.
+
+    Raises: NotPlain for a value that these bytes cannot express.
+    """
+    try:
+        return msgspec.msgpack.encode(_Walk().lower(value, 0))
+    except (UnicodeEncodeError, OverflowError, msgspec.MsgspecError, ValueError) as error:
+        raise NotPlain(str(error)) from error
+
+
+def decode(data: bytes | memoryview) -> Any:
+    """The value that `encode` was given.
+
+    Raises: CommError for bytes that are no encoded value.
+    """
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
+    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        raise CommError(
+            f"a message of {len(data)} bytes from another rank cannot be decoded ({error}): it was damaged on its way or "
+            f"does not come from this version of hasten. Use the same version on every machine."
+        ) from error
+
+
+class _Walk:
+    """One walk over a value; a list, dict or tensor met twice is one object at the sender and would become two."""
+
+    def __init__(self) -> None:
+        self._met: dict[int, Any] = {}  # kept alive, so that their ids stay theirs
+
+    def lower(self, value: Any, level: int) -> Any:
+        kind = type(value)
+        if kind in _AS_IT_IS:
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 63 else _ext(_INT, str(value))
+        if level > _MOST_LEVELS:
+            raise NotPlain(f"it is nested more than {_MOST_LEVELS} levels deep")
+        if kind in (list, dict, set, Tensor, np.ndarray):
+            if id(value) in self._met:
+                raise NotPlain(f"it holds the same {kind.__name__} twice")
+            self._met[id(value)] = value
+        if kind is list:
+            return [self.lower(item, level + 1) for item in value]
+        if kind is dict:
+            return self._dict(value, level)
+        if kind in _SEQUENCES:
+            return _ext(_SEQUENCES[kind], [self.lower(item, level + 1) for item in value])
+        if kind in _LOWER:
+            return _LOWER[kind](value)
+        return self._other(value, kind, level)
+
+    def _dict(self, value: dict[Any, Any], level: int) -> Any:
+        if all(type(key) is str for key in value):
+            return {key: self.lower(item, level + 1) for key, item in value.items()}
+        return _ext(_DICT, [self.lower(part, level + 1) for item in value.items() for part in item])
+
+    def _other(self, value: Any, kind: type, level: int) -> Any:
+        if isinstance(value, np.generic) and not kind.__module__.startswith(_OWN):
+            return _ext(_SCALAR, [_array_dtype(value.dtype), value.tobytes()])
+        if kind.__module__.startswith(_OWN) and "<" not in kind.__qualname__:
+            if isinstance(value, Enum):
+                return _ext(_ENUM, [kind.__module__, kind.__qualname__, value.value])
+            if (names := _record_fields(kind)) is not None:
+                parts = [self.lower(getattr(value, name), level + 1) for name in names]
+                return _ext(_RECORD, [kind.__module__, kind.__qualname__, parts])
+        raise NotPlain(f"it holds a {kind.__module__}.{kind.__qualname__}")
+
+
+def _ext(code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+
+
+def _tensor(x: Tensor) -> msgspec.msgpack.Ext:
+    if x.layout != torch.strided or x.is_quantized or x.device.type == "meta":
+        raise NotPlain(f"it holds a tensor of layout {x.layout} on {x.device}")
+    if x.numel() * x.element_size() > _MOST_BYTES:
+        raise NotPlain("it holds a tensor of more than 1 GiB")
+    data = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _ext(_TENSOR, [_dtype_name(x.dtype), list(x.shape), str(x.device), x.requires_grad, data])
+
+
+def _raise_tensor(name: str, shape: list[int], device: str, grad: bool, data: bytes) -> Tensor:
+    dtype = _dtype(name)
+    flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+    x = flat.reshape(shape).to(torch.device(device))
+    return x.requires_grad_() if grad else x
+
+
+def _array(x: np.ndarray[Any, Any]) -> msgspec.msgpack.Ext:
+    if x.nbytes > _MOST_BYTES:
+        raise NotPlain("it holds an array of more than 1 GiB")
+    return _ext(_ARRAY, [_array_dtype(x.dtype), list(x.shape), x.tobytes()])
+
+
+def _array_dtype(dtype: np.dtype[Any]) -> str:
+    if dtype.hasobject or dtype.fields is not None or dtype.subdtype is not None or np.dtype(dtype.str) != dtype:
+        raise NotPlain(f"it holds an array of dtype {dtype}")
+    return dtype.str
+
+
+def _raise_array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
+    return np.frombuffer(bytearray(data), dtype=_plain_dtype(dtype)).reshape(shape)
+
+
+def _raise_scalar(dtype: str, data: bytes) -> Any:
+    return np.frombuffer(data, dtype=_plain_dtype(dtype))[0]
+
+
+def _plain_dtype(text: str) -> np.dtype[Any]:
+    dtype = np.dtype(text)
+    if dtype.hasobject:
+        raise ValueError(f"dtype {text!r} holds Python objects")
+    return dtype
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return found
+
+
+def _record_fields(kind: type) -> tuple[str, ...] | None:
+    """The fields of a record whose constructor only stores them; None for any other class."""
+    if hasattr(kind, "__post_init__"):
+        return None
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    if dataclasses.is_dataclass(kind):
+        fields = dataclasses.fields(kind)
+        return tuple(f.name for f in fields) if all(f.init for f in fields) else None
+    if issubclass(kind, tuple):
+        names: tuple[str, ...] | None = getattr(kind, "_fields", None)
+        return names
+    return None
+
+
+def _own_class(module: str, name: str) -> type:
+    """A class of hasten's that is loaded already: nothing is imported because a message says so."""
+    found: Any = sys.modules.get(module) if module.startswith(_OWN) else None
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ValueError(f"{module}.{name} is not a record of hasten's")
+    return found
+
+
+def _raise_record(module: str, name: str, parts: list[Any]) -> Any:
+    kind = _own_class(module, name)
+    names = _record_fields(kind)
+    if names is None:
+        raise ValueError(f"{module}.{name} is not a record of hasten's")
+    return kind(**dict(zip(names, parts, strict=True)))
+
+
+def _raise_enum(module: str, name: str, value: Any) -> Any:
+    kind = _own_class(module, name)
+    if not issubclass(kind, Enum):
+        raise ValueError(f"{module}.{name} is not an enumeration")
+    return kind(value)
+
+
+def _pairs(*flat: Any) -> dict[Any, Any]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+_SEQUENCES: Final = MappingProxyType({tuple: _TUPLE, set: _SET, frozenset: _FROZENSET})
+_LOWER: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = MappingProxyType(
+    {
+        complex: lambda z: _ext(_COMPLEX, [z.real, z.imag]),
+        PosixPath: lambda path: _ext(_PATH, str(path)),
+        Tensor: _tensor,
+        torch.dtype: lambda dtype: _ext(_DTYPE, _dtype_name(dtype)),
+        torch.device: lambda device: _ext(_DEVICE, str(device)),
+        torch.Size: lambda size: _ext(_SIZE, list(size)),
+        np.ndarray: _array,
+    }
+)
+_RAISE: Final[MappingProxyType[int, Callable[..., Any]]] = MappingProxyType(
+    {
+        _TUPLE: lambda *items: items,
+        _SET: lambda *items: set(items),
+        _FROZENSET: lambda *items: frozenset(items),
+        _DICT: _pairs,
+        _INT: int,
+        _COMPLEX: complex,
+        _PATH: PosixPath,
+        _TENSOR: _raise_tensor,
+        _DTYPE: _dtype,
+        _DEVICE: torch.device,
+        _SIZE: lambda *sizes: torch.Size(sizes),
+        _ARRAY: _raise_array,
+        _SCALAR: _raise_scalar,
+        _RECORD: _raise_record,
+        _ENUM: _raise_enum,
+    }
+)
+
+
+def _raise_ext(code: int, data: memoryview) -> Any:
+    build = _RAISE.get(code)
+    if build is None:
+        raise ValueError(f"item kind {code} is unknown")
+    content = msgspec.msgpack.decode(data, ext_hook=_raise_ext)
+    return build(*content) if isinstance(content, list) else build(content)

@@ -1,0 +1,117 @@
+"""What the schema knows and this version does not have: a table, and the rule that refuses it before anything starts.
+
+A row goes when the feature comes. `tests/arch/test_settings_act.py` holds every setting to this: it has a reader in the library, or
+a row here that refuses it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hasten.config.base import default_of
+from hasten.config.schema import BY_PATH, FIELDS
+from hasten.config.source import Entry, Path, shown
+from hasten.errors import ConfigError
+
+_FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
+_DATA: Final = "this version spreads models over the data-parallel and tensor-parallel axes"
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """A setting, or a whole section, that would have no effect."""
+
+    name: str
+    """Dotted, such as parallelism.pp_size; a section stands for everything below it."""
+    what: str
+    """The feature, as the subject of `… is not in this version`."""
+    instead: str
+    values: tuple[Any, ...] = ()  # Any: values of the setting
+    """Only these values are refused; by default all but the default."""
+    but: tuple[str, ...] = ()
+    """Settings of the section that do act."""
+
+    @property
+    def path(self) -> Path:
+        """The name in parts."""
+        return tuple(self.name.split("."))
+
+    def refuses(self, path: Path, value: Any) -> bool:  # Any: a value of the setting
+        """Whether the setting at `path` must not have this value."""
+        if path[: len(self.path)] != self.path or path[-1] in self.but:
+            return False
+        info = BY_PATH[path]
+        return value in self.values if self.values else bool(value != default_of(info.owner, path[-1]))
+
+
+ABSENT: Final[tuple[Absent, ...]] = (
+    Absent("strategy", "DeepSpeed", _FSDP, values=("deepspeed",)),
+    Absent("strategy", "Megatron-LM", _FSDP, values=("megatron",)),
+    Absent("strategy", "training on TPUs", "use strategy: ddp or fsdp on GPUs or the CPU", values=("xla",)),
+    Absent("launch.tpu", "training on TPUs", "remove it to train on GPUs or the CPU"),
+    Absent("launch.launcher", "training on TPUs", "leave the launcher out", values=("xla",)),
+    Absent("xla", "training on TPUs", "remove it to train on GPUs or the CPU"),
+    Absent(
+        "deepspeed",
+        "DeepSpeed",
+        _FSDP,
+        but=(
+            "hostfile",
+            "inclusion_filter",
+            "exclusion_filter",
+            "multinode_launcher",
+        ),  # of its launcher, which starts ranks
+    ),
+    Absent("megatron", "Megatron-LM", _FSDP),
+    Absent("parallelism.tp_handler", "this option of tensor parallelism", "leave it out to split layers without it"),
+    Absent("parallelism.cp_size", "context parallelism", _DATA),
+    Absent("parallelism.cp_handler", "context parallelism", _DATA),
+    Absent("parallelism.pp_size", "pipeline parallelism", _DATA),
+    Absent("parallelism.pp_handler", "pipeline parallelism", _DATA),
+    Absent("parallelism.sp_size", "DeepSpeed's sequence parallelism", _DATA),
+    Absent("parallelism.sp_handler", "DeepSpeed's sequence parallelism", _DATA),
+    Absent("fp8.te.interval", "an interval between scaling factors", "Transformer Engine computes them in every step"),
+    Absent(
+        "gradient_accumulation.adjust_scheduler",
+        "counting micro-steps in schedulers",
+        "schedulers step once per update; leave it out",
+    ),
+)
+
+
+def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:
+    """The complaints about settings that this version cannot honour; of a strategy and its own options only the first.
+
+    Variables that other tools share are left alone where they only carry options of a strategy that was not chosen.
+    """
+    chosen = list(_complaints({path: entry for path, entry in entries.items() if path[0] in ("strategy", "launch")}))
+    if chosen:
+        return chosen
+    ours = {p: e for p, e in entries.items() if e.source.kind != "environment" or e.source.detail.startswith("HASTEN_")}
+    return list(_complaints(ours))
+
+
+def check(entries: Mapping[Path, Entry]) -> None:
+    """Return if this version can honour every setting.
+
+    Raises: ConfigError for the first that it cannot.
+    """
+    if complaints := refused(entries):
+        raise complaints[0]
+
+
+def rows_for(path: Path) -> list[Absent]:
+    """The rows that speak of a setting."""
+    return [row for row in ABSENT if path[: len(row.path)] == row.path and path[-1] not in row.but]
+
+
+def _complaints(entries: Mapping[Path, Entry]) -> Iterator[ConfigError]:
+    order = {info.path: number for number, info in enumerate(FIELDS)}
+    for path in sorted(entries, key=order.__getitem__):
+        for row in ABSENT:
+            if row.refuses(path, entries[path].value):
+                place = f"{entries[path].name}={shown(entries[path].value)} ({entries[path].source})"
+                yield ConfigError(
+                    f"{place} cannot be honoured, because {row.what} is not in this version; {row.instead}."
+                )
+                break

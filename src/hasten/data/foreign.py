@@ -1,0 +1,70 @@
+"""Recognisers of other packages' classes: every test by module or class name of this room, checked against the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final, TypeGuard, TypeVar
+
+T = TypeVar("T")
+
+# Any in this file: objects of packages that hasten does not depend on.
+_HUB_STREAM: Final = ("datasets.iterable_dataset", "IterableDataset")
+_HUB_BUFFER: Final = ("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
+
+
+def is_hub_stream(dataset: object) -> bool:
+    """Whether the dataset is an IterableDataset of Hugging Face `datasets`."""
+    return _is_a(dataset, _HUB_STREAM)
+
+
+def state_loses_samples(stream: Any) -> bool:
+    """Whether `state_dict()` of a stream leaves samples out: it ends in a shuffle buffer of `datasets`.
+
+    The documentation of `datasets` says that such a state forgets what the buffer held. A dataset of the user's that
+    wraps such a stream and passes its state on forgets as much.
+    """
+    return any(_is_a(part, _HUB_BUFFER) and part.buffer_size > 1 for part in _parts(stream))
+
+
+def begin_anew(stream: Any) -> None:
+    """Make a stream of `datasets` begin its epoch at the start, although a state was loaded into it earlier."""
+    if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:
+        stream._starting_state_dict = None
+
+
+def is_torchdata(value: object) -> bool:
+    """Whether the object's class is one of torchdata's."""
+    return type(value).__module__.startswith("torchdata.")
+
+
+def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
+    """Whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
+    own = type(value)
+    return own is kind or (own.__name__ == kind.__name__ and is_torchdata(value))
+
+
+def _is_a(value: object, name: tuple[str, str]) -> bool:
+    return any((base.__module__, base.__name__) == name for base in type(value).__mro__)
+
+
+def _parts(stream: Any, depth: int = 12) -> Iterator[Any]:
+    """The objects a stream is built from, by their attributes: chains of `datasets` are about two a transformation."""
+    waiting, seen = [(stream, depth)], set()
+    while waiting:
+        part, left = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if left:
+            inner = vars(part).values() if hasattr(part, "__dict__") else ()
+            inner = part if isinstance(part, list | tuple) else inner
+            waiting += [(value, left - 1) for value in inner if _may_hold_streams(value)]
+
+
+def _may_hold_streams(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= 64
+    return (
+        hasattr(value, "__iter__") and hasattr(value, "__dict__") and not isinstance(value, type | str | bytes | dict)
+    )

@@ -1,0 +1,281 @@
+"""What a sampler or stream remembers from one epoch to the next, found by inspection and kept as plain data.
+
+A sampler may own a random generator, count its epochs, or shuffle a list of its own in place. Without that memory, a
+resumed process would draw the first epoch's order again. Nothing here is pickled: generators have states of numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from hasten.checkpoint.packing import pack, unpack
+from hasten.errors import CheckpointError, DataError
+
+# Any in this file: attributes of the user's objects.
+_MOST_VALUES: Final = 100_000  # of one attribute; longer ones are data rather than memory
+_MOST_OBJECTS: Final = 2_000
+_GENERATORS: Final = (
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+)
+_FOREIGN: Final = (type, types.ModuleType, nn.Module, Tensor, np.ndarray, str, bytes)
+
+
+class Memory:
+    """The generators and changing attributes of one object of the user's."""
+
+    def __init__(self, owner: Any, attributes: bool = True) -> None:
+        self._owner = owner
+        self._attributes = attributes
+        self._baseline = {path: packed for path, (_, _, packed) in self._plain().items()}
+
+    def capture(self) -> dict[str, Any] | None:
+        """The memory as JSON values: generators, and attributes that changed since prepare; None for nothing."""
+        generators = {path: _read(generator) for path, generator in self._generators().items()}
+        changed = {
+            path: packed
+            for path, (_, _, packed) in self._plain().items()
+            if path in self._baseline and packed != self._baseline[path]
+        }
+        kept: dict[str, Any] = {"generators": generators} if generators else {}
+        if changed:
+            kept["attributes"] = changed
+        return kept or None
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Put the memory back.
+
+        Raises: DataError when the object is of another making than the one it was taken from.
+        """
+        saved = saved or {}
+        generators, plain = self._generators(), self._plain()
+        states, attributes = saved.get("generators", {}), saved.get("attributes", {})
+        lost = [path for path in states if path not in generators] + [path for path in attributes if path not in plain]
+        if lost:
+            raise DataError(
+                f"the loader's state holds {', '.join(lost)} of a {type(self._owner).__name__}, and the present one has "
+                f"no such attribute, so its order would be another one. Build it as the saved run did, or begin a new epoch."
+            )
+        for path, state in states.items():
+            _write(generators[path], state, path)
+        for path, (owner, name, packed) in plain.items():
+            wanted = attributes.get(path, self._baseline.get(path))
+            if wanted is not None and wanted != packed:
+                _assign(owner, name, decode_value(wanted))
+
+    def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
+        """Whether any generator was drawn from since a capture."""
+        now = {path: _read(generator) for path, generator in self._generators().items()}
+        return now != (since or {}).get("generators", {})
+
+    def _generators(self) -> dict[str, Any]:
+        return {path: value for path, value, _, _ in _walk(self._owner) if isinstance(value, _GENERATORS)}
+
+    def _plain(self) -> dict[str, tuple[Any, str, Any]]:
+        """Path -> (owner, attribute, value as JSON) of plain attributes."""
+        found: dict[str, tuple[Any, str, Any]] = {}
+        if self._attributes:
+            for path, value, owner, name in _walk(self._owner):
+                if owner is not None and _values(value) <= _MOST_VALUES:
+                    packed = encode_value(value)
+                    if packed is not None:
+                        found[path] = (owner, name, packed)
+        return found
+
+
+def _walk(root: Any) -> Iterator[tuple[str, Any, Any, str]]:
+    """(path, value, owner, attribute) of what an object holds; the owner is None for what cannot be assigned to."""
+    waiting: deque[tuple[str, Any]] = deque([("", root)])
+    seen = {id(root)}
+    while waiting and len(seen) < _MOST_OBJECTS:
+        prefix, holder = waiting.popleft()
+        for name, value, owner in _held(holder):
+            path = f"{prefix}.{name}" if prefix else name
+            yield path, value, owner, name
+            if id(value) not in seen and _may_hold(value):
+                seen.add(id(value))
+                waiting.append((path, value))
+
+
+def _held(holder: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(holder, list | tuple):
+        yield from ((str(index), value, None) for index, value in enumerate(holder))
+    elif isinstance(holder, dict):
+        yield from ((str(key), value, None) for key, value in holder.items())
+    elif isinstance(holder, types.FunctionType):
+        yield from _held_by_function(holder)
+    elif isinstance(holder, types.MethodType):
+        yield "self", holder.__self__, None
+    elif isinstance(holder, functools.partial):
+        yield from (("func", holder.func, None), ("args", holder.args, None), ("keywords", holder.keywords, None))
+    else:
+        slots = [name for kind in type(holder).__mro__ for name in _slots(kind)]
+        for name in (*getattr(holder, "__dict__", {}), *slots):
+            if hasattr(holder, name):
+                yield name, getattr(holder, name), holder
+        for kind in type(holder).__mro__:
+            for name, value in vars(kind).items():
+                if isinstance(value, types.FunctionType) and kind.__module__.split(".")[0] not in ("torch", "builtins"):
+                    yield from ((f"{name}()/{inner}", held, None) for inner, held, _ in _held_by_function(value))
+
+
+def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any, None]]:
+    """What a function closes over, and generators it uses from its module."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents, None
+        except ValueError:  # not assigned yet
+            continue
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, _GENERATORS):
+            yield name, value, None
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def _may_hold(value: Any) -> bool:
+    if isinstance(value, (*_FOREIGN, *_GENERATORS)):
+        return False
+    if isinstance(value, Dataset) and not isinstance(value, IterableDataset):  # what is read, not who reads it
+        return False
+    if isinstance(value, list | tuple | dict):
+        return len(value) <= 64
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return True
+    return hasattr(value, "__dict__") or any(_slots(kind) for kind in type(value).__mro__)
+
+
+def _values(value: Any) -> int:
+    """How many numbers and strings a value holds; more than the limit for what is no plain value."""
+    none = _MOST_VALUES + 1
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
+        return 1
+    if isinstance(value, np.ndarray):
+        return value.size if value.dtype.kind in "biufc" else none
+    if isinstance(value, Tensor):
+        plain = type(value) is Tensor and value.layout == torch.strided and value.device.type == "cpu"
+        return value.numel() if plain and not value.requires_grad and value.dtype != torch.bfloat16 else none
+    if isinstance(value, list | tuple | set | frozenset | deque | dict):
+        if len(value) > _MOST_VALUES:
+            return none
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        total = 1
+        for part in parts:
+            total += _values(part)
+            if total > _MOST_VALUES:
+                return none
+        return total
+    return none
+
+
+def encode_value(value: Any) -> dict[str, Any] | None:
+    """A plain value as JSON; None for what is no plain value."""
+    try:
+        data, tensors = pack(value)
+    except CheckpointError:  # a container of a class of its own: not memory we can keep
+        return None
+    arrays = {key: _array(tensor.numpy()) for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    return {"data": data, "tensors": arrays}
+
+
+def decode_value(saved: Any) -> Any:
+    """The value that `encode_value` was given."""
+    return unpack(saved["data"], {key: torch.from_numpy(_unarray(one)) for key, one in saved["tensors"].items()})
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    """Give an attribute its value; lists, dicts and arrays keep their identity, since others may hold them."""
+    present = getattr(owner, name, None)
+    if isinstance(present, list) and isinstance(value, list):
+        present[:] = value
+    elif isinstance(present, dict) and isinstance(value, dict):
+        present.clear()
+        present.update(value)
+    elif isinstance(present, np.ndarray) and isinstance(value, np.ndarray) and present.shape == value.shape:
+        present[...] = value
+    else:
+        object.__setattr__(owner, name, value)
+
+
+# -- generators ---------------------------------------------------------------------------------------------------
+def _read(generator: Any) -> Any:
+    """A generator's state as JSON values."""
+    if isinstance(generator, torch.Generator):
+        return {"torch": _array(generator.get_state().numpy())}
+    if isinstance(generator, random.Random):
+        try:
+            version, words, gauss = generator.getstate()
+        except NotImplementedError:  # the operating system's generator has no state
+            return {"none": type(generator).__name__}
+        return {"python": [version, _array(np.array(words, dtype=np.uint32)), gauss]}
+    if isinstance(generator, np.random.RandomState):
+        return {"numpy": _numbers(generator.get_state(legacy=False))}
+    return {"numpy": _numbers(getattr(generator, "bit_generator", generator).state)}
+
+
+def _write(generator: Any, saved: Any, path: str) -> None:
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(torch.from_numpy(_unarray(saved["torch"])))
+        elif isinstance(generator, random.Random):
+            if "none" not in saved:
+                version, words, gauss = saved["python"]
+                generator.setstate((version, tuple(_unarray(words).tolist()), gauss))
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(_from_numbers(saved["numpy"]))
+        else:
+            bits: Any = getattr(generator, "bit_generator", generator)
+            bits.state = _from_numbers(saved["numpy"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the saved state of the generator {path} does not fit a {type(generator).__name__} ({error}), so the order "
+            f"would be another one. Use the kind of generator the saved run used, or begin a new epoch."
+        ) from error
+
+
+def _numbers(state: Any) -> Any:
+    """A state of numpy as JSON values; numbers wider than 53 bits go as text, which every JSON reader keeps."""
+    if isinstance(state, Mapping):
+        return {key: _numbers(value) for key, value in state.items()}
+    if isinstance(state, np.ndarray):
+        return {"array": _array(state)}
+    if isinstance(state, int) and not isinstance(state, bool):
+        return {"int": hex(state)}
+    return state.item() if isinstance(state, np.generic) else state
+
+
+def _from_numbers(saved: Any) -> Any:
+    if not isinstance(saved, Mapping):
+        return saved
+    if set(saved) == {"int"}:
+        return int(saved["int"], 16)
+    if set(saved) == {"array"}:
+        return _unarray(saved["array"])
+    return {key: _from_numbers(value) for key, value in saved.items()}
+
+
+def _array(array: Any) -> list[Any]:
+    return [str(array.dtype), list(array.shape), base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()]
+
+
+def _unarray(saved: list[Any]) -> Any:
+    dtype, shape, text = saved
+    return np.frombuffer(base64.b64decode(text), dtype=np.dtype(dtype)).reshape(shape).copy()

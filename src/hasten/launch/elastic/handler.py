@@ -1,0 +1,155 @@
+"""Torch's elastic rendezvous with a store of ours beneath it, whose pickled state is checked before torch loads it. Imports torch."""
+
+from __future__ import annotations
+
+import errno
+import io
+import pickle
+from datetime import timedelta
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch.distributed.elastic.rendezvous.registry as registry
+from torch.distributed import DistError, Store
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend as create_c10d
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+
+from hasten.errors import LaunchError
+from hasten.launch import network
+from hasten.launch.base import Meeting
+from hasten.runtime.store import join, serve
+
+# Torch's waits are made for thousands of machines; these find a lost machine in seconds.
+_DEFAULTS: Final = MappingProxyType(
+    {"last_call_timeout": "5", "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
+)
+_STORE_TIMEOUT_S: Final = 60.0
+_STATE: Final = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_STATE_CLASSES: Final = frozenset(
+    {
+        (_STATE, "_RendezvousState"),
+        (_STATE, "_NodeDesc"),
+        ("datetime", "datetime"),
+        ("datetime", "timedelta"),
+        ("datetime", "timezone"),
+        ("builtins", "set"),
+    }
+)
+
+
+def elastic_handler(meeting: Meeting, local_address: str) -> RendezvousHandler:
+    """Torch's handler for machines that come and go.
+
+    Raises: LaunchError if the store cannot be served or reached.
+    """
+    options: dict[str, str] = {**_DEFAULTS, **meeting.options}
+    if meeting.kind == "c10d":
+        options.setdefault("is_host", str(_hosts(meeting)))
+        options.setdefault("join_timeout", f"{meeting.join_timeout_s:.0f}")
+    parameters = RendezvousParameters(
+        backend=meeting.kind,
+        endpoint=f"{meeting.address}:{meeting.port}",
+        run_id=meeting.run_id,
+        min_nodes=meeting.min_machines,
+        max_nodes=meeting.max_machines,
+        local_addr=local_address,
+        **options,
+    )
+    if meeting.kind == "c10d":
+        backend, store = _c10d(meeting, parameters)
+        return create_handler(store, CheckedBackend(backend), parameters)
+    if meeting.kind == "etcd-v2":
+        etcd = import_module("torch.distributed.elastic.rendezvous.etcd_rendezvous_backend")  # needs python-etcd
+        backend, store = etcd.create_backend(parameters)
+        return create_handler(store, CheckedBackend(backend), parameters)
+    return registry.get_rendezvous_handler(parameters)  # etcd: keeps its state as JSON
+
+
+class CheckedBackend(RendezvousBackend):
+    """A backend that gives torch, which unpickles the state it gets, only states made of torch's own records."""
+
+    def __init__(self, inner: RendezvousBackend) -> None:
+        self._inner = inner
+
+    @property
+    def name(self) -> str:
+        """The name of the backend inside."""
+        return self._inner.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token.
+
+        Raises: RendezvousStateError for a state that anybody but torch has written.
+        """
+        found = self._inner.get_state()
+        if found is not None:
+            check_state(found[0])
+        return found
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """The state that now holds, after this one was offered.
+
+        Raises: as get_state.
+        """
+        found = self._inner.set_state(state, token)
+        if found is not None:
+            check_state(found[0])
+        return found
+
+
+def check_state(state: bytes) -> None:
+    """Return if loading `state` can make nothing but the records of a rendezvous.
+
+    Raises: RendezvousStateError if it names anything else.
+    """
+    try:
+        _StateReader(io.BytesIO(state)).load()
+    except Exception as error:  # hostile bytes fail in every way there is
+        raise RendezvousStateError(
+            f"the state of the rendezvous in the store was not written by a launcher ({error}), so it was not loaded: another "
+            f"program uses this job's port. Choose another --main_process_port, and keep it away from other users."
+        ) from error
+
+
+class _StateReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:  # Any: pickle's protocol
+        if (module, name) not in _STATE_CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _hosts(meeting: Meeting) -> bool:
+    if meeting.machine_rank is not None:
+        return meeting.machine_rank == 0
+    return network.owns_address(meeting.address)
+
+
+def _c10d(meeting: Meeting, parameters: RendezvousParameters) -> tuple[RendezvousBackend, Store]:
+    if parameters.get("store_type", "tcp").strip().lower() == "file":
+        backend, store = create_c10d(parameters)
+        return backend, store
+    within = timedelta(seconds=float(parameters.get("read_timeout", _STORE_TIMEOUT_S)))
+    store = _tcp_store(meeting, bool(parameters.get_as_bool("is_host", False)), within)
+    return C10dRendezvousBackend(store, meeting.run_id), store
+
+
+def _tcp_store(meeting: Meeting, hosts: bool, within: timedelta) -> Store:
+    try:
+        if hosts:
+            return serve(meeting.address, meeting.port, within, alone=meeting.alone)
+        return join(meeting.address, meeting.port, within)
+    except (DistError, OSError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise LaunchError(
+                f"port {meeting.port} on {meeting.address} is already in use, often by a run that is still alive. "
+                f"Choose another with --main_process_port."
+            ) from error
+        words = "this machine cannot serve the meeting at" if hosts else "no machine answers at"
+        raise LaunchError(
+            f"{words} {meeting.address}:{meeting.port} ({str(error).strip().splitlines()[0][:200]}). Start the job on the machine "
+            f"that has this address, and check --main_process_ip, --main_process_port and the firewall."
+        ) from error

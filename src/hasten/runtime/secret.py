@@ -1,0 +1,88 @@
+"""The job's token: what a launcher hands to its ranks, else a secret of the user's that all ranks can read. No torch here."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from hasten.errors import ConfigError
+from hasten.runtime import env as environment
+
+TOKEN: Final = "HASTEN_TOKEN"
+"""The job's token, the same text on every rank; a launcher sets it, a user may."""
+
+_SHORTEST: Final = 16
+_FILE: Final = "secret"
+_MOST_BYTES: Final = 1024
+
+
+def job_token(env: Mapping[str, str]) -> dict[str, str]:
+    """The variable that gives every rank of a new job the same random token; the one that is set already stays."""
+    return {TOKEN: env.get(TOKEN) or secrets.token_hex(32)}
+
+
+def given_token(env: Mapping[str, str]) -> bytes | None:
+    """The token this job was given, or None.
+
+    Raises: ConfigError for one that can be guessed.
+    """
+    token = env.get(TOKEN, "")
+    if not token:
+        return None
+    if len(token) < _SHORTEST:
+        raise ConfigError(
+            f"{TOKEN} has {len(token)} characters, so it can be guessed by trying; use {_SHORTEST} or more random ones, such as "
+            f"the output of `openssl rand -hex 32`."
+        )
+    return token.encode()
+
+
+def user_secret(env: Mapping[str, str]) -> bytes | None:
+    """The secret in the user's own folder, made at first use; None where there is no folder to keep it.
+
+    Processes of one user on one machine, or on machines that share the home folder, get the same.
+    Raises: ConfigError for a file that others can read or that is not the user's.
+    """
+    path = environment.home(env) / _FILE
+    with suppress(OSError):  # a home that cannot be written: an existing secret still counts
+        _make(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # no secret here: the caller goes on without, and says what that means
+        return None
+    try:
+        _check_private(path, os.fstat(descriptor))
+        return os.read(descriptor, _MOST_BYTES) or None
+    finally:
+        os.close(descriptor)
+
+
+def _make(path: Path) -> None:
+    """Write a new secret unless there is one; of several that try at once, one wins whole."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{_FILE}-{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, secrets.token_hex(32).encode())
+        os.fsync(descriptor)
+        with suppress(FileExistsError):
+            path.hardlink_to(draft)
+    finally:
+        os.close(descriptor)
+        draft.unlink()
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return
+    raise ConfigError(
+        f"{path} must be a file of your own that nobody else can read (it has mode {found.st_mode & 0o777:03o}, owner "
+        f"{found.st_uid}), because it proves who belongs to your jobs; remove it, and a new one is made."
+    )

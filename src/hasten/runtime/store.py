@@ -1,0 +1,93 @@
+"""The key-value store of a job, served on the one interface that its address names. Torch's own listens on all of them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import socket
+from datetime import timedelta
+from typing import Final
+
+from torch.distributed import TCPStore
+
+log = logging.getLogger(__name__)
+_LOOPBACK_NAMES: Final = ("localhost", "::1")
+_BACKLOG: Final = 2048
+_NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def serve(
+    address: str,
+    port: int,
+    timeout: timedelta,
+    *,
+    alone: bool = False,
+    world_size: int | None = None,
+) -> TCPStore:
+    """A store served by this process at `address`; port 0 takes a free one. With `world_size` it waits for so many clients.
+
+    `alone` says that every client is on this machine.
+    Raises: OSError if the port is taken; DistError if the store cannot be reached at its own address.
+    """
+    with _listener(address, port, alone) as listener:
+        found = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            found,
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=world_size is not None,
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """A client of the store at `address`.
+
+    Raises: DistError if none answers in time.
+    """
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether `address` names this machine on every machine."""
+    return address in _LOOPBACK_NAMES or address.startswith("127.")
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, for libraries that want a name."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def _listener(address: str, port: int, alone: bool) -> socket.socket:
+    resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    local = alone or is_loopback(address)
+    for family, _, _, _, sockaddr in sorted(resolved, key=lambda found: found[0] != socket.AF_INET):
+        if is_loopback(str(sockaddr[0])) and not local:
+            continue  # many Linux machines call themselves 127.0.1.1, which no other machine reaches
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(sockaddr)
+        except OSError as error:
+            listener.close()
+            if error.errno in _NOT_OURS:
+                continue
+            raise
+        listener.listen(_BACKLOG)
+        return listener
+    return _everywhere(address, port)
+
+
+def _everywhere(address: str, port: int) -> socket.socket:
+    """All interfaces: behind a service name, the others come in by an address that this machine does not know."""
+    log.warning(
+        "the store listens on all interfaces, because %s is no address of this machine's own; give the address of one of its "
+        "interfaces as main_process_ip to listen there alone",
+        address,
+    )
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)

@@ -1,0 +1,250 @@
+"""The transform that splits layers over the tensor-parallel ranks: each holds a part of the weights and computes it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional as F
+
+from hasten.comm.agreement import agree
+from hasten.config.parallel import ParallelismConfig, TensorStyle
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import ConfigError
+from hasten.modules import forwarding
+from hasten.precision.base import Precision
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import WorldMesh
+from hasten.strategies.base import Stage, Wish
+from hasten.strategies.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.tensor_ops import enter, gather, leave, split
+from hasten.strategies.tensor_plan import Split, decide
+from hasten.strategies.tensor_random import ApartStream
+
+log = logging.getLogger(__name__)
+
+_WEIGHT_DIMS: Final = (
+    ("colwise", 0),
+    ("colwise_gather_output", 0),
+    ("rowwise", 1),
+    ("rowwise_split_input", 1),
+    ("embedding_rowwise", 0),
+    ("embedding_colwise", 1),
+)
+
+
+class _SplitForward(forwarding.Forward):
+    """The forward of a layer of which this rank holds a part."""
+
+    tag = "tensor"
+
+    def __init__(self, group: dist.ProcessGroup, apart: ApartStream) -> None:
+        self.group = group
+        self.apart = apart
+
+    def part(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter, differentiable; None when the layer has none of that name."""
+        value: Tensor | None = getattr(self.module, name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+class Colwise(_SplitForward):
+    """Computes this rank's output features from the whole input."""
+
+    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, whole_output: bool) -> None:
+        super().__init__(group, apart)
+        self.whole_output = whole_output
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight = self.part("weight")
+        assert weight is not None, "a linear layer has a weight"
+        out = F.linear(enter(x, self.group), weight, self.part("bias"))
+        if self.whole_output:
+            return gather(out, -1, self.group)
+        self.apart.begin(self.module)
+        return out
+
+
+class Rowwise(_SplitForward):
+    """Computes what this rank's input features add to the output; the ranks' results are summed."""
+
+    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, whole_input: bool) -> None:
+        super().__init__(group, apart)
+        self.whole_input = whole_input
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.apart.end()
+        weight = self.part("weight")
+        assert weight is not None, "a linear layer has a weight"
+        out = leave(F.linear(split(x, -1, self.group) if self.whole_input else x, weight), self.group)
+        bias = self.part("bias")
+        return out if bias is None else out + bias
+
+
+class VocabularyRows(_SplitForward):
+    """Looks up the tokens whose rows this rank holds; the ranks' results are summed."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        weight = self.part("weight")
+        assert weight is not None, "an embedding has a table"
+        assert isinstance(self.module, nn.Embedding), "the plan was checked"
+        first = self.group.rank() * weight.shape[0]
+        local = tokens - first
+        other = (local < 0) | (local >= weight.shape[0])
+        padding = self.module.padding_idx
+        mine = None if padding is None or not 0 <= padding - first < weight.shape[0] else padding - first
+        rows = F.embedding(local.masked_fill(other, 0), weight, mine, scale_grad_by_freq=False)
+        return leave(rows.masked_fill(other.unsqueeze(-1), 0), self.group)
+
+
+class TableColumns(_SplitForward):
+    """Looks up this rank's columns of a table."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        weight = self.part("weight")
+        assert weight is not None, "an embedding has a table"
+        assert isinstance(self.module, nn.Embedding), "the plan was checked"
+        return F.embedding(tokens, weight, self.module.padding_idx)
+
+
+class SplitLayers:
+    """Splits the layers a plan names over the tensor-parallel axis and leaves the rest as it is."""
+
+    stage = Stage.TENSOR
+
+    def __init__(self, config: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin, mesh: WorldMesh) -> None:
+        self._config = config
+        self._fsdp = fsdp
+        self._mesh = mesh
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            return model
+        if precision.spec == "fp8":
+            raise ConfigError(
+                "mixed_precision='fp8' replaces linear layers, and tensor parallelism computes parts of them; both "
+                "cannot act on one layer. Use 'bf16', or tp_size=1."
+            )
+        ranks = ctx.mesh.size(Axis.TP)
+        with agree(ctx.world, f"splitting {type(model).__name__}"):
+            found = decide(model, self._config.tp_plan, self._config.tp_divide, ranks)
+            _check_ties(model, found)
+        if source_of(model, self._fsdp, ctx) is Source.RANK_0:
+            _materialise(model, ctx)
+        copy_from_rank_0(model, ctx)
+        mesh = self._mesh.along(ctx, Axis.TP)
+        _split(model, found, mesh, ctx.device)
+        for parent, names in found.attributes.items():
+            module = model.get_submodule(parent)
+            for name in names:
+                setattr(module, name, getattr(module, name) // ranks)
+        if ctx.is_main:
+            log.info(_account(model, found, ranks))
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _materialise(model: nn.Module, ctx: ProcessContext) -> None:
+    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=ctx.device) if tensor.is_meta else tensor
+
+    model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _split(model: nn.Module, found: Split, mesh: DeviceMesh, device: torch.device) -> None:
+    group = mesh.get_group()
+    apart = ApartStream(model, group.rank())
+    made: dict[int, nn.Parameter] = {}
+    for name, style in found.styles.items():
+        layer = model.get_submodule(name)
+        dim = dict(_WEIGHT_DIMS)[style]
+        _replace(layer, "weight", dim, mesh, made, device)
+        if isinstance(layer, nn.Linear) and layer.bias is not None and dim == 0:
+            _replace(layer, "bias", 0, mesh, made, device)
+        if forwarding.find(layer, _SplitForward.tag) is None:  # one layer under two names is split once
+            forwarding.replace(layer, _forward(style, group, apart))
+
+
+def _forward(style: TensorStyle, group: dist.ProcessGroup, apart: ApartStream) -> _SplitForward:
+    match style:
+        case "colwise" | "colwise_gather_output":
+            return Colwise(group, apart, whole_output=style == "colwise_gather_output")
+        case "rowwise" | "rowwise_split_input":
+            return Rowwise(group, apart, whole_input=style == "rowwise_split_input")
+        case "embedding_rowwise":
+            return VocabularyRows(group, apart)
+        case "embedding_colwise":
+            return TableColumns(group, apart)
+    raise AssertionError(f"{style} does not split a layer")
+
+
+def _replace(
+    layer: nn.Module, name: str, dim: int, mesh: DeviceMesh, made: dict[int, nn.Parameter], device: torch.device
+) -> None:
+    """Put this rank's part in the place of a parameter; a tied parameter gets the same part everywhere."""
+    whole = layer.get_parameter(name)
+    if isinstance(whole, DTensor):
+        return
+    if id(whole) not in made:
+        part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+        spread = DTensor.from_local(
+            part if whole.is_meta else part.to(device),
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        made[id(whole)] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+        made[id(made[id(whole)])] = made[id(whole)]
+    setattr(layer, name, made[id(whole)])
+
+
+def _check_ties(model: nn.Module, found: Split) -> None:
+    """Raise when one tensor under two names would be split in one place and not, or otherwise, in the other."""
+    dims: dict[int, tuple[str, int]] = {}
+    wanted = dict(_WEIGHT_DIMS)
+    split_names = {}
+    for name, style in found.styles.items():
+        for leaf in ("weight", "bias"):
+            if leaf == "weight" or wanted[style] == 0:
+                split_names[f"{name}.{leaf}"] = wanted[style] if leaf == "weight" else 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dim = split_names.get(name, -1)
+        first, known = dims.setdefault(id(parameter), (name, dim))
+        if known != dim:
+            raise ConfigError(
+                f"{first!r} and {name!r} are one tied tensor, but the plan splits them differently, and they would "
+                "drift apart. Split both layers alike (for an embedding and a head: 'embedding_rowwise' and "
+                "'colwise_gather_output'), or neither."
+            )
+
+
+def _account(model: nn.Module, found: Split, ranks: int) -> str:
+    """What was split, what was left, and the bytes a rank holds."""
+    by_style: dict[str, int] = {}
+    for style in found.styles.values():
+        by_style[style] = by_style.get(style, 0) + 1
+    split_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
+    whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, DTensor))
+    text = (
+        f"{type(model).__name__} is split over tp {ranks} ({found.source}): "
+        + ", ".join(f"{count} {style}" for style, count in sorted(by_style.items()))
+        + f"; each rank holds {(split_bytes / ranks + whole_bytes) / 2**20:.1f} of "
+        f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
+    )
+    if found.attributes:
+        text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in found.attributes.items() for a in names)
+    if found.left:
+        text += "; left whole: " + ", ".join(f"{name} ({why})" for name, why in list(found.left.items())[:8])
+    return text

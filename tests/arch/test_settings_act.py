@@ -1,0 +1,252 @@
+"""Every setting acts or is refused: each field of the schema has a reader in the library, or a rule that refuses it, proven by running.
+
+A read counts when the attribute is taken from something known to hold its section: a parameter or attribute annotated with the
+section's class, a name bound to `….section`, or the chain `….section.field` itself. Reading in `config` or `cli` does not count:
+there settings are only carried. A property of a section counts as a reader of what it reads if the library reads the property.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, Final, Literal, get_args, get_origin
+
+import pytest
+
+import hasten
+from hasten.config import absent
+from hasten.config.base import Section
+from hasten.config.resolve import resolve
+from hasten.config.root import Config
+from hasten.config.schema import BY_PATH, FIELDS, FieldInfo, subsection
+from hasten.config.source import Entry, Source
+from hasten.errors import ConfigError
+
+SOURCE: Final = Path(hasten.__file__).parent
+CARRIERS: Final = ("config", "cli")
+
+
+def _dotted(node: ast.expr) -> tuple[str, ...]:
+    """The names of a chain such as `self._config.fsdp`; calls and subscripts end it."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name):
+        names.append(node.id)
+    return tuple(reversed(names))
+
+
+def _classes_in(annotation: ast.expr | None) -> set[str]:
+    if annotation is None:
+        return set()
+    found = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
+    return found | {node.attr for node in ast.walk(annotation) if isinstance(node, ast.Attribute)}
+
+
+class Module:
+    """One file: which names hold which section, and which attributes are read from them."""
+
+    def __init__(self, tree: ast.Module, owners: frozenset[str]) -> None:
+        kinds = (ast.arg, ast.AnnAssign, ast.Assign, ast.Attribute, ast.Call)
+        self._nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+        self._holders: dict[str, set[str]] = {}  # last name of an expression -> classes it may hold
+        self._sections = owners
+        self._annotations()
+        for _ in range(3):  # names bound to names bound to …
+            self._bindings()
+
+    def _hold(self, name: str, classes: set[str]) -> None:
+        self._holders.setdefault(name, set()).update(classes)
+
+    def _annotations(self) -> None:
+        for node in self._nodes:
+            if isinstance(node, ast.arg):
+                self._hold(node.arg, _classes_in(node.annotation) & self._sections)
+            elif isinstance(node, ast.AnnAssign) and (names := _dotted(node.target)):
+                self._hold(names[-1], _classes_in(node.annotation) & self._sections)
+
+    def _bindings(self) -> None:
+        for node in self._nodes:
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    pairs = [(target, node.value)]
+                    if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                        pairs = list(zip(target.elts, node.value.elts, strict=False))
+                    for left, right in pairs:
+                        if (names := _dotted(left)) and (held := self._classes_of(right)):
+                            self._hold(names[-1], held)
+
+    def _classes_of(self, node: ast.expr) -> set[str]:
+        """The section classes that an expression may hold."""
+        if isinstance(node, ast.BoolOp):
+            return set().union(*(self._classes_of(value) for value in node.values))
+        names = _dotted(node)
+        if not names:
+            return set()
+        held = set(self._holders.get(names[-1], set()))
+        if isinstance(node, ast.Attribute):
+            for cls in self._classes_of(node.value) or {"Config"}:
+                held |= {inner for owner, name, inner in SECTIONS if owner == cls and name == names[-1]}
+        return held
+
+    def reads(self) -> Iterator[tuple[str, str]]:
+        """(class, field) for every attribute taken from a section; `given(section)` takes all of them."""
+        for node in self._nodes:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "given":
+                for cls in self._classes_of(node.args[0]):
+                    yield from ((cls, info.path[-1]) for info in FIELDS if info.owner.__name__ == cls)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                for cls in self._classes_of(node.value):
+                    yield cls, node.attr
+
+
+def _sections() -> tuple[tuple[str, str, str], ...]:
+    """(owner, field, class) of every field that holds a section."""
+    found: list[tuple[str, str, str]] = []
+    todo: list[type[Section]] = [Config]
+    while todo:
+        cls = todo.pop()
+        for name, spec in cls.__dataclass_fields__.items():
+            if inner := subsection(spec.type):
+                found.append((cls.__name__, name, inner.__name__))
+                todo.append(inner)
+    return tuple(found)
+
+
+SECTIONS: Final = _sections()
+OWNERS: Final = frozenset({"Config", *(cls for _, _, cls in SECTIONS)})
+
+
+@cache
+def all_reads() -> frozenset[tuple[str, str]]:
+    found: set[tuple[str, str]] = set()
+    for path in SOURCE.rglob("*.py"):
+        if path.relative_to(SOURCE).parts[0] not in CARRIERS:
+            found |= set(Module(ast.parse(path.read_text()), OWNERS).reads())
+    return frozenset(found)
+
+
+def has_reader(info: FieldInfo) -> bool:
+    return (info.owner.__name__, info.path[-1]) in all_reads()
+
+
+def other_values(info: FieldInfo) -> list[Any]:  # Any: values of every type
+    """Values besides the default; none for a setting that can have one value only."""
+    if get_origin(info.type) is Literal:
+        return [value for value in get_args(info.type) if value != info.default]
+    kinds = {info.type, get_origin(info.type), *get_args(info.type), *map(get_origin, get_args(info.type))} - {NoneType}
+    literal = [value for part in get_args(info.type) if get_origin(part) is Literal for value in get_args(part)]
+    if bool in kinds:
+        return [not info.default]
+    for kind, value in ((int, 7), (float, 0.75), (str, "something")):
+        if kind in kinds:
+            return [value]
+    if tuple in kinds:
+        return [(1,) if "int" in str(info.type) else ("something",)]
+    return literal or [{"a": 1} if "Mapping" in str(info.type) else print]
+
+
+def refusals(info: FieldInfo, value: Any) -> list[ConfigError]:  # Any: a value of the setting
+    entry = Entry(info.path, value, Source("code", info.path[-1]))
+    return absent.refused({info.path: entry})
+
+
+@pytest.mark.parametrize("info", FIELDS, ids=lambda info: info.name)
+def test_every_setting_acts_or_is_refused(info: FieldInfo) -> None:
+    values = other_values(info)
+    if has_reader(info) or not values:
+        return
+    for value in values:
+        complaints = refusals(info, value)
+        assert complaints, (
+            f"{info.name}={value!r} has no reader in the library and no row in config/absent.py refuses it"
+        )
+        assert str(complaints[0]).startswith(f"{info.name}=")
+        assert "\n" not in str(complaints[0])
+    assert not refusals(info, info.default)
+
+
+def test_every_row_of_the_table_refuses_something() -> None:
+    for row in absent.ABSENT:
+        below = [info for info in FIELDS if row in absent.rows_for(info.path)]
+        assert below, f"{row.name} is no setting"
+        assert any(row.refuses(info.path, value) for info in below for value in other_values(info)), row
+        for name in row.but:
+            assert has_reader(BY_PATH[(*row.path, name)]), f"{row.name}.{name} is excepted but nobody reads it"
+
+
+def test_the_finder_finds_and_misses() -> None:
+    def reads(text: str) -> set[tuple[str, str]]:
+        return set(Module(ast.parse(text), OWNERS).reads())
+
+    assert ("LaunchConfig", "role") in reads("def f(config: Config): return config.launch.role")
+    assert ("LaunchConfig", "role") in reads("def f(c: Config):\n  launch, x = c.launch, 1\n  return launch.role")
+    assert ("LaunchConfig", "role") in reads(
+        "class A:\n  def __init__(self, l: LaunchConfig): self._l = l\n  def f(self): return self._l.role"
+    )
+    assert ("LaunchConfig", "role") not in reads("def f(report: Report): return report.role")
+    assert ("LaunchConfig", "role") not in reads("def f(config: Config): config.launch.role = 1")
+    assert ("TERecipeKwargs", "margin") in reads("def f(c: FP8Config): return c.te.margin")
+    assert not has_reader(BY_PATH[("fp8", "te", "interval")])
+
+
+def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
+    for name, value, words in (
+        ("strategy", "deepspeed", "DeepSpeed is not in this version"),
+        ("parallelism.tp_handler.enable_async_tp", True, "tensor parallelism is not in this version"),
+        ("parallelism.sp_size", 2, "sequence parallelism is not in this version"),
+    ):
+        resolved = resolve(code={name: value})
+        with pytest.raises(ConfigError, match=words):
+            absent.check(resolved.entries)
+    leftover = resolve(env={"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"})  # of another tool, for a strategy not chosen
+    absent.check(leftover.entries)
+
+
+# ---------------------------------------------------------------- parameters of the public surface
+
+BASES: Final = frozenset({"ModelHook", "SequentialHook"})  # every method has an answer for a hook that does nothing
+
+
+def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every public function, and every public method of the public classes."""
+    for name, module in hasten._PUBLIC.items():
+        path = SOURCE.parent / Path(*module.split(".")).with_suffix(".py")
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name and not _is_stub(node):
+                yield name, node
+            elif isinstance(node, ast.ClassDef) and node.name == name and name not in BASES:
+                methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+                public = [one for one in methods if not one.name.startswith("_") or one.name == "__init__"]
+                yield from ((f"{name}.{one.name}", one) for one in public if not _is_stub(one))
+
+
+def _is_stub(function: ast.FunctionDef) -> bool:
+    """Whether the body says nothing but what an implementation must do."""
+    if any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in function.decorator_list):
+        return True
+    body = [node for node in function.body if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))]
+    return not body or (len(body) == 1 and isinstance(body[0], ast.Raise))
+
+
+def unread(function: ast.FunctionDef) -> list[str]:
+    """The parameters that the body never reads."""
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    named += [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
+    read = {node.id for part in function.body for node in ast.walk(part) if isinstance(node, ast.Name)}
+    return [one.arg for one in named if one.arg not in read | {"self", "cls"} and not one.arg.startswith("_")]
+
+
+def test_every_parameter_of_the_public_surface_is_read() -> None:
+    functions = list(public_functions())
+    assert len(functions) > 100
+    ignored = [f"{name}({parameter}=)" for name, function in functions for parameter in unread(function)]
+    assert not ignored, f"accepted and ignored: {ignored}; let them act, or refuse them"
+    example = ast.parse("def f(a, b, *, c): return a + c").body[0]
+    assert isinstance(example, ast.FunctionDef)
+    assert unread(example) == ["b"]

@@ -1,0 +1,299 @@
+"""Who can reach a job: a one-machine job listens on the loopback alone, and strangers on the network get nothing unpickled."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from torch.distributed import TCPStore
+
+from hasten.cli.main import main
+from hasten.launch.notebook import notebook_launcher
+
+# Run by a rank: the addresses on which this rank, its peers and their launcher listen.
+LISTEN: Final = """
+import os, re, subprocess
+def listening():
+    launcher = os.getppid()
+    family = {launcher, *map(int, open(f'/proc/{launcher}/task/{launcher}/children').read().split())}
+    rows = subprocess.run(['ss', '-ltnpH'], capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted({r.split()[3] for r in rows if any(int(p) in family for p in re.findall('pid=([0-9]+)', r))})
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native_leftovers() -> None:
+    """The first store of a process makes a pipe that its native library keeps for ever: let it be made before we look."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder, and no settings file but the test's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HASTEN_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    if shutil.which("ss") is None:
+        pytest.skip("the command ss (iproute2) is not installed")
+    return tmp_path
+
+
+def loopback_only(text: str, least: int) -> None:
+    """Fail unless the printed addresses are all of the loopback, and at least so many."""
+    found = re.findall(r"LISTENING (\[.*\])", text)
+    assert found, text
+    for one in found:
+        addresses = re.findall(r"'([^']+)'", one)
+        assert len(addresses) >= least, one
+        assert all(address.startswith(("127.0.0.1:", "[::1]:")) for address in addresses), one
+
+
+def test_one_machine_listens_on_the_loopback_alone_also_after_a_restart(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "script.py").write_text(
+        LISTEN
+        + """
+import sys, torch
+from hasten import Accelerator
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(2, 2))  # gloo's sockets are made when first used
+accelerator.backward(model(torch.ones(1, 2)).sum())
+assert accelerator.gather_for_metrics([{"own": accelerator.process_index}], use_gather_object=True)
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    print('LISTENING', listening(), flush=True)
+accelerator.wait_for_everyone()
+if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+    sys.exit(3)
+"""
+    )
+    code = main(["launch", "--cpu", "--num_processes=2", "--max_restarts=1", "--monitor_interval=0.1", "script.py"])
+    said = capfd.readouterr()
+    assert code == 0, said.err
+    assert said.out.count("LISTENING") == 2
+    loopback_only(said.out, least=3)  # the store, and gloo on two ranks
+
+
+def _from_a_notebook() -> list[str]:
+    names: dict[str, object] = {}
+    exec(LISTEN, names)
+    import torch.distributed as dist  # noqa: PLC0415 - in the new process
+
+    from hasten import Accelerator  # noqa: PLC0415
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    assert dist.is_initialized()
+    found: list[str] = names["listening"]()  # type: ignore[operator]  # defined by exec
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_a_notebook_listens_on_the_loopback_alone(folder: Path) -> None:
+    found = notebook_launcher(_from_a_notebook, num_processes=2, cpu=True)
+    loopback_only(f"LISTENING {found}", least=3)
+
+
+# ---------------------------------------------------------------- a real network, with a stranger on it
+
+ADDRESS: Final = "10.78.0.{}"
+PORT: Final = 29533
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def network() -> Iterator[list[str]]:
+    """Three hosts as namespaces on one switch; skips with the reason where they cannot be made."""
+    tag = f"hsl{os.getpid()}"
+    switch, hosts = f"{tag}-s", [f"{tag}-{i}" for i in range(3)]
+    try:
+        try:
+            for space in (switch, *hosts):
+                ip("netns", "add", space)
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        except FileNotFoundError as error:
+            pytest.skip(f"the command {error.filename} is not installed")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces cannot be made here: {error.stderr.strip()}")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for i, host in enumerate(hosts):
+            ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", host)
+            ip("-n", switch, "link", "set", f"port{i}", "master", "br0", "up")
+            ip("-n", host, "addr", "add", f"{ADDRESS.format(i + 1)}/24", "dev", "eth0")
+            ip("-n", host, "link", "set", "eth0", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+        yield hosts
+    finally:
+        for space in (switch, *hosts):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+
+def on(host: str, folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a Python program on a host, with a home of its own unless one is given."""
+    home = {"HASTEN_HOME": str(folder / f"home-{host}"), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        ["ip", "netns", "exec", host, sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, **home, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def launch(host: str, folder: Path, machine: int, script: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
+    meeting = (f"--main_process_ip={ADDRESS.format(1)}", f"--main_process_port={PORT}", f"--machine_rank={machine}")
+    words = ("-m", "hasten.cli.main", "launch", "--cpu", "--check_in=off", *meeting, *flags, script)
+    return on(host, folder, *words, **variables)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 100.0) -> str:
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()[0] + "\n(killed)"
+
+
+VICTIM: Final = """
+import time
+from hasten import Accelerator
+class Own:
+    pass
+accelerator = Accelerator(cpu=True)
+while True:
+    accelerator.gather_for_metrics([Own()], use_gather_object=True)
+    print('ROUND', 'DONE', flush=True)
+    time.sleep(0.1)
+    if open('stop').read():
+        break
+    accelerator.wait_for_everyone()
+"""
+
+# A rank that follows the protocol in everything but the token, and sends code in place of an object.
+IMPOSTOR: Final = """
+import os
+class Evil:
+    def __reduce__(self):
+        return open, ('pwned', 'w')
+try:
+    from hasten.comm import objects, session
+    def agree(exchange, ranks, rank, mine):
+        exchange(os.urandom(32)), exchange(os.urandom(32))
+        return session.Session(None, pickle_unproven=True)
+    objects.agree = agree
+except ImportError:
+    pass
+from hasten import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.gather_for_metrics([Evil()], use_gather_object=True)
+"""
+
+# Writes code under every key that it can think of or list, again and again.
+WRITER: Final = """
+import base64, pickle, sys, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+class Evil:
+    def __reduce__(self):
+        return open, ('pwned', 'w')
+evil = pickle.dumps(Evil())
+deadline = time.monotonic() + float(sys.argv[2])
+while time.monotonic() < deadline:
+    try:
+        store = TCPStore(sys.argv[1], int(sys.argv[3]), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+        break
+    except Exception:
+        time.sleep(0.1)
+print('connected', flush=True)
+keys = {f'{a}{b}' for a in ('', 'hasten/', 'hasten/0/', 'hasten/hasten/', '/worker/attempt_0/', 'hasten/hasten/round/0/')
+        for b in ('0', '1', '0/1', '1/0', 'report/0', 'report/1', 'default_pg/0//0', 'default_pg/0//1', 'rank_0', 'workers_meet')}
+while time.monotonic() < deadline:
+    try:
+        found = set(store.list_keys()) if hasattr(store, 'list_keys') else set()
+        for key in keys | {k for k in found if 'init/' not in k}:
+            store.set(key, evil)
+        store.set('torch.rendezvous.hasten', base64.b64encode(evil))
+    except Exception as error:
+        print('lost', str(error)[:80], flush=True)
+        break
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Path, network: list[str]) -> None:
+    """The machine that should be second is late; a stranger who knows the command and the code, not the token, takes its place."""
+    (folder / "victim.py").write_text(VICTIM)
+    (folder / "impostor.py").write_text(IMPOSTOR)
+    (folder / "stop").write_text("1")
+    token = "the-right-token-of-this-job"
+    victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2", HASTEN_TOKEN=token)
+    impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2", HASTEN_TOKEN="another-token-altogether")
+    said = ended(victim)
+    impostor.kill()
+    ended(impostor)
+    assert not (folder / "pwned").exists(), said
+    assert "the job's token (HASTEN_TOKEN) is not the same on all ranks: ranks [1] do not prove" in said
+    assert "ROUND DONE" not in said
+    # the same without any token on either side, and homes of their own
+    victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2")
+    impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2")
+    said = ended(victim)
+    impostor.kill()
+    ended(impostor)
+    assert not (folder / "pwned").exists(), said
+    assert "share no token" in said or "does not read" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("flags", [("--num_machines=2",), ("--nnodes=2:3", "--max_restarts=0")], ids=["fixed", "elastic"])
+def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
+    folder: Path, network: list[str], flags: tuple[str, ...]
+) -> None:
+    (folder / "victim.py").write_text(VICTIM)
+    (folder / "writer.py").write_text(WRITER)
+    (folder / "stop").write_text("")
+    shared = {"HASTEN_HOME": str(folder / "home")}  # a home folder that both machines mount: its secret is the token
+    address = ADDRESS.format(1)
+    writer = on(network[2], folder, "writer.py", address, "60", str(PORT))
+    members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
+    time.sleep(12)
+    (folder / "stop").write_text("1")
+    said = [ended(one, 60) for one in members]
+    writer.kill()
+    heard = ended(writer)
+    assert "connected" in heard, heard  # the interface of the meeting is open to the network: that is where machines meet
+    assert not (folder / "pwned").exists(), said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_many_machines_listen_on_the_interface_where_they_meet(folder: Path, network: list[str]) -> None:
+    script = LISTEN + VICTIM.replace("while True:", "print('LISTENING', listening(), flush=True)\nwhile True:")
+    (folder / "victim.py").write_text(script)
+    (folder / "stop").write_text("1")
+    shared = {"HASTEN_HOME": str(folder / "home")}
+    for flags in (("--num_machines=2",), ("--nnodes=2:3",)):
+        members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
+        for i, one in enumerate(members):
+            text = ended(one)
+            assert "ROUND DONE" in text, text
+            addresses = re.findall(r"'([^']+)'", re.findall(r"LISTENING (\[.*\])", text)[0])
+            mine = ADDRESS.format(i + 1)
+            assert addresses
+            assert all(a.startswith((f"{mine}:", "127.0.0.1:", f"[::ffff:{mine}]:")) for a in addresses), addresses

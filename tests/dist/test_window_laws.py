@@ -1,0 +1,303 @@
+"""Random loops over several models and optimizers in one window update as they would by hand.
+
+A loop is a random order of backward(), step() and zero_grad() calls. Every loss reaches a random set of models, so that,
+as in a GAN, a loss also reaches parameters whose optimizer does not want it and clears it. The reference sums by hand what
+each optimizer's step() finds in every micro-step, on plain modules and the batches of all ranks together. Tolerance: sums
+in another order (2e-6 on weights of about 1).
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hasten import Accelerator, GradScalerKwargs
+from hasten.config.parallel import ParallelismConfig
+from hasten.errors import StepError
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+
+WINDOWS = 3
+ROWS = 2
+
+
+@dataclass(frozen=True)
+class Program:
+    """One iteration: ("z", i) and ("s", i) are calls of optimizer i, ("b", k) is the backward of loss k."""
+
+    models: int
+    every: int
+    reaches: tuple[tuple[int, ...], ...]
+    calls: tuple[tuple[str, int], ...]
+
+
+def draw(rng: random.Random) -> Program:
+    """A loop in which nothing that a step should use arrives after that optimizer's zero_grad at the end."""
+    while True:
+        models = rng.randint(1, 3)
+        losses = rng.randint(1, 3)
+        reaches = tuple(tuple(sorted(rng.sample(range(models), rng.randint(1, models)))) for _ in range(losses))
+        calls = [(kind, i) for i in range(models) for kind in "zs"] + [("b", k) for k in range(losses)]
+        rng.shuffle(calls)
+        if all(_makes_sense(tuple(calls), reaches, i) for i in range(models)):
+            return Program(models, rng.randint(1, 4), reaches, tuple(calls))
+
+
+def _makes_sense(calls: tuple[tuple[str, int], ...], reaches: tuple[tuple[int, ...], ...], index: int) -> bool:
+    clears, steps = calls.index(("z", index)), calls.index(("s", index))
+    losses = [at for at, (kind, k) in enumerate(calls) if kind == "b" and index in reaches[k]]
+    alone = all(reached == (0,) for reached in reaches) and ("s", 1) not in calls
+    if alone:  # nobody writes a loop that throws its only loss away
+        return all(clears < at < steps if clears < steps else at < steps for at in losses)
+    # With zero_grad first, what comes before it or after step is thrown away, here and in plain torch.
+    return clears < steps or max(losses, default=-1) < clears
+
+
+def nets(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(count)]
+
+
+def loss_of(reached: list[nn.Module], x: Tensor) -> Tensor:
+    out = x.new_zeros(len(x), 2)
+    for net in reached:
+        out = out + net(x)
+    return (out - x[:, :2]).pow(2).mean()
+
+
+def inputs(step: int, loss: int, rows: int) -> Tensor:
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(100 * step + loss))
+
+
+def plain(program: Program, size: int) -> list[nn.Module]:
+    models = nets(program.models)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5) for model in models]
+    parameters = [list(model.parameters()) for model in models]
+    found = [[torch.zeros_like(p) for p in group] for group in parameters]  # since zero_grad
+    for step in range(WINDOWS):
+        sums = [[torch.zeros_like(p) for p in group] for group in parameters]  # what step() has found in the window
+        for micro in range(program.every):
+            for kind, index in program.calls:
+                if kind == "z":
+                    found[index] = [torch.zeros_like(p) for p in parameters[index]]
+                elif kind == "s":
+                    sums[index] = [a + b for a, b in zip(sums[index], found[index], strict=True)]
+                    if micro == program.every - 1 and any(index in reached for reached in program.reaches):
+                        for parameter, total in zip(parameters[index], sums[index], strict=True):
+                            parameter.grad = total / program.every
+                        optimizers[index].step()
+                else:
+                    x = inputs(step, index, ROWS * size * program.every).chunk(program.every)[micro]
+                    reached = program.reaches[index]
+                    inside = [p for i in reached for p in parameters[i]]
+                    grads = iter(torch.autograd.grad(loss_of([models[i] for i in reached], x), inside))
+                    for i in reached:
+                        found[i] = [total + next(grads) for total in found[i]]
+    return models
+
+
+def prepared(ctx: ProcessContext, program: Program, **options: Any) -> list[nn.Module]:
+    accelerator = Accelerator(gradient_accumulation_steps=program.every, **options)
+    models = nets(program.models)
+    given = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in models])
+    models, optimizers = list(given[: program.models]), list(given[program.models :])
+    for step in range(WINDOWS):
+        for micro in range(program.every):
+            with accelerator.accumulate(*models):
+                for kind, index in program.calls:
+                    if kind == "z":
+                        optimizers[index].zero_grad()
+                    elif kind == "s":
+                        optimizers[index].step()
+                    else:
+                        x = inputs(step, index, ROWS * ctx.world.size * program.every)
+                        mine = x.chunk(program.every)[micro].chunk(ctx.world.size)[ctx.world.rank]
+                        accelerator.backward(loss_of([models[i] for i in program.reaches[index]], mine))
+    return [accelerator.unwrap_model(model) for model in models]
+
+
+def assert_same(ours: list[nn.Module], theirs: list[nn.Module], what: object) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+            torch.testing.assert_close(whole.detach(), q.detach(), rtol=0, atol=2e-6, msg=lambda t: f"{what}\n{t}")
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_any_order_of_calls_updates_as_by_hand(ctx: ProcessContext, strategy: str) -> None:
+    rng = random.Random(7 * ctx.world.size + len(strategy))
+    for _ in range(30 if strategy == "auto" else 10):
+        program = draw(rng)
+        assert_same(prepared(ctx, program, strategy=strategy), plain(program, ctx.world.size), program)
+
+
+@ranks(2)
+def test_any_order_of_calls_with_replicated_shards(ctx: ProcessContext) -> None:
+    rng = random.Random(3)
+    replicated = ParallelismConfig(dp_replicate_size=2, dp_shard_size=1)
+    for _ in range(5):
+        program = draw(rng)
+        ours = prepared(ctx, program, strategy="fsdp", parallelism_config=replicated)
+        assert_same(ours, plain(program, 2), program)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+@pytest.mark.parametrize("critic_first", [True, False])
+def test_models_with_windows_of_their_own_clear_what_other_losses_leave(
+    ctx: ProcessContext, strategy: str, critic_first: bool
+) -> None:
+    """A GAN loop: the generator's loss goes through the critic, whose zero_grad throws that part away."""
+    critic = (("z", 1), ("b", 1), ("s", 1))
+    generator = (("z", 0), ("b", 0), ("s", 0))
+    for every in (1, 2, 3):
+        program = Program(2, every, ((0, 1), (1,)), critic + generator if critic_first else generator + critic)
+        accelerator = Accelerator(gradient_accumulation_steps=every, strategy=strategy)
+        models = nets(2)
+        given = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in models])
+        models, optimizers = list(given[:2]), list(given[2:])
+        for step in range(WINDOWS):
+            for micro in range(every):
+                for calls in (critic, generator) if critic_first else (generator, critic):
+                    with accelerator.accumulate(models[calls[0][1]]):
+                        for kind, index in calls:
+                            if kind == "b":
+                                x = inputs(step, index, ROWS * ctx.world.size * every).chunk(every)[micro]
+                                mine = x.chunk(ctx.world.size)[ctx.world.rank]
+                                accelerator.backward(loss_of([models[i] for i in program.reaches[index]], mine))
+                            elif kind == "z":
+                                optimizers[index].zero_grad()
+                            else:
+                                optimizers[index].step()
+        plain_models = plain(program, ctx.world.size)
+        assert_same([accelerator.unwrap_model(model) for model in models], plain_models, (every, critic_first))
+
+
+@ranks(1, 2)
+def test_a_loss_that_is_thrown_away_clears_the_window(ctx: ProcessContext) -> None:
+    """backward() and zero_grad() without a step, in a window's last micro-step, with two optimizers."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    models = nets(2)
+    first, second, one, two = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.1) for m in models])
+    before = [p.clone() for m in (first, second) for p in m.parameters()]
+    for micro in range(2):
+        with accelerator.accumulate(first, second):
+            accelerator.backward(loss_of([first, second], inputs(0, micro, 4)))
+            if micro == 1:
+                one.zero_grad()
+                two.zero_grad()
+    for micro in range(2):
+        with accelerator.accumulate(first, second):
+            for optimizer in (one, two):
+                optimizer.zero_grad()
+    assert all(p.grad is None for m in (first, second) for p in m.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, [*first.parameters(), *second.parameters()], strict=True))
+
+
+@ranks(1, 2)
+def test_clearing_between_a_loss_and_a_guarded_step_is_refused(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    models = nets(2)
+    first, second, one, two = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.1) for m in models])
+    for micro in range(2):
+        with accelerator.accumulate(first, second):
+            accelerator.backward(loss_of([first, second], inputs(0, micro, 4)))
+            if accelerator.sync_gradients:
+                two.zero_grad()
+                one.step()
+                with pytest.raises(StepError, match="zero_grad\\(\\) came between backward\\(\\) and step\\(\\)"):
+                    two.step()
+
+
+@ranks(1, 2)
+def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessContext) -> None:
+    """An overflow of the first optimizer moves the scale only when the second has used its gradients."""
+    for every in (1, 2):
+        small = GradScalerKwargs(init_scale=256.0)
+        accelerator = Accelerator(
+            mixed_precision="fp16", gradient_accumulation_steps=every, kwargs_handlers=[small]
+        )
+        weights = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+        for weight in weights:
+            nn.init.ones_(weight.weight)
+        first, second, one, two = accelerator.prepare(
+            *weights, *[torch.optim.SGD(weight.parameters(), lr=0.125) for weight in weights]
+        )
+        x = torch.ones(1, 2)
+        for micro in range(every):
+            with accelerator.accumulate(first, second):
+                accelerator.backward(first(x).sum() * float("inf") + second(x).sum())
+                one.step()
+                accelerator.backward(second(x).sum())
+                two.step()
+        assert one.step_was_skipped
+        assert not two.step_was_skipped
+        torch.testing.assert_close(second.weight.detach(), torch.full((1, 2), 0.75), msg=f"{every} {micro}")
+
+
+@ranks(1, 2)
+def test_a_block_inside_a_block_of_the_same_model_is_an_error(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    first, second = accelerator.prepare(*nets(2))
+    for outer, inner in (((first,), (first,)), ((first, second), (second,)), ((), (first,)), ((first,), ())):
+        with (
+            pytest.raises(StepError, match="Remove the inner block"),
+            accelerator.accumulate(*outer),
+            accelerator.accumulate(*inner),
+        ):
+            pass
+    assert not accelerator.clock.inside
+    boundaries = []
+    for _ in range(4):
+        with accelerator.accumulate(first):
+            boundaries.append(accelerator.sync_gradients)
+    assert boundaries == [False, True, False, True], "a refused block leaves no trace"
+    with accelerator.accumulate(second):
+        pass
+    with (
+        pytest.raises(StepError, match="a window of its own is still open"),
+        accelerator.accumulate(first),
+        accelerator.accumulate(second),
+    ):
+        pass
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_over_different_models_nest_into_one_window(ctx: ProcessContext, weighted: bool) -> None:
+    """accumulate(a) around accumulate(b) is accumulate(a, b), wherever the steps stand."""
+    for every in (1, 2, 3):
+        for steps_inside in (True, False):
+            results = []
+            for nested in (True, False):
+                accelerator = Accelerator(gradient_accumulation_steps=every)
+                models = nets(2)
+                given = accelerator.prepare(*models, *[torch.optim.SGD(m.parameters(), lr=0.1) for m in models])
+                pair, optimizers = given[:2], given[2:]
+                updates = []
+                for micro in range(2 * every):
+                    with ExitStack() as blocks:
+                        blocks.enter_context(accelerator.accumulate(*(pair[:1] if nested else pair)))
+                        with accelerator.accumulate(pair[1]) if nested else nullcontext():
+                            mine = inputs(micro, ctx.world.rank, 1 + ctx.world.rank)
+                            weight = len(mine) if weighted else None
+                            accelerator.backward(loss_of(list(pair), mine), weight=weight)
+                            if steps_inside:
+                                for optimizer in optimizers:
+                                    optimizer.step()
+                                    optimizer.zero_grad()
+                        if not steps_inside:
+                            for optimizer in optimizers:
+                                optimizer.step()
+                                optimizer.zero_grad()
+                        updates.append(accelerator.sync_gradients)
+                assert updates == [(micro + 1) % every == 0 for micro in range(2 * every)]
+                results.append([accelerator.unwrap_model(model) for model in pair])
+            assert_same(results[0], results[1], (every, steps_inside))

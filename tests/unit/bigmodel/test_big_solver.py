@@ -1,0 +1,141 @@
+"""The placement solver against brute force, on random trees with shared tensors, limits and parts that stay whole."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from hasten.bigmodel.solver import STREAMED_AT_ONCE, Atom, Device, Node, atoms, balanced, place
+from hasten.errors import ConfigError
+
+
+def random_tree(
+    rng: random.Random, depth: int = 0, prefix: str = "m", pool: list[tuple[int, int]] | None = None
+) -> Node:
+    pool = [] if pool is None else pool
+    if depth < 3 and rng.random() < 0.6:
+        parts = tuple(random_tree(rng, depth + 1, f"{prefix}.{i}", pool) for i in range(rng.randint(1, 3)))
+        whole = frozenset(itertools.chain.from_iterable(part.tensors for part in parts))
+        return Node(prefix, whole, parts if rng.random() < 0.7 else ())
+    if pool and rng.random() < 0.2:
+        shared = rng.choice(pool)
+    else:
+        shared = (len(pool), rng.randint(1, 20))
+        pool.append(shared)
+    return Node(prefix, frozenset([shared]))
+
+
+def leaves(node: Node) -> Iterator[Node]:
+    if node.parts:
+        for part in node.parts:
+            yield from leaves(part)
+    else:
+        yield node
+
+
+def ordered_ways(parts: Sequence[Atom], limits: Sequence[int | None]) -> Iterator[tuple[int, ...]]:
+    """Every assignment of parts to devices that keeps the model's order and the limits."""
+    for cuts in itertools.combinations_with_replacement(range(len(parts) + 1), len(limits) - 1):
+        bounds = [0, *cuts, len(parts)]
+        counts = tuple(b - a for a, b in itertools.pairwise(bounds))
+        sizes = [sum(part.num_bytes for part in parts[a:b]) for a, b in itertools.pairwise(bounds)]
+        if all(limit is None or size <= limit for size, limit in zip(sizes, limits, strict=True)):
+            yield counts
+
+
+@pytest.mark.parametrize("start", range(0, 300, 100))
+def test_atoms_cover_every_leaf_once_and_keep_shared_tensors_together(start: int) -> None:
+    for seed in range(start, start + 100):
+        node = random_tree(random.Random(seed))
+        found = atoms([node])
+        names = [name for atom in found for name in atom.names]
+        wanted = [leaf.name for leaf in leaves(node)]
+        assert sorted(names) == sorted(wanted)
+        holders: dict[int, set[int]] = {}
+        for number, atom in enumerate(found):
+            inside = {t for leaf in leaves(node) if leaf.name in atom.names for t in leaf.tensors}
+            assert sum(size for _, size in inside) == atom.num_bytes
+            for identity, _ in inside:
+                holders.setdefault(identity, set()).add(number)
+        assert all(len(numbers) == 1 for numbers in holders.values())
+        firsts = [min(wanted.index(name) for name in atom.names) for atom in found]
+        assert firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("start", range(0, 300, 100))
+def test_placement_is_the_best_of_all_that_keep_the_order(start: int) -> None:
+    """Most parts on the first device, then on the second, and so on; impossible only when every way is."""
+    for seed in range(start, start + 100):
+        rng = random.Random(1000 + seed)
+        parts = atoms([random_tree(rng)])
+        total = sum(part.num_bytes for part in parts)
+        devices = [Device(index, rng.randint(0, total)) for index in range(rng.randint(1, 3))]
+        if rng.random() < 0.7:
+            devices.append(Device("cpu", rng.choice([None, rng.randint(0, total)]), offload=True))
+        limits = [device.limit for device in devices]
+        try:
+            result = place(parts, devices)
+        except ConfigError:
+            reserves = {STREAMED_AT_ONCE * part.num_bytes for part in parts} | {0}
+            assert any(
+                not list(ordered_ways(parts, [max((limits[0] or 0) - reserve, 0), *limits[1:]])) for reserve in reserves
+            )
+            continue
+        index = {device.key: number for number, device in enumerate(devices)}
+        places = [index[result.places[part.names[0]]] for part in parts]
+        assert places == sorted(places)
+        assert all(result.places[name] == result.places[part.names[0]] for part in parts for name in part.names)
+        spilled = [part.num_bytes for part, at in zip(parts, places, strict=True) if devices[at].offload]
+        assert result.reserved >= STREAMED_AT_ONCE * max(spilled, default=0)
+        assert (result.reserved > 0) == bool(spilled)
+        free = [max((limits[0] or 0) - result.reserved, 0), *limits[1:]]
+        best = max(ordered_ways(parts, free))
+        assert tuple(places.count(number) for number in range(len(devices))) == best
+
+
+@pytest.mark.parametrize("start", range(0, 100, 100))
+def test_fallback_never_places_less_on_devices_that_compute(start: int) -> None:
+    for seed in range(start, start + 100):
+        rng = random.Random(seed)
+        parts = [Atom((f"p{i}",), rng.randint(1, 9)) for i in range(rng.randint(1, 8))]
+        devices = [Device(0, rng.randint(1, 25)), Device("disk", None, offload=True)]
+        plain, again = place(parts, devices), place(parts, devices, fallback=True)
+        if plain.reserved == again.reserved:
+            assert again.used[0] >= plain.used[0]
+        assert again.used[0] + again.reserved <= 25 or again.used[0] == 0
+
+
+def heaviest(parts: Sequence[Atom], counts: tuple[int, ...]) -> int:
+    ends = list(itertools.accumulate(counts))
+    return max(sum(p.num_bytes for p in parts[a:b]) for a, b in zip([0, *ends], ends, strict=False))
+
+
+@pytest.mark.parametrize("start", range(0, 200, 100))
+def test_balanced_limits_are_the_smallest_that_hold_the_model(start: int) -> None:
+    for seed in range(start, start + 100):
+        rng = random.Random(seed)
+        parts = [Atom((f"p{i}",), rng.randint(1, 9)) for i in range(rng.randint(1, 8))]
+        limits = [rng.randint(5, 60) for _ in range(rng.randint(2, 4))]
+        found = balanced(parts, limits)
+        ways = list(ordered_ways(parts, limits))
+        if not ways:
+            assert found == limits
+            continue
+        best = min(heaviest(parts, counts) for counts in ways)
+        assert max(min(limit, best) for limit in limits) >= max(found[:-1], default=0)
+        assert list(ordered_ways(parts, [min(limit, best) for limit in limits]))
+        assert found[-1] == limits[-1]
+
+
+def test_low_first_leaves_the_first_device_what_the_others_cannot_hold() -> None:
+    parts = [Atom((f"p{i}",), 10) for i in range(6)]
+    assert balanced(parts, [100, 30, 30], low_first=True)[0] == 0
+    assert balanced(parts, [100, 20, 20], low_first=True)[0] == 20
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(ConfigError, match=r"no place for 8 bytes .* largest, b, takes 8 bytes"):
+        place([Atom(("a",), 4), Atom(("b",), 8)], [Device("cpu", 5)])
