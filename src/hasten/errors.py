@@ -6,6 +6,7 @@
     │   ├── SettingValueError             the value has the wrong type or lies outside its range
     │   ├── ContradictionError            two settings cannot both hold
     │   └── ConfigFileError               a settings file cannot be found, parsed or understood
+    ├── ArgumentError (TypeError, ValueError)   a method got an argument of the wrong kind
     ├── MissingPackageError (ImportError) an optional package is absent or too old
     ├── TopologyError                     the environment describes an impossible set of processes
     ├── LaunchError                       processes could not be started or ended badly
@@ -64,6 +65,10 @@ class ContradictionError(ConfigError):
 
 class ConfigFileError(ConfigError):
     """A settings file cannot be found, parsed or understood."""
+
+
+class ArgumentError(HastenError, TypeError, ValueError):
+    """A method got an argument of the wrong kind."""
 
 
 class MissingPackageError(HastenError, ImportError):

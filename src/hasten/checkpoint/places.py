@@ -10,6 +10,7 @@ from pathlib import Path
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.manifest import MANIFEST_NAME
+from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.remote_store import RemoteStore, is_url
 from hasten.errors import ConfigError, IncompleteCheckpointError
 
@@ -19,6 +20,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 def open_store(place: str | Path) -> CheckpointStore:
     """The store at a folder or URL (`file://` is a folder)."""
+    check_path(place, "the checkpoint folder")
     text = str(place)
     if text.startswith("file://"):
         return LocalStore(text.removeprefix("file://"))
@@ -27,6 +29,7 @@ def open_store(place: str | Path) -> CheckpointStore:
 
 def locate(place: str | Path) -> tuple[CheckpointStore, str]:
     """The store and name of one checkpoint given by its own path or URL."""
+    check_path(place, "the checkpoint folder")
     text = str(place).rstrip("/")
     if text.startswith("file://"):
         text = text.removeprefix("file://")

@@ -46,6 +46,10 @@ def prepare(
 
     Raises: ConfigError for settings or a script that cannot be.
     """
+    if config_file is not None and "\0" in config_file:
+        raise ConfigError(
+            f"config_file={config_file!r} contains a NUL character, and no file system accepts one; remove it."
+        )
     host = host or look()
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
