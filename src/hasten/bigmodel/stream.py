@@ -127,6 +127,7 @@ class Streamer:
                     f"{unit.name or type(unit.module).__name__} was called after its offloading ended; dispatch again."
                 )
             self._order.saw(index)
+            unit.move_others(self.device)
             for pack in unit.packs:
                 self._states[pack].users += 1
                 entered.append(pack)
