@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from hasten.bigmodel.dispatch import is_dispatched
 from hasten.errors import PrepareError
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
@@ -20,10 +21,11 @@ class Place:
         if on_meta:
             raise PrepareError(
                 f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
-                "train. Load weights into the model first, or shard it with strategy='fsdp', which fills meta "
-                "parameters."
+                "train. Fill them first with load_checkpoint_in_model(model, folder), or shard it with "
+                "strategy='fsdp', which fills meta parameters."
             )
-        if not wish.place or hasattr(model, "hf_device_map"):  # already spread over devices by whoever loaded it
+        # already spread over devices by whoever loaded it
+        if not wish.place or hasattr(model, "hf_device_map") or is_dispatched(model):
             return model
         return model.to(ctx.device)
 
