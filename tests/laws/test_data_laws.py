@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,19 +35,38 @@ from hasten.testing.laws import Law
 from hasten.testing.pool import Pool
 
 # Any in this file: samples and batches of many kinds.
-SAMPLERS: Final = (
-    "in order",
-    "shuffle",
-    "torch's permutation",
-    "weighted",
-    "subset",
-    "generator",
-    "own numpy",
-    "own python",
-)
-COUNTING: Final = ("counts epochs", "shuffles in place", "module generator", "batch sampler", "own batch sampler")
-STREAMS: Final = ("numbers", "sized", "draws", "draws numpy", "own generator", "stateful", "stateful draws", "sharded")
-HUB: Final = ("hub", "hub shuffled", "hub mapped", "hub interleaved")
+ORDERS: Final = {
+    "in order": "map-style data, in order",
+    "shuffle": "`shuffle=True`",
+    "torch's permutation": "`shuffle=True` with `use_seedable_sampler=False`",
+    "generator": "`shuffle=True` with a generator of yours",
+    "weighted": "`WeightedRandomSampler`",
+    "subset": "`SubsetRandomSampler`",
+    "own numpy": "a sampler that owns a numpy generator",
+    "own python": "a sampler that owns a `random.Random`",
+    "module generator": "a sampler that draws from a generator of its module",
+    "counts epochs": "a sampler that counts its epochs",
+    "shuffles in place": "a sampler that shuffles its own list in place",
+    "batch sampler": "a batch sampler that draws from `np.random`",
+    "own batch sampler": "a batch sampler that owns a generator",
+}
+STREAMS: Final = {
+    "numbers": "a stream",
+    "sized": "a stream with a length",
+    "draws": "a stream that shuffles through a buffer with `random`",
+    "draws numpy": "the same with `np.random`",
+    "own generator": "the same with a generator of its own",
+    "stateful": "a stream with `state_dict`",
+    "stateful draws": "a stream with `state_dict` that forgets its shuffle buffer",
+    "sharded": "a stream with `shard()`, of uneven parts",
+}
+HUB: Final = {
+    "hub": "`datasets` stream",
+    "hub mapped": "`datasets` stream, mapped and filtered",
+    "hub shuffled": "`datasets` stream, shuffled through a buffer",
+    "hub interleaved": "`datasets` streams, concatenated and shuffled",
+}
+OWN_BATCHES: Final = ("batch sampler", "own batch sampler")
 PATIENCE_S: Final = 300.0
 MODULE_RNG: Final = np.random.default_rng(5)
 
@@ -76,7 +95,7 @@ class Case:
 
     @property
     def is_stream(self) -> bool:
-        return self.data in STREAMS + HUB
+        return self.data in STREAMS or self.data in HUB
 
     def own_shards(self, world: int) -> bool:
         """Whether each of so many ranks reads a part that the dataset cuts for it."""
@@ -93,14 +112,14 @@ class Case:
 def draw(seed: int) -> Case:
     """The case of a seed."""
     r = random.Random(seed)
-    data = r.choice(r.choice((SAMPLERS + COUNTING, STREAMS, HUB)))
+    data = r.choice(list(r.choice((ORDERS, STREAMS, HUB))))
     mode = r.choice(("shard", "shard", "split", "dispatch"))
-    world = r.choice((1, 2, 3, 4))
+    world = r.choice((1, 2, 2, 3, 4))
     workers = r.choice((0, 0, 0, 2))
     batch: int | None = r.choice((1, 2, 3, 4))
     if mode == "split":
         batch = batch * 12  # type: ignore[operator] # divides over 1 to 4 ranks
-    if data not in COUNTING and mode != "split" and r.random() < 0.15:
+    if data not in OWN_BATCHES and mode != "split" and r.random() < 0.15:
         batch = None
     return Case(
         data=data,
@@ -293,7 +312,7 @@ def user_loader(case: Case) -> DataLoader[Any]:
         "weighted": WeightedRandomSampler([1.0] * case.size, case.size),
         "subset": SubsetRandomSampler(range(0, case.size, 2)),
     }
-    if case.data in ("own numpy", "own python", *COUNTING):
+    if case.data in ("own numpy", "own python", "module generator", "counts epochs", "shuffles in place"):
         options["sampler"] = Drawn(case.data, case.size)
     elif case.data in samplers:
         options["sampler"] = samplers[case.data]
@@ -327,6 +346,7 @@ def run(ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume:
     if resume:
         accelerator.load_state(folder)
     steps: list[Step] = []
+    batch = None
     try:
         while loader.epoch < 2:
             for batch in loader:
@@ -341,7 +361,27 @@ def run(ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume:
                 return steps
     except DataError as error:
         return str(error)
+    finally:
+        loader = batch = None
+        accelerator.free_memory()  # ends lasting workers
     return steps
+
+
+Runs = tuple[list[Step] | str, int, list[Step] | str, list[Step] | str]
+"""(uninterrupted, where the other one stops, up to there, from there on)."""
+
+
+def runs(ctx: ProcessContext, case: Case, folder: Path) -> Runs:
+    """The uninterrupted run, the one that stops, and, on as many ranks, the one that goes on."""
+    whole = run(ctx, case, folder, None, False)
+    if isinstance(whole, str):
+        return whole, 0, [], []
+    lengths = ctx.world.all_gather_object((len(whole), sum(step[0] == 0 for step in whole)))
+    stop = stop_of(case, lengths)
+    if stop == 0:
+        return whole, 0, [], []
+    first = run(ctx, case, folder, stop, False)
+    return whole, stop, first, run(ctx, case, folder, None, True) if case.new_world == case.world else []
 
 
 def seen(accelerator: Accelerator, loader: Any, batch: dict[str, Tensor], update: bool, even: bool) -> Step:
@@ -374,17 +414,18 @@ def in_global_order(ranks: list[list[Step]], epoch: int) -> list[int]:
 def check(case: Case, pool: Pool) -> str:
     """Compare with plain torch, and the interrupted run with the uninterrupted one."""
     with tempfile.TemporaryDirectory() as folder:
-        whole = pool.run(run, case.world, case, Path(folder), None, False, timeout_s=PATIENCE_S)
+        done = pool.run(runs, case.world, case, Path(folder), timeout_s=PATIENCE_S)
+        whole, first, rest = ([one[part] for one in done] for part in (0, 2, 3))
+        stop = done[0][1]
         if any(isinstance(steps, str) for steps in whole):
             return refused_by_all(whole, ("gave no sample", "cannot be split over"))
         for epoch in (0, 1):
             compare_with_torch(case, real_ids(whole, epoch))
-        stop = stop_of(case, whole)
         if stop == 0:
             return "too short to stop"
-        first = pool.run(run, case.world, case, Path(folder), stop, False, timeout_s=PATIENCE_S)
         assert first == [steps[:stop] for steps in whole], "two runs of one program differ"
-        rest = pool.run(run, case.new_world, case, Path(folder), None, True, timeout_s=PATIENCE_S)
+        if case.new_world != case.world:
+            rest = pool.run(run, case.new_world, case, Path(folder), None, True, timeout_s=PATIENCE_S)
     inside = not whole[0][stop - 1][4]
     if inside and case.refused:
         return refused_by_all(rest, ("Resume on",))
@@ -417,12 +458,42 @@ def compare_with_torch(case: Case, ids: list[int]) -> None:
         assert sorted(ids) == plain, f"{sorted(ids)} instead of {plain}"
 
 
-def stop_of(case: Case, whole: list[list[Step]]) -> int:
-    """After how many steps to stop: anywhere, or where all ranks still have batches when they end alone."""
+def stop_of(case: Case, lengths: list[tuple[int, int]]) -> int:
+    """After how many steps to stop: anywhere, or where all ranks still have batches when they end alone.
+
+    `lengths` are the steps of each rank, of the whole run and of its first epoch.
+    """
     if case.even:
-        return min(int(case.stop * len(whole[0])) + 1, len(whole[0]))
-    shortest = min(sum(step[0] == 0 for step in steps) for steps in whole)
+        return min(int(case.stop * lengths[0][0]) + 1, lengths[0][0])
+    shortest = min(length for _, length in lengths)
     return min(int(case.stop * shortest), shortest - 1) if shortest > 1 else 0
+
+
+# -- the table in docs/checkpoints.md ---------------------------------------------------------------------------------
+DOCS: Final = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+BEGIN: Final = "<!-- written by tests/laws/test_data_laws.py -->\n"
+END: Final = "<!-- end -->\n"
+
+
+def table() -> str:
+    """What resumes how: the verdicts that `check` holds every case to."""
+    lines = ["| data | on as many processes | on another number |", "|---|---|---|"]
+    for kind, words in {**ORDERS, **STREAMS, **HUB}.items():
+        case = replace(draw(0), data=kind, mode="shard", batch=2, size=40, world=2, new_world=3, seed=8)
+        once = "each draw once" if kind == "weighted" else "each sample once"
+        other = "refused inside an epoch; with `dispatch_batches=True` each sample once"
+        lines.append(f"| {words} | exact | {other if case.refused else once} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_what_resumes_is_current() -> None:
+    text = DOCS.read_text()
+    assert text.split(BEGIN)[1].split(END)[0] == table(), "run: python tests/laws/test_data_laws.py --table"
+
+
+def test_a_seed_draws_one_case() -> None:
+    assert draw(17) == draw(17)
+    assert {draw(seed).data for seed in range(500)} == {*ORDERS, *STREAMS, *HUB}, "every kind is drawn"
 
 
 def law(pool: Pool) -> Law[Case]:
@@ -439,7 +510,12 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, help="run this case alone")
     parser.add_argument("--start", type=int, default=0, help="first seed")
     parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--table", action="store_true", help="write the table into docs/checkpoints.md")
     given = parser.parse_args()
+    if given.table:
+        before, rest = DOCS.read_text().split(BEGIN)
+        DOCS.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+        sys.exit()
     seeds = range(given.start, given.start + given.cases) if given.seed is None else [given.seed]
     with Pool() as workers:
         found = law(workers).search(seeds, tell=sys.stderr.write)
