@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slurm check format lint types layers unit names parity bench clean
+.PHONY: help train test test-slurm check format lint types layers unit names laws parity bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ unit: $(READY)
 
 names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
+
+CASES ?= 1000
+START ?= 0
+laws: $(READY) ## search for cases that break the laws: CASES=1000 START=0, or one case by SEED=17
+	@for script in tests/laws/test_*.py; do echo "== $$script"; \
+		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || exit 1; done
 
 PARITY := .parity
 parity: $(READY) ## run the drop-in's scripts under the original package too, and compare

@@ -275,12 +275,14 @@ class Accelerator:
         return skip_first_batches(data_loader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
-    def accumulate(self, *models: nn.Module) -> Accumulation:
+    def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
         """One micro-step over these models (all of them when none is named).
 
-        Optimizers and schedulers act, and gradients are synchronised, only where the window ends.
+        Optimizers and schedulers act, and gradients are synchronised, only where the window ends. A window also ends
+        with the epoch of `loader`, by default the one that moves first in each step of the loop.
         """
         arguments.check_modules(models, "accumulate(models)")
+        self.clock.cursors.followed = None if loader is None else loader.cursor
         known = self._accumulations.get(models)
         if known is not None and not known.entered:
             return known
@@ -440,9 +442,15 @@ class Accelerator:
         """The list, its items replaced in place by those of one process."""
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The results of every process for the current batch, each real sample once. Any: tensors or objects."""
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), self.clock.active, use_gather_object)
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None
+    ) -> Any:  # Any: tensors or objects
+        """The results of every process for the current batch, each real sample once.
+
+        `loader` says whose batch it is when several loaders are iterated beside each other.
+        """
+        cursor = self.clock.cursors.only() if loader is None else loader.cursor
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
         if axes is None:

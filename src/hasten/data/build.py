@@ -15,7 +15,7 @@ from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data.agreement import agree_on_loader
 from hasten.data.dispatch import DispatchSource, Reader, Seats
-from hasten.data.foreign import is_hub_stream, plainly
+from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, Move, Parts, Track, plain_move
 from hasten.data.memory import Memory
@@ -27,7 +27,7 @@ from hasten.data.readers import BatchReader, IndexedReader, SliceFn
 from hasten.data.sampler import Assignment, PlannedSampler
 from hasten.data.source import IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
-from hasten.errors import ConfigError, PrepareError
+from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
@@ -229,9 +229,17 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
 
     Ranks: every rank.
     """
-    if ctx.world.size > 1:
-        memory = Memory(dataset, attributes=False)
-        memory.restore(ctx.world.broadcast_object(memory.capture()))
+    if ctx.world.size == 1:
+        return
+    memory = Memory(dataset, attributes=False)
+    mine = memory.capture()
+    everyone = ctx.world.all_gather_object(mine)
+    if has_fixed_shard_order(dataset) and any(other != mine for other in everyone):
+        raise DataError(
+            f"the stream's {dataset.num_shards} shards are shuffled without a seed, so every rank has them in another "
+            f"order and samples would be lost or read twice. Give shuffle() a seed."
+        )
+    memory.restore(everyone[0])
 
 
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
