@@ -41,6 +41,7 @@ from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.weightless import zero_if_weightless
 from hasten.progress.bar import Progress
 from hasten.progress.build import progress, straggler_watch
 from hasten.progress.straggler import Pulse, StragglerWatch
@@ -313,7 +314,12 @@ class Accelerator:
         """
         if self._pulse is not None:
             self._pulse.reached()
-        self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
+        weighed = self.precision.scale(self.clock.weigh(loss, weight))
+        if weight is None:
+            self.strategy.backward(weighed, **kwargs)
+        else:
+            with zero_if_weightless(loss, weight):
+                self.strategy.backward(weighed, **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in this run's precision, for code outside a prepared model."""

@@ -76,7 +76,11 @@ def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Bring state to its parameters, which may have been moved in place since it was made."""
     for parameter, values in optimizer.state.items():
-        moved = {k: v.to(parameter.device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim > 0}
+        moved = {
+            k: _as_its_parameter(v.to(parameter.device), parameter)
+            for k, v in values.items()
+            if isinstance(v, Tensor) and v.ndim > 0
+        }
         values.update(moved)
 
 
@@ -94,10 +98,17 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
     """
     if value.shape != parameter.shape or value.ndim == 0:
         return value
+    value = _as_its_parameter(value, parameter)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         whole = value.to(parameter.device)
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value.to(parameter.device)
+
+
+def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
+    """State made for half-precision weights, in float32 when its parameter has become a float32 master."""
+    half = value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half and value.shape == parameter.shape and parameter.dtype == torch.float32 else value
 
 
 def _find(name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensor:

@@ -80,13 +80,13 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             "to shard them; use strategy='fsdp', or set dp_shard_size=1."
         )
     spread = Alone() if alone else Replicate(config.ddp)
-    transforms: list[Transform] = [Place(), Convert(), *_common(config)]
+    transforms: list[Transform] = [Place(), Convert(config.master_weights), *_common(config)]
     caps = Caps(joins_uneven_inputs=True, synchronises=not alone)
     return NativeStrategy("single" if alone else "ddp", spread, transforms, caps)
 
 
 def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
-    transforms: list[Transform] = [Convert(), *_common(config)]
+    transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
