@@ -77,9 +77,9 @@ def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Bring state to its parameters, which may have been moved in place since it was made."""
     for parameter, values in optimizer.state.items():
         moved = {
-            k: _as_its_parameter(v.to(parameter.device), parameter)
-            for k, v in values.items()
-            if isinstance(v, Tensor) and v.ndim > 0
+            key: _as_its_parameter(value.to(parameter.device) if value.ndim else value, parameter)
+            for key, value in values.items()
+            if isinstance(value, Tensor)
         }
         values.update(moved)
 
@@ -96,9 +96,9 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 
     Ranks: none; every rank cuts its own part out of the whole value it holds.
     """
+    value = _as_its_parameter(value, parameter)
     if value.shape != parameter.shape or value.ndim == 0:
         return value
-    value = _as_its_parameter(value, parameter)
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         whole = value.to(parameter.device)
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
