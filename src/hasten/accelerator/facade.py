@@ -41,6 +41,7 @@ from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.weightless import zero_if_weightless
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
@@ -327,7 +328,12 @@ class Accelerator:
             arguments.check_loss(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
-        self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
+        weighed = self.precision.scale(self.clock.weigh(loss, weight))
+        if weight is None:
+            self.strategy.backward(weighed, **kwargs)
+        else:
+            with zero_if_weightless(loss, weight):
+                self.strategy.backward(weighed, **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in this run's precision, for code outside a prepared model."""
