@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from hasten import Accelerator, GradientAccumulationPlugin, ParallelismConfig, ProjectConfiguration, TorchTensorParallelConfig
+from hasten import (
+    Accelerator,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+    ProjectConfiguration,
+    TorchTensorParallelConfig,
+    TrackingConfig,
+)
 from hasten.cli.main import main
 from hasten.errors import ConfigError, MissingPackageError, PrepareError
 from hasten.runtime.context import ProcessContext
@@ -26,7 +33,7 @@ def draws() -> list[float]:
 def test_rng_types_make_generators_equal_at_each_epoch(ctx: ProcessContext) -> None:
     generator = torch.Generator()
     accelerator = Accelerator(context=ctx, rng_types=("python", "torch", "generator"))
-    loader = accelerator.prepare(DataLoader(list(range(12)), batch_size=2, shuffle=True, generator=generator))
+    loader = accelerator.prepare(DataLoader(torch.arange(12), batch_size=2, shuffle=True, generator=generator))
     for epoch in range(2):
         random.seed(ctx.rank + epoch)
         np.random.seed(ctx.rank + epoch)
@@ -84,7 +91,7 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
     with pytest.raises(MissingPackageError, match="log_with='dvclive'.*pip install dvclive, or set missing_tracker: warn"):
         Accelerator(context=ctx, log_with="dvclive")
     with pytest.warns(UserWarning, match="not logged there"):
-        accelerator = Accelerator(context=ctx, log_with=["dvclive", "jsonl"], **{"tracking.missing_tracker": "warn"})
+        accelerator = Accelerator(context=ctx, log_with=["dvclive", "jsonl"], tracking=TrackingConfig(missing_tracker="warn"))
     assert accelerator.tracking._names == ("jsonl",)
     assert "dvclive" not in Accelerator(context=ctx, log_with="all").tracking._names
 

@@ -208,7 +208,7 @@ def _pairs(*flat: Any) -> dict[Any, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-_SEQUENCES: Final = MappingProxyType({tuple: _TUPLE, set: _SET, frozenset: _FROZENSET})
+_SEQUENCES: Final[MappingProxyType[type, int]] = MappingProxyType({tuple: _TUPLE, set: _SET, frozenset: _FROZENSET})
 _LOWER: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = MappingProxyType(
     {
         complex: lambda z: _ext(_COMPLEX, [z.real, z.imag]),
