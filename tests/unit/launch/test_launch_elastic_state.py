@@ -34,7 +34,7 @@ def full_state() -> _RendezvousState:
 
 
 def test_states_of_torch_pass_and_anything_else_is_refused_unloaded() -> None:
-    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+    for protocol in range(3, pickle.HIGHEST_PROTOCOL + 1):
         check_state(pickle.dumps(full_state(), protocol=protocol))
     hidden = full_state()
     hidden.participants["x"] = Evil()  # type: ignore[index, assignment]  # what a stranger would do

@@ -49,7 +49,7 @@ def test_a_secret_that_others_can_read_or_that_is_no_file_is_refused(tmp_path: P
     path = tmp_path / "secret"
     path.write_text("x" * 64)
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="nobody else can read .*mode 644"):
+    with pytest.raises(ConfigError, match=r"nobody else can read .*mode 644"):
         secret.user_secret(env)
     path.unlink()
     os.mkfifo(path, 0o600)
