@@ -23,6 +23,7 @@ PURE: Final = (
 NEEDS_TORCH: Final = MappingProxyType(
     {
         "launch.agent": "runs torch's elastic agent, in the process that supervises workers; plans do not import it",
+        "launch.elastic": "part of the agent: torch's own rendezvous on a store of ours",
         "launch.rendezvous": "part of the agent: where the hosts of a job meet",
         "launch.selfcheck": "the program of `hasten test`, launched like any training script; imported by nobody",
         "launch.task": "the first code of a rank under srun, mpirun or jsrun; started by name, imported by nobody",
