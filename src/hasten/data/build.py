@@ -58,16 +58,7 @@ def prepare_loader(
     """
     if isinstance(loader, Loader):
         return loader
-    if not getattr(loader, "in_order", True):
-        raise PrepareError(
-            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
-            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
-        )
-    if getattr(loader, "next_iter_state", None) is not None:
-        raise PrepareError(
-            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
-            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
-        )
+    _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
     seed = agree_on_loader(_facts(loader, config), _seed(loader, config, seed), ctx.world)
@@ -110,6 +101,20 @@ def prepare_loader(
             total or seats.num_shards,
         )
     return made
+
+
+def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
+    """Raise for a loader with something that a prepared one could not keep."""
+    if not getattr(loader, "in_order", True):
+        raise PrepareError(
+            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
+            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise PrepareError(
+            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
+            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
+        )
 
 
 def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
