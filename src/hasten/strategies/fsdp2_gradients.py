@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 _NEEDED: Final = ("fsdp_params", "_partial_reduce_output")
 _NEEDED_OF_PARAMETER: Final = ("sharded_param", "unsharded_accumulated_grad")
-"""What is used of torch's own: tests/arch/private_torch.py says in which versions it was seen."""
+"""What is used of torch's own: hasten/testing/private_torch.py says in which versions it was seen."""
 
 
 class HeldGradients:
