@@ -65,7 +65,7 @@ class Calls:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]  # typeshed wants a function; None takes it off
+        threading.setprofile(None)
 
     def _look(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code

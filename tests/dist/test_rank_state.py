@@ -88,7 +88,7 @@ def test_schedulers_that_disagree_are_told_and_kept(ctx: ProcessContext, tmp_pat
     for _ in range(3):
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
-        plateau.step(float(ctx.rank))  # rank 0 stays at 0.0, the others too: but only rank 1 had improved
+        plateau.step(float(ctx.rank))  # a metric of its own
         optimizer.zero_grad()
     if ctx.rank == 1:
         optimizer.param_groups[0]["lr"] = 0.125

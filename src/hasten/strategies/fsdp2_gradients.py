@@ -80,7 +80,7 @@ class HeldGradients:
             self._known = self._probe(model)
         return bool(self._known)
 
-    def _probe(self, model: FSDPModule) -> bool:
+    def _probe(self, model: nn.Module) -> bool:
         """Whether this torch shows what is needed; what is missing is logged once."""
         missing: list[str] = []
         if not hasattr(model, "_get_fsdp_state"):
