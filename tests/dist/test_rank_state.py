@@ -197,5 +197,8 @@ def test_every_changed_bit_changes_the_fingerprint() -> None:
             assert fingerprint(raw) != fingerprint(other)
             if size > 1 and not torch.equal(raw, raw.roll(1)):
                 assert fingerprint(raw) != fingerprint(raw.roll(1)), "order counts"
+    for dtype in (torch.uint8, torch.bfloat16, torch.float64):
+        long = torch.arange(20).to(dtype)
+        assert fingerprint(long[1:14]) == fingerprint(long[1:14].clone()), "wherever it lies in memory"
     assert fingerprint(torch.zeros(4)) != fingerprint(torch.zeros(2, 2))
     assert fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(2, dtype=torch.int32))
