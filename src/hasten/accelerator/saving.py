@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -322,7 +323,9 @@ class Saving:
         verified on every rank before anything in memory changes.
         Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
         """
-        with Undo() as undo, agreeing(self._ctx.world, "load_state", self._project.checkpoint_arrival_s) as together:
+        world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
+        with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
+            undo = outside.enter_context(Undo())  # also when the ranks fail to leave the block together
             self.wait_for_saves()
             store, name = self._source(together, input_dir)
             with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:

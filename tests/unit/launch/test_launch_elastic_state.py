@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from hasten.launch.elastic import CheckedBackend, check_state
+from hasten.launch.elastic.handler import CheckedBackend, check_state
 
 
 class Evil:
