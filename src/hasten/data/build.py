@@ -25,7 +25,7 @@ from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn
 from hasten.data.sampler import Assignment, PlannedSampler
-from hasten.data.source import IndexedSource, Source, engine_of
+from hasten.data.source import Ahead, IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
@@ -74,7 +74,7 @@ def prepare_loader(
         make = _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
-    source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config)))
+    source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config), device))
     if pinned:
         shown["pin_memory"] = True
     track = Track(Position(seed=seed))
@@ -136,6 +136,7 @@ class _Request:
     slice_fn: SliceFn | None
     depth: int
     """Batches read ahead of the one in use."""
+    device: torch.device | None = None
 
 
 Made = tuple[Source, int | None, dict[str, Any]]
@@ -156,12 +157,12 @@ def _indexed_parts(request: _Request) -> Made:
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
             )
-        return IndexedSource(loader, whole, ctx.rank, reads_ahead=request.depth > 0), total, shown
+        return IndexedSource(loader, whole, ctx.rank, ahead=_ahead(request)), total, shown
     if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, reads_ahead=True)
+        inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, ahead="always")
         return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
     alone = Seats(0, 1, (0,))
-    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank, reads_ahead=True)
+    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank, ahead="always")
     reader = _batch_reader(request)
     return _dispatched(inner, reader, ctx, seats), total, shown
 
@@ -337,6 +338,13 @@ def _depth(device: torch.device | None, config: DataLoaderConfiguration) -> int:
         return config.prefetch or 0
     depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
     return depth if kind_of(device).side_streams else 0
+
+
+def _ahead(request: _Request) -> Ahead:
+    """Whether batches are read before they are asked for: only large ones where a side stream copies them."""
+    if not request.depth:
+        return "never"
+    return "always" if request.device is None or request.device.type == "cpu" else "when large"
 
 
 def _move(device: torch.device | None, config: DataLoaderConfiguration) -> Move | None:
