@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import (
     Accelerator,
@@ -35,7 +35,7 @@ def draws() -> list[float]:
 def test_rng_types_make_generators_equal_at_each_epoch(ctx: ProcessContext) -> None:
     generator = torch.Generator()
     accelerator = Accelerator(context=ctx, rng_types=("python", "torch", "generator"))
-    loader = accelerator.prepare(DataLoader(torch.arange(12), batch_size=2, shuffle=True, generator=generator))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True, generator=generator))
     for epoch in range(2):
         random.seed(ctx.rank + epoch)
         np.random.seed(ctx.rank + epoch)

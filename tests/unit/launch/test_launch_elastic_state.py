@@ -25,7 +25,7 @@ class Evil:
 
 def full_state() -> _RendezvousState:
     """A state with every kind of value in it."""
-    state, node = _RendezvousState(), _NodeDesc("host", 1, 2)  # type: ignore[no-untyped-call]  # torch leaves it so
+    state, node = _RendezvousState(), _NodeDesc("host", 1, 2)
     state.participants[node] = 0
     state.wait_list.add(node)
     state.redundancy_list.add(node)
@@ -58,7 +58,7 @@ def test_a_state_that_a_stranger_wrote_into_the_store_never_reaches_torch() -> N
     assert set_ is not None
     assert set_[0] == fine
     assert backend.name == "c10d"
-    store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Evil())))
+    store.set("torch.rendezvous.job", base64.b64encode(pickle.dumps(Evil())).decode())
     with pytest.raises(RendezvousStateError):
         backend.get_state()
     with pytest.raises(RendezvousStateError):
