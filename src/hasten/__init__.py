@@ -15,6 +15,7 @@ from hasten.version import __version__
 
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
+    from hasten.accelerator.mapping import map_dataset as map_dataset
     from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.accelerator.process import Process as Process
     from hasten.bigmodel.align import AlignDevicesHook as AlignDevicesHook
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from hasten.bigmodel.meta import init_on_device as init_on_device
     from hasten.bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader
     from hasten.bigmodel.offload_files import offload_state_dict as offload_state_dict
+    from hasten.bigmodel.quantize import quantize_weights as quantize_weights
     from hasten.bigmodel.tensors import align_module_device as align_module_device
     from hasten.bigmodel.tensors import has_offloaded_params as has_offloaded_params
     from hasten.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
@@ -96,6 +98,7 @@ if TYPE_CHECKING:
 _PUBLIC: Final = MappingProxyType[str, str](
     {
         "Accelerator": "hasten.accelerator.facade",
+        "map_dataset": "hasten.accelerator.mapping",
         "PREEMPTED_EXIT_CODE": "hasten.accelerator.preemption",
         "Process": "hasten.accelerator.process",
         "AlignDevicesHook": "hasten.bigmodel.align",
@@ -117,6 +120,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "init_on_device": "hasten.bigmodel.meta",
         "OffloadedWeightsLoader": "hasten.bigmodel.offload_files",
         "offload_state_dict": "hasten.bigmodel.offload_files",
+        "quantize_weights": "hasten.bigmodel.quantize",
         "align_module_device": "hasten.bigmodel.tensors",
         "has_offloaded_params": "hasten.bigmodel.tensors",
         "set_module_tensor_to_device": "hasten.bigmodel.tensors",

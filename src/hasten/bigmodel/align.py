@@ -53,11 +53,11 @@ def set_tensor(
         return
     if not isinstance(fresh, nn.Parameter) or fresh.requires_grad != now.requires_grad:
         grads = now.requires_grad and fresh.is_floating_point()
-        kind = type(now)
+        kind: Any = type(now)  # Any: a subclass with a constructor of its own
         fresh = nn.Parameter(fresh, grads) if kind is nn.Parameter else kind(fresh, requires_grad=grads, **now.__dict__)
     if tied is not None and memory in tied:
         tied[memory][device] = fresh
-    owner._parameters[last] = fresh  # type: ignore[assignment]  # a parameter by now
+    owner._parameters[last] = fresh
 
 
 class AlignDevicesHook(ModelHook):

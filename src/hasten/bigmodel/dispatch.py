@@ -121,7 +121,7 @@ def _fill(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 value = state.get(f"{module_name}.{key}" if module_name else key)
                 if tensor is not None and tensor.is_meta and value is not None:
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    table[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value  # type: ignore[assignment]
+                    table[key] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
 
 
 def _refuse_empty(model: nn.Module, streamed: Collection[str], disk: DiskWeights) -> None:
@@ -154,7 +154,7 @@ def _place(
                 target = main if streams else device_of(place)
                 if id(tensor) not in moved:
                     moved[id(tensor)] = _on(tensor, target)
-                table[key] = moved[id(tensor)]  # type: ignore[assignment]
+                table[key] = moved[id(tensor)]
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

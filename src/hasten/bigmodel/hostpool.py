@@ -94,7 +94,7 @@ class HostPool:
         slab = self._adopted.get(storage.data_ptr())
         if slab is None:
             slab = self._adopted[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage)
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         return (slab, start) if start % ALIGN_BYTES == 0 else None
 
     def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:

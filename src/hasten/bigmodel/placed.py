@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -62,10 +62,11 @@ class StreamedForward(PlacedForward):
         self.streamer = streamer
         self.index = index
         # compilers see a call they leave alone; what is inside, the module's own forward, they may compile
-        self._run = torch.compiler.disable(self._streamed, recursive=False)
-        self._acquire = torch.compiler.disable(streamer.acquire)
-        self._release = torch.compiler.disable(streamer.release)
-        self._owned = torch.compiler.disable(self._own)
+        disable: Callable[..., Any] = torch.compiler.disable  # torch leaves it untyped
+        self._run = disable(self._streamed, recursive=False)
+        self._acquire = disable(streamer.acquire)
+        self._release = disable(streamer.release)
+        self._owned = disable(self._own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)

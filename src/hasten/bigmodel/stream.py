@@ -104,11 +104,13 @@ class Streamer:
         for index in spread([pack.num_bytes for pack in rest], budget):
             self._give_home(rest[index])
 
-    def _give_home(self, pack: Pack) -> None:
+    def _give_home(self, pack: Pack) -> Tensor:
+        """Memory of the pack's own."""
         state = self._states[pack]
         if state.home is None:
             state.home = self._memory(pack.num_bytes)
             pack.views.clear()
+        return state.home
 
     def _memory(self, num_bytes: int) -> Tensor:
         """Memory for weights on the device."""
@@ -189,9 +191,8 @@ class Streamer:
             return
         self._settle_old(state)
         if state.home is None and state.span is None and not self._take_span(pack, self._fixed(())):
-            self._give_home(pack)  # units inside each other that the buffer cannot hold together
-            assert state.home is not None, "just given"
-            self._storages.add(state.home.untyped_storage().data_ptr())
+            home = self._give_home(pack)  # units inside each other that the buffer cannot hold together
+            self._storages.add(home.untyped_storage().data_ptr())
         self._fetch(pack, state)
 
     def _prefetch(self, using: Sequence[Pack]) -> None:

@@ -120,7 +120,7 @@ def test_weights_are_converted_on_the_way(places: dict[str, str | int], tmp_path
     reference = saved(tmp_path / "model").to(torch.bfloat16)
     model = empty()
     load_checkpoint_and_dispatch(model, tmp_path / "model", places, dtype="bfloat16", offload_folder=tmp_path / "off")
-    assert model.layers[0][0].weight.dtype is torch.bfloat16  # type: ignore[index,union-attr]
+    assert model.layers[0][0].weight.dtype is torch.bfloat16  # type: ignore[index]
     model.table = model.table.to(torch.bfloat16)
     with torch.no_grad():
         assert torch.equal(model(IDS), reference(IDS))
