@@ -49,8 +49,8 @@ def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-PER_SAVE = 5
-"""Objects that one save below puts into the bucket: its lock first, the manifest last."""
+PER_SAVE = 4
+"""Objects that one save below puts into the bucket, besides its lock, the manifest last."""
 
 
 def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
@@ -59,8 +59,9 @@ def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
     client = need("aiobotocore.client").AioBaseClient
     call, puts = client._make_api_call, iter(range(uploads))
 
-    async def counted(self: object, operation: str, arguments: object) -> object:
-        if operation == "PutObject" and next(puts, None) is None:
+    async def counted(self: object, operation: str, arguments: Any) -> object:
+        lock = ".hasten-lock." in arguments.get("Key", "")  # renewed as often as the machine's pace wants it
+        if operation == "PutObject" and not lock and next(puts, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return await call(self, operation, arguments)
 
