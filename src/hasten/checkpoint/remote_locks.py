@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hasten.checkpoint.claims import Claim, Lock
-from hasten.checkpoint.local_locks import hidden, parse_hidden, tag_of
+from hasten.checkpoint.local_locks import Hidden, hidden, parse_hidden, tag_of
 from hasten.checkpoint.ownership import (
     Liveness,
     Owner,
@@ -68,20 +68,23 @@ class RemoteLocks:
 
         return Claim(token, there, let_go, beat)
 
-    def found(self, name: str) -> list[Lock]:
-        """All locks of a checkpoint."""
+    def entries(self) -> list[Hidden]:
+        """All locks under the URL, in one listing."""
         self._fs.invalidate_cache()
         try:
-            entries = [str(entry["name"]).rpartition("/")[2] for entry in self._fs.ls(self._root, detail=True)]
+            names = [str(entry["name"]).rpartition("/")[2] for entry in self._fs.ls(self._root, detail=True)]
         except FileNotFoundError:
             return []
-        locks, tag = [], tag_of(name)
-        for entry in filter(None, map(parse_hidden, entries)):
-            if entry.what == "lock" and entry.tag == tag and (lock := self._lock(name, entry.token)) is not None:
-                locks.append(lock)
-        return locks
+        return [entry for entry in map(parse_hidden, names) if entry is not None and entry.what == "lock"]
 
-    def _lock(self, name: str, token: str) -> Lock | None:
+    def found(self, name: str) -> list[Lock]:
+        """All locks of a checkpoint."""
+        tag = tag_of(name)
+        locks = (self.lock_at(name, entry.token) for entry in self.entries() if entry.tag == tag)
+        return [lock for lock in locks if lock is not None]
+
+    def lock_at(self, name: str, token: str) -> Lock | None:
+        """The lock of one save; None when it is gone."""
         try:
             owner = decode_owner(self._fs.cat_file(self._path(name, token)))
         except FileNotFoundError:

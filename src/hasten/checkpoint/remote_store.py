@@ -16,7 +16,6 @@ from hasten.checkpoint.checksum import Checksum
 from hasten.checkpoint.claims import Claim, dead, take
 from hasten.checkpoint.disk import chunk_parts, default_threads, host_views, segment_starts
 from hasten.checkpoint.local_draft import check_hooked, described
-from hasten.checkpoint.local_locks import parse_hidden
 from hasten.checkpoint.local_store import same_family
 from hasten.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -232,15 +231,16 @@ class RemoteStore:
 
     def _clear_dead(self, name: str) -> None:
         """Remove what dead processes left of this checkpoint, and of others that are numbered like it."""
-        locks = self._locks()
-        for other in {name, *self._folders(), *self._locked()}:
-            if not same_family(name, other):
-                continue
-            found = locks.found(other)
-            gone = [lock for lock in found if dead(locks, other, lock)]
-            for lock in gone:
-                locks.remove(other, lock.token)
-            if other != name and len(gone) == len(found) and not self.fs.exists(self.join_path(other, MANIFEST_NAME)):
+        locks, claimed = self._locks(), set[str]()
+        for entry in locks.entries():
+            lock = locks.lock_at(entry.tag, entry.token) if same_family(name, entry.tag) else None
+            if lock is not None and dead(locks, entry.tag, lock):
+                locks.remove(entry.tag, entry.token)
+            else:
+                claimed.add(entry.tag)
+        for other in self._folders():
+            unowned = other != name and same_family(name, other) and other not in claimed
+            if unowned and not self.fs.exists(self.join_path(other, MANIFEST_NAME)):
                 self._sweep_claimed(other)
 
     def _sweep_claimed(self, name: str) -> None:
@@ -252,11 +252,6 @@ class RemoteStore:
             self.sweep(name)
         finally:
             claim.release()
-
-    def _locked(self) -> list[str]:
-        """Names that have locks."""
-        entries = [str(e["name"]).rpartition("/")[2] for e in self.fs.ls(self._root, detail=True)]
-        return [entry.tag for entry in map(parse_hidden, entries) if entry is not None and entry.what == "lock"]
 
     def join(self, name: str, token: str) -> RemoteDraft:
         """The draft main began: every process sees a URL."""

@@ -49,8 +49,8 @@ def _pair() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters())
 
 
-PER_SAVE = 5
-"""Objects that one save below puts into the bucket: its lock first, the manifest last."""
+PER_SAVE = 4
+"""Objects that one save below puts into the bucket, besides its lock, the manifest last."""
 
 
 def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
@@ -59,8 +59,9 @@ def save_until_killed(place: str, endpoint: str, uploads: int) -> None:
     client = need("aiobotocore.client").AioBaseClient
     call, puts = client._make_api_call, iter(range(uploads))
 
-    async def counted(self: object, operation: str, arguments: object) -> object:
-        if operation == "PutObject" and next(puts, None) is None:
+    async def counted(self: object, operation: str, arguments: Any) -> object:
+        lock = ".hasten-lock." in arguments.get("Key", "")  # renewed as often as the machine's pace wants it
+        if operation == "PutObject" and not lock and next(puts, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return await call(self, operation, arguments)
 
@@ -134,11 +135,10 @@ def has_one_writer(place: str) -> None:
     except CheckpointBusyError as error:
         refused = error.pid
     assert refused == os.getpid(), "two writers at a time"
-    Accelerator(cpu=True).save_state(f"{place}/other")
+    open_store(place).begin("other").abort()
     draft.abort()
-    Accelerator(cpu=True).save_state(f"{place}/best")
-    assert store.names() == ["best", "other"]
-    assert not [path for path in need("fsspec").filesystem("s3").find(place) if ".hasten" in path]
+    open_store(place).begin("best").abort()
+    assert not need("fsspec").filesystem("s3").find(place), "no locks are left"
 
 
 def connect(endpoint: str) -> None:
