@@ -1,14 +1,15 @@
 """The loop people write, whole: loader, device copy, forward, backward, clipping, step, scheduler.
 
     python benchmarks/full_loop.py                  # on the CPU
-    python benchmarks/full_loop.py --device cuda    # on a GPU, under five minutes
+    python benchmarks/full_loop.py --device cuda    # on a GPU, about three minutes
 
 Side by side with bare torch, Hugging Face Accelerate and Lightning Fabric, each with its best settings. Contenders take turns
-in one process, a whole epoch at a time, 12 rounds or more; epochs divide evenly by the accumulation window. A ratio is the
+in one process, 24 steps at a time, many rounds over; a turn divides evenly by the accumulation window. Loops without workers
+are built three times, because where one build's memory and threads lie shifts its times by some percent. A ratio is the
 median of a contender over the median of bare torch; beside it stand the quartiles of the rounds' own ratios. Bare torch is
 written twice on a GPU, with and without `pin_memory`, and the faster one is the reference. Packages that are not
 installed, or refuse a case, are left out and named. The same run measures the loader alone, single calls, and the
-input-bound loop. Results go to benchmarks/results as JSON and Markdown.
+input-bound loop. Results go to benchmarks/results as JSON and Markdown, written again after every case.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-STEPS = 120  # an epoch; divides by the window
+STEPS = 480  # an epoch
+BUILDS = 3  # times a loop without workers is built afresh
+TURN = 24  # steps a contender makes before the next one takes over; divides by the window
 ROWS, WIDTH = 32, 32  # 4 KB a batch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FABRIC = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-Epoch = Callable[[], int]
+Loop = Iterator[None]  # endless: one step each time it is advanced
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def parts_of(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer, An
 
 
 # -- the contenders ---------------------------------------------------------------------------------------------------
-def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> Epoch:
+def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> Loop:
     """The loop a careful person writes by hand."""
     model, optimizer, scheduler = parts_of(device)
     loader = loader_of(data, case.workers, pinned)
@@ -119,7 +122,18 @@ def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> 
         with torch.autocast(device.type, dtype):
             return F.cross_entropy(model(x), y)
 
-    def epoch() -> int:
+    def update() -> None:
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    while True:
         for number, (x, y) in enumerate(loader, 1):
             if moving:
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -127,61 +141,42 @@ def bare(case: Case, device: torch.device, data: Rows, pinned: bool = False) -> 
             if case.every > 1:
                 loss = loss / case.every
             (loss if scaler is None else scaler.scale(loss)).backward()
-            if number % case.every:
-                continue
-            if case.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-                scaler.update()
-            scheduler.step()
-            optimizer.zero_grad()
-        return number
-
-    return epoch
+            if number % case.every == 0:
+                update()
+            yield
 
 
-def bare_pinned(case: Case, device: torch.device, data: Rows) -> Epoch:
+def bare_pinned(case: Case, device: torch.device, data: Rows) -> Loop:
     if device.type == "cpu":
         raise ImportError("pinned memory is for GPUs")
     return bare(case, device, data, pinned=True)
 
 
-def accelerated(accelerator: Any, case: Case, device: torch.device, data: Rows) -> Epoch:
+def accelerated(accelerator: Any, case: Case, device: torch.device, data: Rows) -> Loop:
     """The loop for an object with Accelerate's method names."""
     made, loader = parts_of(device), loader_of(data, case.workers)
     model, optimizer, scheduler, loader = accelerator.prepare(*made, loader)
 
-    def plain() -> int:
-        count = 0
+    while case.every == 1:
         for x, y in loader:
-            count += 1
-            loss = F.cross_entropy(model(x), y)
-            accelerator.backward(loss)
+            accelerator.backward(F.cross_entropy(model(x), y))
             if case.clip:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        return count
-
-    def accumulating() -> int:
-        count = 0
+            yield
+    while True:
         for x, y in loader:
-            count += 1
             with accelerator.accumulate(model):
                 accelerator.backward(F.cross_entropy(model(x), y))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        return count
-
-    return plain if case.every == 1 else accumulating
+            yield
 
 
-def hasten(case: Case, device: torch.device, data: Rows) -> Epoch:
+def hasten(case: Case, device: torch.device, data: Rows) -> Loop:
     from hasten import Accelerator
 
     accelerator = Accelerator(
@@ -190,7 +185,7 @@ def hasten(case: Case, device: torch.device, data: Rows) -> Epoch:
     return accelerated(accelerator, case, device, data)
 
 
-def accelerate(case: Case, device: torch.device, data: Rows) -> Epoch:
+def accelerate(case: Case, device: torch.device, data: Rows) -> Loop:
     accelerator = accelerate_object(
         device,
         mixed_precision=case.precision,
@@ -211,7 +206,7 @@ def accelerate_object(device: torch.device, **settings: Any) -> Any:
     return Accelerator(cpu=device.type == "cpu", dataloader_config=config, **settings)
 
 
-def fabric(case: Case, device: torch.device, data: Rows) -> Epoch:
+def fabric(case: Case, device: torch.device, data: Rows) -> Loop:
     from lightning.fabric import Fabric
 
     runner = Fabric(accelerator=device.type, devices=1, precision=FABRIC[case.precision])  # type: ignore[arg-type]
@@ -220,7 +215,7 @@ def fabric(case: Case, device: torch.device, data: Rows) -> Epoch:
     model, optimizer = runner.setup(made, optimizer)
     loader: Any = runner.setup_dataloaders(loader_of(data, case.workers))
 
-    def epoch() -> int:
+    while True:
         for number, (x, y) in enumerate(loader, 1):
             last = number % case.every == 0
             with runner.no_backward_sync(model, enabled=not last) if case.every > 1 else nullcontext():
@@ -232,12 +227,10 @@ def fabric(case: Case, device: torch.device, data: Rows) -> Epoch:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        return number
-
-    return epoch
+            yield
 
 
-CONTENDERS: dict[str, Callable[[Case, torch.device, Rows], Epoch]] = {
+CONTENDERS: dict[str, Callable[[Case, torch.device, Rows], Loop]] = {
     "bare torch": bare,
     "bare torch, pinned": bare_pinned,
     "hasten": hasten,
@@ -247,7 +240,7 @@ CONTENDERS: dict[str, Callable[[Case, torch.device, Rows], Epoch]] = {
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
-def take_turns(passes: dict[str, Epoch], rounds: int, device: torch.device) -> dict[str, list[tuple[float, float]]]:
+def take_turns(passes: dict[str, Loop], rounds: int, device: torch.device) -> dict[str, list[tuple[float, float]]]:
     """Seconds a step in each round, by the clock and of this process's processor time; contenders alternate."""
     sync = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in passes}
@@ -255,18 +248,23 @@ def take_turns(passes: dict[str, Epoch], rounds: int, device: torch.device) -> d
     gc.collect()
     gc.disable()
     try:
-        for turn in range(rounds + 1):
+        for turn in range(rounds + 2):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 sync()
                 begun, spent = time.perf_counter(), time.process_time()
-                count = passes[name]()
+                advance(passes[name])
                 sync()
-                took = (time.perf_counter() - begun) / count, (time.process_time() - spent) / count
-                if turn:
+                took = (time.perf_counter() - begun) / TURN, (time.process_time() - spent) / TURN
+                if turn >= 2:
                     times[name].append(took)
     finally:
         gc.enable()
     return times
+
+
+def advance(loop: Loop) -> None:
+    for _ in range(TURN):
+        next(loop)
 
 
 def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
@@ -303,13 +301,13 @@ def computing() -> Iterator[set[torch.dtype]]:
         handle.remove()
 
 
-def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> dict[str, Epoch]:
+def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> dict[str, Loop]:
     passes = {}
     for name, make in CONTENDERS.items():
         try:
             passes[name] = make(case, device, data)
             with computing() as seen:
-                assert passes[name]() == STEPS
+                advance(passes[name])
             if case.precision != "no" and DTYPES[case.precision] not in seen:
                 raise RuntimeError(f"asked for {case.precision}, it computes in {', '.join(map(str, seen))}")
         except Exception as error:
@@ -322,34 +320,39 @@ def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> d
     return passes
 
 
-def loops(device: torch.device, workers: list[int], rounds: int, names: list[str], left_out: set[str]) -> list[Any]:
+def loops(
+    device: torch.device, workers: list[int], rounds: int, names: list[str], left_out: set[str]
+) -> Iterator[dict[str, Any]]:
     data = Rows()
-    found = []
     for count in workers:
         for column in COLUMNS:
             case = Case(column.name, column.precision, column.every, column.clip, count)
             if (names and case.name not in names) or (count and case.clip):
                 continue
-            rows = summary(take_turns(build(case, device, data, left_out), rounds, device))
-            found.append({"case": case.name, "workers": count, "contenders": rows})
+            builds = 1 if count else BUILDS
+            times: dict[str, list[tuple[float, float]]] = {}
+            for _ in range(builds):  # where memory and threads of one build lie shifts its times by some percent
+                for name, found in take_turns(build(case, device, data, left_out), rounds, device).items():
+                    times.setdefault(name, []).extend(found)
+            rows = summary(times)
             told = [f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})" for n, r in rows.items()]
             print(f"{case.name}, {count} workers: {', '.join(told)}", flush=True)
-    return found
+            yield {"case": case.name, "workers": count, "rounds": rounds * builds, "contenders": rows}
 
 
 # -- the loader alone ---------------------------------------------------------------------------------------------------
-def loaders(device: torch.device, workers: list[int], rounds: int) -> list[dict[str, Any]]:
+def loaders(device: torch.device, workers: list[int], rounds: int) -> Iterator[dict[str, Any]]:
     """Microseconds a batch, with nothing done to it but the copy to the device."""
-    data, found = Rows(), []
+    data = Rows()
     for count in workers:
-        rows = summary(take_turns(readers(device, data, count), rounds, device))
-        found.append({"workers": count, "contenders": rows})
+        turns = rounds if count else 4 * rounds
+        rows = summary(take_turns(readers(device, data, count), turns, device))
         told = [f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})" for n, r in rows.items()]
         print(f"loader alone, {count} workers: {', '.join(told)}", flush=True)
-    return found
+        yield {"workers": count, "rounds": turns, "contenders": rows}
 
 
-def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Epoch]:
+def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Loop]:
     def by_hand(pinned: bool) -> Iterable[Any]:
         loader = loader_of(data, workers, pinned)
         if device.type == "cpu":
@@ -388,14 +391,10 @@ def readers(device: torch.device, data: Rows, workers: int) -> dict[str, Epoch]:
     return passes
 
 
-def reading(loader: Iterable[Any]) -> Epoch:
-    def read() -> int:
-        count = 0
+def reading(loader: Iterable[Any]) -> Loop:
+    while True:
         for _ in loader:
-            count += 1
-        return count
-
-    return read
+            yield
 
 
 # -- single calls ---------------------------------------------------------------------------------------------------------
@@ -485,7 +484,7 @@ def markdown(found: dict[str, Any], device: str) -> str:
     names = [n for n in CONTENDERS if any(n in r["contenders"] for r in (*found["loops"], *found["loaders"]))]
     lines = ["# The whole loop", "", ", ".join(f"{k} {v}" for k, v in found["versions"].items()), ""]
     lines += [
-        f"Median microseconds per (micro-)step on the clock over {found['rounds']} interleaved rounds of {STEPS} steps, the "
+        f"Median microseconds per (micro-)step on the clock over interleaved rounds of {TURN} steps, the "
         "ratio of medians to bare torch, and the quartiles of the rounds' ratios. Bold: the reference, the fastest loop "
         "written by hand. "
         + ("" if device == "cuda" else "Processor ratio: the same for processor time of the process."),
@@ -522,6 +521,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2, 4])
     parser.add_argument("--columns", nargs="*", default=[], help="only these columns")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=600.0, help="start no further case after this long")
     parser.add_argument("--quick", action="store_true", help="no workers, four rounds")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -536,19 +536,32 @@ def main() -> None:
         if importlib.util.find_spec(package) is None
     }
     begun = time.perf_counter()
-    found: dict[str, Any] = {"versions": versions(args.device), "rounds": rounds}
-    found["calls"] = calls(device, 20)
-    found["loaders"] = loaders(device, workers, rounds)
-    found["loops"] = loops(device, workers, rounds, args.columns, left_out)
-    found["input_bound"] = input_bound.measure(device, rounds=3 if device.type == "cpu" else 6)
-    found["left_out"] = sorted(left_out)
-    found["seconds"] = time.perf_counter() - begun
-    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {"versions": versions(args.device), "loaders": [], "loops": [], "left_out": []}
     stem = args.out / f"full_loop_{args.device}"
-    text = markdown(found, args.device)
-    stem.with_suffix(".md").write_text(text)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{text}\nwritten: {stem}.md, {found['seconds']:.0f} s")
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        found["left_out"] = sorted(left_out)
+        found["seconds"] = time.perf_counter() - begun
+        stem.with_suffix(".md").write_text(markdown(found, args.device))
+        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+
+    found["calls"] = calls(device, 20)
+    for row in loops(device, workers[:1], rounds, args.columns, left_out):
+        found["loops"].append(row)
+        keep()
+    found["input_bound"] = input_bound.measure(device, rounds=3 if device.type == "cpu" else 6)
+    for row in loaders(device, workers, rounds):
+        found["loaders"].append(row)
+        keep()
+    for row in loops(device, workers[1:], rounds, args.columns, left_out):
+        found["loops"].append(row)
+        keep()
+        if time.perf_counter() - begun > args.seconds:
+            print(f"stopped after {args.seconds} s", flush=True)
+            break
+    keep()
+    print(f"{stem.with_suffix('.md').read_text()}\nwritten: {stem}.md, {found['seconds']:.0f} s")
 
 
 if __name__ == "__main__":

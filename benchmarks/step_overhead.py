@@ -93,12 +93,18 @@ class GPT2(nn.Module):
     """
 
     def __init__(
-        self, logits: bool, vocabulary: int = 50304, length: int = 1024, width: int = 768, layers: int = 12
+        self,
+        logits: bool,
+        vocabulary: int = 50304,
+        length: int = 1024,
+        width: int = 768,
+        layers: int = 12,
+        heads: int = 12,
     ) -> None:
         super().__init__()
         self.logits = logits
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, 12) for _ in range(layers)])
+        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight

@@ -18,6 +18,7 @@
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
+    │   └── LossScaleError                fp16 updates were skipped again and again
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
@@ -117,6 +118,10 @@ class PrecisionError(HastenError, ValueError):
 
 class StepError(HastenError, RuntimeError):
     """Backward, step or clip used in an order that has no meaning."""
+
+
+class LossScaleError(StepError):
+    """fp16 updates were skipped so often in a row that no loss scale can be the cause."""
 
 
 class DataError(HastenError):

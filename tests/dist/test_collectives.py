@@ -31,6 +31,22 @@ DTYPES = (
 )
 
 
+class Counting:
+    """A communicator that counts its gathers and passes everything on."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.num_gathers = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.num_gathers += 1
+        gathered: Tensor = self._inner.all_gather(x)
+        return gathered
+
+
 def value_of(rank: int, dtype: torch.dtype) -> Tensor:
     base = torch.arange(6).reshape(2, 3) + rank
     return (base % 2 == 0) if dtype == torch.bool else base.to(dtype)
@@ -148,6 +164,58 @@ def test_a_difference_is_an_error_on_every_rank_with_a_table(ctx: ProcessContext
     with pytest.raises(MismatchError, match=r"\[2, 5\]"):
         ops.gather_ragged(torch.ones(2, 4 + comm.rank), comm)
     assert ops.gather(torch.ones(1), comm).shape == (comm.size,)  # and the group still works
+
+
+@ranks(2, 3, 4)
+def test_gathering_is_right_whether_or_not_tensors_fit_into_the_envelope(ctx: ProcessContext) -> None:
+    """Trees of one to twenty tensors around the size that still travels along, equal and ragged, empty ones included."""
+    comm = ctx.world
+    shared = torch.Generator().manual_seed(0)  # shapes are drawn alike on every rank
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=shared))
+
+    def filled(rows: int, width: int, dtype: torch.dtype, rank: int) -> Tensor:
+        values = torch.arange(rows * width).reshape(rows, width) + 100 * rank
+        return (values % 3 == 0) if dtype == torch.bool else values.to(dtype)
+
+    for turn in range(60):
+        count, most = 1 + draw(20 if turn % 10 == 0 else 4), (4, 12, 60)[turn % 3]
+        shapes = [(draw(most), draw(most), DTYPES[draw(len(DTYPES))]) for _ in range(count)]
+        extra = [draw(3) for _ in range(comm.size)]  # further rows on each rank
+
+        def tree_of(rank: int, more: int, shapes: list[tuple[int, int, torch.dtype]] = shapes) -> list[Tensor]:
+            return [filled(rows + more, width, dtype, rank) for rows, width, dtype in shapes]
+
+        for uneven in (False, True):
+            members = [tree_of(rank, extra[rank] if uneven else 0) for rank in range(comm.size)]
+            gathered = (ops.gather_ragged if uneven else ops.gather)(members[comm.rank], comm)
+            for got, *parts in zip(gathered, *members, strict=True):
+                assert got.dtype == parts[0].dtype
+                assert torch.equal(got, torch.cat(parts))
+
+
+@ranks(2)
+def test_a_small_gather_takes_one_exchange(ctx: ProcessContext) -> None:
+    comm = Counting(ctx.world)
+    ops.gather({"loss": torch.tensor(1.0), "hits": torch.ones(16)}, comm)
+    assert comm.num_gathers == 1
+    ops.gather_ragged(torch.ones(3 + comm.rank), comm)
+    assert comm.num_gathers == 2
+    ops.gather(torch.ones(1000), comm)
+    assert comm.num_gathers == 4
+
+
+@ranks(2, 4)
+def test_a_mismatch_is_found_although_one_side_would_fit_into_the_envelope(ctx: ProcessContext) -> None:
+    comm = ctx.world
+    for mine in ([4, 4000], [4000, 4]):
+        with pytest.raises(MismatchError, match=rf"rank 0: gather of tensor: \[{mine[0]}\]") as caught:
+            ops.gather(torch.ones(mine[min(comm.rank, 1)]), comm)
+        assert f"rank 1: gather of tensor: [{mine[1]}]" in str(caught.value)
+        with pytest.raises(MismatchError, match=r"rank 1: reduce sum of tensor"):
+            ops.reduce(torch.ones(4), comm) if comm.rank else ops.gather(torch.ones(mine[0]), comm)
+    assert ops.gather(torch.ones(1), comm).shape == (comm.size,)
 
 
 @ranks(2, 4)

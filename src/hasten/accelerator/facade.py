@@ -41,6 +41,7 @@ from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.weightless import zero_if_weightless
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
@@ -275,12 +276,14 @@ class Accelerator:
         return skip_first_batches(data_loader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
-    def accumulate(self, *models: nn.Module) -> Accumulation:
+    def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
         """One micro-step over these models (all of them when none is named).
 
-        Optimizers and schedulers act, and gradients are synchronised, only where the window ends.
+        Optimizers and schedulers act, and gradients are synchronised, only where the window ends. A window also ends
+        with the epoch of `loader`, by default the one that moves first in each step of the loop.
         """
         arguments.check_modules(models, "accumulate(models)")
+        self.clock.cursors.followed = None if loader is None else loader.cursor
         known = self._accumulations.get(models)
         if known is not None and not known.entered:
             return known
@@ -325,7 +328,12 @@ class Accelerator:
             arguments.check_loss(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
-        self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
+        weighed = self.precision.scale(self.clock.weigh(loss, weight))
+        if weight is None:
+            self.strategy.backward(weighed, **kwargs)
+        else:
+            with zero_if_weightless(loss, weight):
+                self.strategy.backward(weighed, **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in this run's precision, for code outside a prepared model."""
@@ -440,9 +448,15 @@ class Accelerator:
         """The list, its items replaced in place by those of one process."""
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The results of every process for the current batch, each real sample once. Any: tensors or objects."""
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), self.clock.active, use_gather_object)
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None
+    ) -> Any:  # Any: tensors or objects
+        """The results of every process for the current batch, each real sample once.
+
+        `loader` says whose batch it is when several loaders are iterated beside each other.
+        """
+        cursor = self.clock.cursors.only() if loader is None else loader.cursor
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
         if axes is None:

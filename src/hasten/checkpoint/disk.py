@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.checksum import BLOCK_BYTES, Checksum, checksum
+from hasten.checkpoint.checksum import BLOCK_BYTES, Checksum, ColumnChecksum, Summing, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
 from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, devices_of, worker_pool
 
@@ -267,14 +267,14 @@ class ChunkReader(threading.local):
         # not a bytearray: clearing it first would hold the other threads up
         self._view = memoryview(np.empty(16 * BLOCK_BYTES, np.uint8).data)
 
-    def checksum(self, path: Path, start: int, stop: int) -> str:
+    def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
         """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
         with path.open("rb", buffering=0) as file:
-            found = _checksum_mapped(file.fileno(), start, stop)
-            return found if found is not None else self._checksum_read(file.fileno(), start, stop)
+            found = _checksum_mapped(file.fileno(), start, stop, kind)
+            return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
 
-    def _checksum_read(self, fd: int, start: int, stop: int) -> str:
-        total, at = Checksum(), start
+    def _checksum_read(self, fd: int, start: int, stop: int, total: Summing) -> str:
+        at = start
         while at < stop:
             wanted = min(len(self._view), stop - at)
             count = read_all(fd, [self._view[:wanted]], at)
@@ -283,7 +283,7 @@ class ChunkReader(threading.local):
         return total.digest()
 
 
-def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
+def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | ColumnChecksum]) -> str | None:
     """The checksum without a copy of the bytes; None where the system or the disk does not play along.
 
     The kernel is asked to bring the bytes first: an error of the disk is then an answer, not the end of the process.
@@ -298,7 +298,7 @@ def _checksum_mapped(fd: int, start: int, stop: int) -> str | None:
     populated: int = ctypes.CDLL(None).madvise(
         ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)), _POPULATE_READ
     )
-    return checksum(memoryview(words)) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
+    return checksum(memoryview(words), kind) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
 
 
 def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:

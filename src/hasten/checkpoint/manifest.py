@@ -11,14 +11,16 @@ import msgspec
 from hasten.errors import CheckpointVersionError, CorruptCheckpointError, UnsafeCheckpointError
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+READ_VERSIONS = (3, 4)
+"""Format 3 differs in its checksums: column sums of 8 hex digits where format 4 has XXH3 of 16."""
 MAX_MANIFEST_BYTES = 256 * 1024**2
 CHUNK_BYTES = 16 * 1024**2
 """Checksums are taken over chunks of this size, so that many threads can write and verify one file."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file: its path inside the checkpoint, its size and the checksum of each chunk (`checksum.py`), as 8 hex digits."""
+    """One file: its path inside the checkpoint, its size and the checksum of each chunk (`checksum.py`), as hex digits."""
 
     name: str
     size: int
@@ -92,10 +94,10 @@ def decode(raw: bytes, where: str) -> Manifest:
                 "trusted. Load another checkpoint."
             )
         version = msgspec.json.decode(body, type=_Version).version
-        if version != FORMAT_VERSION:
+        if version not in READ_VERSIONS:
             raise CheckpointVersionError(
-                f"{where}: written in checkpoint format {version}; this version of hasten reads format "
-                f"{FORMAT_VERSION}. Load it with the version of hasten that wrote it."
+                f"{where}: written in checkpoint format {version}; this version of hasten reads formats "
+                f"{' and '.join(map(str, READ_VERSIONS))}. Load it with the version of hasten that wrote it."
             )
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -89,6 +89,23 @@ def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
         )
 
 
+def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
+    """Return if `automatic_checkpoint_naming` allows this target of save_state.
+
+    Raises: ConfigError if it asks for numbers and a folder is named, or forbids them and none is.
+    """
+    if output_dir is not None and automatic:
+        raise ConfigError(
+            f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
+            "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
+        )
+    if output_dir is None and automatic is False:
+        raise ConfigError(
+            "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
+            'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
+        )
+
+
 def numbered(number: int) -> str:
     """The name of an automatically numbered checkpoint."""
     return f"checkpoint_{number}"

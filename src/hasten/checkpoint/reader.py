@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.base import CheckpointStore, Json
+from hasten.checkpoint.checksum import summing_like
 from hasten.checkpoint.disk import ChunkReader, default_threads
 from hasten.checkpoint.formats import Piece, TensorFile, read_tensors
 from hasten.checkpoint.manifest import FileRecord, Manifest, inside
@@ -130,7 +131,7 @@ def verify_files(
         file, index = job
         start, stop = index * chunk_bytes, min((index + 1) * chunk_bytes, file.size)
         try:
-            return reader.checksum(paths[file.name], start, stop)
+            return reader.checksum(paths[file.name], start, stop, summing_like(file.sums[index]))
         except OSError as error:
             problems[file.name] = f"{file.name} cannot be read: {error}"
             return None

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hasten import __version__
 from hasten.cli.machine import examine
 from hasten.config import files
 from hasten.config.effective import effective
@@ -20,6 +19,7 @@ from hasten.launch.cluster import read_allocation
 from hasten.launch.report import package_versions
 from hasten.optional import need
 from hasten.runtime import env as environment
+from hasten.version import __version__
 
 _VARIABLES: Final = re.compile(
     r"(HASTEN|ACCELERATE|NCCL|GLOO|TORCH|CUDA|HIP|ROCR|OMP|MKL|PJRT|XLA|SLURM|OMPI|PMI|PET)_|"

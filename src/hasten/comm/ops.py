@@ -1,14 +1,18 @@
 """Collectives on trees: gather, reduce, broadcast, scatter and pad nested structures of tensors.
 
-Before data moves, the ranks compare a digest of the operation, the structure, the shapes and the dtypes. A difference
-where there must be none is a MismatchError on every rank with a table of who has what, never a hang or garbage.
+Every operation begins with one exchange of envelopes of a fixed size: a digest of the operation, the structure, the shapes
+and the dtypes, and the sizes of a dimension that may differ. A difference where there must be none is a MismatchError on
+every rank with a table of who has what, never a hang or garbage. What is gathered travels in the envelope itself when it
+is small and on the CPU, so that a metric costs one round trip; everything else follows in an exchange of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -19,14 +23,20 @@ from hasten.comm.base import Comm, ReduceKind
 from hasten.errors import CommError, MismatchError
 from hasten.trees import Tree
 
-_HEADER_SIZES = 15
+_HEADER = struct.Struct("<16q")  # digest, whether tensors are inside, sizes
+_HEADER_SIZES = 14
+_ENVELOPE_BYTES = 1024  # the same in every operation: ranks that call different ones still exchange equal sizes
+_PLAIN = (Tensor, torch.nn.Parameter)
+_ROOM = _ENVELOPE_BYTES - _HEADER.size
 
 
 def gather(tree: Tree, comm: Comm) -> Tree:
     """Every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
-    _verify("gather", tree, comm)
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
+    met = _meet("gather", tree, comm, carry=True)
+    if met.inside is not None:
+        return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met))
     return trees.map_tensors(lambda x: comm.all_gather(_rows(x)).flatten(0, 1), tree)
 
 
@@ -34,7 +44,10 @@ def gather_ragged(tree: Tree, comm: Comm) -> Tree:
     """Like `gather`, for ranks whose tensors differ in the size of the first dimension."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
-    sizes = iter(_verify("gather_ragged", tree, comm, free_dim=0).T.tolist())
+    met = _meet("gather_ragged", tree, comm, free_dim=0, carry=True)
+    if met.inside is not None:
+        return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met, ragged=True))
+    sizes = iter(met.sizes)
     return trees.map_tensors(lambda x: _gather_rows(_rows(x), next(sizes), comm), tree)
 
 
@@ -53,7 +66,7 @@ def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0)
         raise CommError(f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'.")
     if kind in ("min", "max") and any(x.is_complex() for x in trees.tensors(tree)):
         raise CommError(f"{kind} of complex tensors has no meaning; reduce their absolute values instead.")
-    _verify(f"reduce {kind}", tree, comm)
+    _meet(f"reduce {kind}", tree, comm)
     if scale == 1.0:
         return trees.map_tensors(lambda x: comm.all_reduce(x, kind), tree)
     return trees.map_tensors(lambda x: comm.all_reduce(x, kind) * scale, tree)
@@ -61,7 +74,7 @@ def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0)
 
 def broadcast(tree: Tree, comm: Comm, src: int = 0) -> Tree:
     """The tensors of rank `src`, given that every rank has tensors of the same shapes."""
-    _verify(f"broadcast from {src}", tree, comm)
+    _meet(f"broadcast from {src}", tree, comm)
     return trees.map_tensors(lambda x: comm.broadcast(x, src), tree)
 
 
@@ -93,7 +106,7 @@ def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
 
 def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
     """Every tensor padded with `pad_index` along `dim` to the largest size any rank has there."""
-    sizes = iter(_verify(f"pad_across dim {dim}", tree, comm, free_dim=dim).T.tolist())
+    sizes = iter(_meet(f"pad_across dim {dim}", tree, comm, free_dim=dim).sizes)
 
     def pad(x: Tensor) -> Tensor:
         most = max(next(sizes))
@@ -125,21 +138,65 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(1) if x.ndim == 0 else x
 
 
-def _verify(op: str, tree: Tree, comm: Comm, free_dim: int | None = None) -> Tensor:
-    """Raise unless all ranks bring the same thing; give the sizes along `free_dim` as (rank, tensor)."""
+class _Met(NamedTuple):
+    """What one exchange of envelopes told."""
+
+    sizes: list[tuple[int, ...]]
+    """For each tensor, every rank's size along the free dimension."""
+    inside: list[memoryview] | None = None
+    """Every rank's tensors as bytes; None when they did not travel along."""
+
+
+def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False) -> _Met:
+    """Raise unless all ranks bring the same thing; with `carry`, small tensors travel along."""
     found = trees.tensors(tree)
+    sizes = [_size(x, free_dim) for x in found]
     if comm.size == 1:
-        return torch.tensor([[_size(x, free_dim) for x in found]], dtype=torch.int64)
+        return _Met([(size,) for size in sizes])
     described = _describe(op, tree, free_dim)
     digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
-    sizes = [_size(x, free_dim) for x in found]
-    header = torch.tensor([digest, *(sizes[:_HEADER_SIZES] + [0] * (_HEADER_SIZES - len(sizes)))], dtype=torch.int64)
-    everyone = comm.all_gather(header)
-    if not bool((everyone[:, 0] == digest).all()):
+    content = _content(found) if carry and len(sizes) <= _HEADER_SIZES else None
+    shown = sizes[:_HEADER_SIZES] + [0] * (_HEADER_SIZES - len(sizes))
+    envelope = bytearray(_HEADER.pack(digest, content is not None, *shown) + (content or b""))
+    envelope += bytes(_ENVELOPE_BYTES - len(envelope))
+    everyone = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
+    heads = [_HEADER.unpack_from(row) for row in everyone]
+    if any(head[0] != digest for head in heads):
         raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
-    if len(sizes) <= _HEADER_SIZES:
-        return everyone[:, 1 : 1 + len(sizes)]
-    return comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
+    if len(sizes) > _HEADER_SIZES:
+        gathered = comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
+        return _Met([tuple(row) for row in gathered.T.tolist()])
+    inside = [row[_HEADER.size :] for row in everyone] if all(head[1] for head in heads) else None
+    return _Met(list(zip(*(head[2 : 2 + len(sizes)] for head in heads), strict=True)), inside)
+
+
+def _content(found: Sequence[Tensor]) -> bytes | None:
+    """The tensors' bytes one after the other, or None when they do not fit or lie on an accelerator."""
+    if any(type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided for x in found):
+        return None
+    if sum(x.numel() * x.element_size() for x in found) > _ROOM:
+        return None
+    return b"".join([_raw(x).numpy().tobytes() for x in found])
+
+
+def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list[Tensor]:
+    """The gathered tensors. Rows lie one after the other in memory, so joining bytes joins rows."""
+    assert met.inside is not None, "the tensors travelled in the envelope"
+    starts = [0] * len(met.inside)
+    gathered = []
+    for x, sizes in zip(found, met.sizes, strict=True):
+        first, *rest = _rows(x).shape
+        rows = sizes if ragged else (first,) * len(starts)
+        row_bytes = x.element_size() * math.prod(rest)
+        parts = []
+        for rank, count in enumerate(rows):
+            end = starts[rank] + count * row_bytes
+            parts.append(met.inside[rank][starts[rank] : end])
+            starts[rank] = end
+        joined = bytearray().join(parts)
+        shape = (sum(rows), *rest)
+        gathered.append(torch.frombuffer(joined, dtype=x.dtype).reshape(shape) if joined else x.new_empty(shape))
+    return gathered
 
 
 def _size(x: Tensor, dim: int | None) -> int:
@@ -187,10 +244,17 @@ def _pack(tree: Tree) -> tuple[Tensor, Tree]:
     """The tree's tensors as one byte buffer, and the tree with (shape, dtype) in their place."""
     buffers, skeleton = [], trees.map_tensors(lambda x: _Hole(tuple(x.shape), x.dtype), tree)
     for x in trees.tensors(tree):
-        real = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-        raw = real.contiguous().reshape(-1).view(torch.uint8)
+        raw = _raw(x)
         buffers.append(_padded(raw, _aligned(raw.numel())))
     return (torch.cat(buffers) if buffers else torch.empty(0, dtype=torch.uint8)), skeleton
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The tensor's bytes."""
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return x.resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:

@@ -31,4 +31,7 @@ class DataLoaderConfiguration(Section):
     prefetch: int | None = setting(
         None, "batches kept ahead on the device (default: 2 on accelerators, 0 on CPU)", minimum=0
     )
+    pin_memory: bool | None = setting(
+        None, "pin batches before they are copied to a GPU (default: when worker processes read them)"
+    )
     prefetch_skip_keys: tuple[str, ...] = setting((), "keys of a batch that stay on the host")

@@ -54,6 +54,10 @@ def prepare(
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
+    if host.device == "tpu" and not resolved.config.cpu:
+        raise ConfigError(
+            f"{host.name} has TPUs, and training on them is not in this version; pass --cpu, or start on a machine with GPUs."
+        )
     launch = resolved.config.launch
     if not words:
         raise ConfigError(

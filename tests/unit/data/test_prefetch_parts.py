@@ -125,6 +125,22 @@ def test_the_move_is_chosen_by_device_and_setting() -> None:
     assert chosen("mps").__qualname__ == plain_move(lambda batch: batch).__qualname__
 
 
+def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
+    def pins(device: str | None, workers: int = 2, own: bool = False, **settings: Any) -> bool:
+        loader = DataLoader([0, 1], num_workers=workers, pin_memory=own)
+        place = None if device is None else torch.device(device)
+        return build._pins(loader, place, DataLoaderConfiguration(**settings))
+
+    assert pins("cuda:0")
+    assert not pins("cuda:0", workers=0)
+    assert pins("cuda:0", workers=0, pin_memory=True)
+    assert not pins("cuda:0", pin_memory=False)
+    assert not pins("cuda:0", own=True)  # it is on already
+    assert not pins("cuda:0", dispatch_batches=True)
+    assert not pins("cpu", pin_memory=True)
+    assert not pins(None, pin_memory=True)
+
+
 def test_plain_moves_keep_what_the_cursor_says() -> None:
     move = plain_move(lambda batch: batch + 1)
     assert list(move(iter([(1, None, False, "a"), (2, 1, True, "b")]))) == [(2, None, False, "a"), (3, 1, True, "b")]

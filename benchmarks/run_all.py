@@ -1,0 +1,117 @@
+"""Every benchmark that runs on a CPU, one after the other, and their numbers in one table.
+
+    python benchmarks/run_all.py            # short runs, about ten minutes on two quiet cores
+    python benchmarks/run_all.py --full     # the settings the committed results were made with
+
+A benchmark that fails is named with the end of what it printed, and the others run all the same; the exit status then is 1.
+Each script also writes its own page to benchmarks/results; the table of all is benchmarks/results/all.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from loading import RESULTS, versions
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One script: arguments of a short run, and those always given."""
+
+    script: str
+    short: tuple[str, ...] = ()
+    always: tuple[str, ...] = ()
+    page: str = ""
+    """The page it writes, when that is not called like the script."""
+
+
+PLANS = (
+    Plan("full_loop.py", ("--quick",), page="full_loop_cpu.md"),
+    Plan("step_overhead.py", ("--quick",), page="step_overhead_cpu.md"),
+    Plan("data_overhead.py", ("--quick",)),
+    Plan("input_bound.py", ("--quick",), page="input_bound_cpu.md"),
+    Plan("index_cost.py"),
+    Plan("resume.py"),
+    Plan("dispatch.py", ("--quick", "--ranks", "2")),
+    Plan("gather.py", ("--quick",)),
+    Plan("launch_overhead.py", ("--rounds", "3")),
+    Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", str(RESULTS))),
+    Plan("checkpoint.py", ("--rounds", "1"), ("--cpu",), "checkpoint_cpu.md"),
+    Plan("fp8.py", page="fp8_cpu.md"),
+)
+NOT_HERE = {
+    "sharding.py": "needs a GPU",
+    "mrpc_seeds.py": "needs the MRPC pairs and a model",
+    "mrpc_pack.py": "packs files, measures nothing",
+    "loading.py": "shared by the others",
+    "run_all.py": "this script",
+}
+
+
+def tables(page: Path) -> list[tuple[str, str]]:
+    """(what, numbers) for every row of every table of a page."""
+    rows: list[tuple[str, str]] = []
+    header: list[str] = []
+    for line in page.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        elif set(line) - set("|-: "):
+            values = zip(header[1:], cells[1:], strict=False)
+            rows.append((cells[0], "; ".join(f"{name}: {value}" if name else value for name, value in values)))
+    return rows
+
+
+def run(plan: Plan, full: bool) -> tuple[float, str | None]:
+    """Seconds it took, and the end of what it printed when it failed."""
+    command = [sys.executable, str(HERE / plan.script), *plan.always, *(() if full else plan.short)]
+    begun = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        failed = None if done.returncode == 0 else (done.stderr or done.stdout).strip().splitlines()[-1:]
+    except subprocess.TimeoutExpired:
+        failed = [f"took longer than {TIMEOUT_S} s"]
+    return time.perf_counter() - begun, None if failed is None else (failed or ["no output"])[0][:200]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="the settings of the committed results")
+    parser.add_argument("--only", nargs="*", default=[], help="only these scripts")
+    args = parser.parse_args()
+    here = {path.name for path in HERE.glob("*.py")}
+    missing = here - {plan.script for plan in PLANS} - set(NOT_HERE)
+    assert not missing, f"say in run_all.py how to run {sorted(missing)}, or why not"
+    lines = ["# All benchmarks", "", ", ".join(f"{key} {value}" for key, value in versions().items()), ""]
+    lines += [f"{'Full' if args.full else 'Short'} runs.", "", "| benchmark | what | numbers |", "|---|---|---|"]
+    failures = 0
+    for plan in PLANS:
+        if args.only and plan.script not in args.only:
+            continue
+        seconds, failed = run(plan, args.full)
+        print(f"{plan.script}: {f'failed: {failed}' if failed else 'done'} ({seconds:.0f} s)", flush=True)
+        if failed:
+            failures += 1
+            lines.append(f"| {plan.script} | failed | {failed.replace('|', '/')} |")
+            continue
+        page = RESULTS / (plan.page or f"{Path(plan.script).stem}.md")
+        lines += [f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)]
+    lines += [f"| {name} | not run | {why} |" for name, why in NOT_HERE.items() if why.startswith("needs")]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "all.md").write_text("\n".join(lines) + "\n")
+    print(f"written: {RESULTS / 'all.md'}")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
