@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -134,6 +135,11 @@ def submit(slurm: dict[str, str], folder: Path, *words: str, options: str = "", 
     return Job(slurm, run(slurm, *command, cwd=folder).split()[-1], folder)
 
 
+def has_begun(job: Job) -> bool:
+    """Whether the program has counted some steps."""
+    return len(job.lines(1)) > 2
+
+
 def check_count(job: Job, last: int = 30) -> None:
     """Every rank counts each number once, to the end."""
     job.wait(lambda: all(job.lines(rank)[-1:] == ["end"] for rank in range(2)))
@@ -221,13 +227,13 @@ def test_one_task_of_an_array_goes_back_into_the_queue_alone(slurm: dict[str, st
         (tmp_path / task).mkdir()
     array = submit(slurm, tmp_path, options="array=0-1,oversubscribe=true", program=program)
     tasks = [Job(slurm, f"{array.number}_{task}", tmp_path / task) for task in "01"]
-    for task in tasks:
-        task.wait(lambda task=task: len(task.lines(1)) > 2)  # type: ignore[misc]  # a lambda with a default
+    for job in tasks:
+        job.wait(partial(has_begun, job))
     told = tasks[1]  # the last task has the number of the whole array
     told.cancel("--signal=USR1")
     told.wait_for_requeue(1)
-    for task in tasks:
-        check_count(task)
+    for job in tasks:
+        check_count(job)
     assert "Restarts=0" in tasks[0].show()
 
 

@@ -324,7 +324,7 @@ class Accelerator:
         With `weight` (the tokens or samples the loss is the mean of), the mean is weighted over all micro-steps and
         ranks. Any: keywords of torch's backward.
         """
-        if not isinstance(loss, Tensor):
+        if type(loss) is not Tensor:
             arguments.check_loss(loss)
         if self._progress is not None:
             self._progress.pulse.reached()

@@ -37,9 +37,10 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int):
         return size
-    for unit, factor in _UNITS if isinstance(size, str) else ():
-        head = size.strip().removesuffix(unit)
-        if head != size.strip():
+    text = str(size).strip()
+    for unit, factor in _UNITS:
+        head = text.removesuffix(unit)
+        if head != text:
             try:
                 return int(float(head) * factor)
             except ValueError:

@@ -136,16 +136,18 @@ class SettingsParser(argparse.ArgumentParser):
 
     def format_short_help(self) -> str:
         """The help with the essential options only."""
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
-        formatter.add_text(self.description)
-        for group in self._action_groups:
-            formatter.start_section(group.title)
-            formatter.add_arguments([action for action in group._group_actions if self._is_essential(action)])
-            formatter.end_section()
-        rest = len({id(action) for action in self._actions if not self._is_essential(action)})
-        formatter.add_text(f"{rest} more options: `{self.prog} --help-all`.")
-        return formatter.format_help()
+        hidden = {
+            id(action): action for action in self._option_string_actions.values() if not self._is_essential(action)
+        }
+        whole = {key: action.help for key, action in hidden.items()}
+        for action in hidden.values():
+            action.help = argparse.SUPPRESS
+        try:
+            text = self.format_help()
+        finally:
+            for key, action in hidden.items():
+                action.help = whole[key]
+        return f"{text}\n{len(hidden)} more options: `{self.prog} --help-all`.\n"
 
     def _is_essential(self, action: argparse.Action) -> bool:
         names = {name.lstrip("-").replace("-", "_") for name in action.option_strings}

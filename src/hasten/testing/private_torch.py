@@ -25,7 +25,7 @@ _MODULE: Final = "torch.nn:Module"
 _BUCKETS: Final = "src/hasten/strategies/ddp_buckets.py"
 _HELD: Final = "src/hasten/strategies/fsdp2_gradients.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
-_LAUNCH: Final = "src/hasten/launch/agent.py"
+_LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/own_shards.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 

@@ -63,7 +63,7 @@ class TorchAgent(LocalElasticAgent):
     """Torch's agent, reporting to a supervisor."""
 
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, supervisor: Supervisor) -> None:
-        super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=SHUTDOWN_S)
+        super().__init__(spec, logs, exit_barrier_timeout=60)
         self._supervisor = supervisor
 
     def ends(self) -> list[End]:
@@ -93,9 +93,11 @@ class TorchAgent(LocalElasticAgent):
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S) -> None:
-        if isinstance(sys.exception(), SignalException):
-            timeout = self._supervisor.stopping(death_sig)
-        super()._shutdown(death_sig, timeout)
+        told = isinstance(sys.exception(), SignalException)
+        seconds = self._supervisor.stopping(death_sig) if told else SHUTDOWN_S
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, seconds)  # torch<2.12: its _shutdown takes no time of ours
+        super()._shutdown(death_sig)
 
     def _exit_barrier(self) -> None:
         if not self._supervisor.finished():
