@@ -18,6 +18,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate.utils.dcp_folders import fill, is_dcp_folder, names_in
 from accelerate.utils.modeling import is_peft_model
+from hasten.checkpoint.agreeing import agreeing
 from hasten.checkpoint.base import Blob, Component, StateTree
 from hasten.checkpoint.disk import Disk
 from hasten.checkpoint.export import replace_files_only
@@ -30,7 +31,7 @@ from hasten.checkpoint.optimizer_state import optimizer_component, parameter_nam
 from hasten.checkpoint.places import locate
 from hasten.checkpoint.reader import Found, open_checkpoint
 from hasten.checkpoint.weights import load_weights
-from hasten.checkpoint.writer import finish, prepare, settle, start
+from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 from hasten.modules.names import plain_name
@@ -77,15 +78,9 @@ def load_fsdp_model(
         _fill_model(module, folder, names)
         return _IncompatibleKeys([], [])
     with _open(Path(input_dir), FSDP_MODEL_NAME, model_index, "model", world) as found:
-        error: Exception | None = None
-        plan = None
-        try:
+        with agreeing(world, f"checking {input_dir} against the model"):
             plan = plan_model(module, found, strict=names is None)
             _check_adapter(plan.report, names, found.name)
-        except CheckpointError as problem:
-            error = problem
-        settle(world, error, f"checking {input_dir} against the model")
-        assert plan is not None, "the vote passed"
         run_copies(plan.copies)
         plan.finish()
     return _IncompatibleKeys([], [])
@@ -127,14 +122,8 @@ def load_fsdp_optimizer(
         _fill_optimizer(module, getattr(optimizer, "optimizer", optimizer), folder)
         return
     with _open(Path(input_dir), OPTIMIZER_NAME, optimizer_index, "optimizer", world) as found:
-        error: Exception | None = None
-        plan = None
-        try:
+        with agreeing(world, f"checking {input_dir} against the optimizer"):
             plan = plan_optimizer(optimizer, parameter_names([module]), found)
-        except CheckpointError as problem:
-            error = problem
-        settle(world, error, f"checking {input_dir} against the optimizer")
-        assert plan is not None, "the vote passed"
         run_copies(plan.copies)
         plan.finish()
 
@@ -179,14 +168,10 @@ def _save(plugin: Any, world: Comm, component: Component, kind: str, place: Path
 
 
 def _write_whole(file: Path, component: Component, world: Comm) -> None:
-    error: Exception | None = None
-    if world.rank == 0:
-        try:
+    with agreeing(world, f"writing {file}"):
+        if world.rank == 0:
             blob: Blob = encode_torch(component.tensors, component.data)
             replace_files_only(file.parent, {file.name: blob}, Disk())
-        except (OSError, CheckpointError) as problem:
-            error = problem
-    settle(world, error, f"writing {file}")
 
 
 @contextmanager
