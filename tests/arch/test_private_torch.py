@@ -141,7 +141,8 @@ def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> set[st
     return {name for name in {*dir(found), *set_on_self(found)} if private(name)}
 
 
-def found_uses() -> list[Use]:
+@pytest.fixture(scope="module")
+def found() -> list[Use]:
     """Private names that are not our own (some are both: then those count that the list names for the file)."""
     trees = list(sources())
     ours = {name for _, tree in trees for name in defined(tree)} | NOT_TORCH
@@ -152,13 +153,13 @@ def found_uses() -> list[Use]:
     return listed
 
 
-def test_no_private_name_of_torch_is_used_outside_the_list() -> None:
-    stray = sorted({(use.name, use.file) for use in found_uses()} - KNOWN)
+def test_no_private_name_of_torch_is_used_outside_the_list(found: list[Use]) -> None:
+    stray = sorted({(use.name, use.file) for use in found} - KNOWN)
     assert not stray, f"add them to {LIST} with the versions they were seen in, or find a public way: {stray}"
 
 
-def test_the_list_names_nothing_that_is_not_used() -> None:
-    used = {(use.name, use.file) for use in found_uses()}
+def test_the_list_names_nothing_that_is_not_used(found: list[Use]) -> None:
+    used = {(use.name, use.file) for use in found}
     idle = sorted((name, file) for name, file in KNOWN if private(name) and (name, file) not in used)
     assert not idle, f"take them off {LIST}: {idle}"
 
