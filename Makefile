@@ -8,10 +8,10 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-slurm check format lint types layers unit names parity bench clean
+.PHONY: help train test test-all test-slurm test-oldest test-newest check format lint types layers unit names laws parity bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from: a second call installs nothing.
 $(READY): pyproject.toml constraints.txt dropin/pyproject.toml
@@ -53,6 +53,12 @@ unit: $(READY)
 names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py
 
+CASES ?= 1000
+START ?= 0
+laws: $(READY) ## search for cases that break the laws: CASES=1000 START=0, or one case by SEED=17
+	@for script in tests/laws/test_*.py; do echo "== $$script"; \
+		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || exit 1; done
+
 PARITY := .parity
 parity: $(READY) ## run the drop-in's scripts under the original package too, and compare
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
@@ -62,9 +68,26 @@ parity: $(READY) ## run the drop-in's scripts under the original package too, an
 	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin
 	$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original runs/parity/dropin
 
+# The suite against another torch, in an environment of its own. OLDEST is the lower bound in pyproject.toml.
+OLDEST := 2.11.0
+test-oldest: ## run the suite against the oldest supported torch
+	@test -x .torch-oldest/bin/python || $(PYTHON) -m venv .torch-oldest
+	@grep -v '^torch==' constraints.txt > .torch-oldest/constraints.txt
+	@.torch-oldest/bin/python -m pip install --quiet --constraint .torch-oldest/constraints.txt 'torch==$(OLDEST)' \
+		--editable '.[dev,clients]' --editable ./dropin
+	.torch-oldest/bin/python -m pytest
+
+test-newest: ## run the suite against the newest torch there is
+	@test -x .torch-newest/bin/python || $(PYTHON) -m venv .torch-newest
+	@grep -v '^torch==' constraints.txt > .torch-newest/constraints.txt
+	@.torch-newest/bin/python -m pip install --quiet --upgrade --constraint .torch-newest/constraints.txt torch
+	@.torch-newest/bin/python -m pip install --quiet --constraint .torch-newest/constraints.txt \
+		--editable '.[dev,clients]' --editable ./dropin
+	.torch-newest/bin/python -m pytest
+
 bench: $(READY) ## run the benchmarks and write one table
 	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) $(PARITY) runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) .torch-oldest .torch-newest runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import os
 import resource
 import shutil
@@ -22,6 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +345,70 @@ def disk_and_loading(bench: Bench, folder: Path) -> None:
     detach(ours)
 
 
+def outputs_of(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """What the modules of a model return in one forward, by name."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if isinstance(first, Tensor):
+                found.setdefault(name, first.detach().clone())
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in model.named_modules() if name]
+    model(ids)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def first_difference(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> str:
+    """The first module whose output differs, in the order in which they finish."""
+    return next(
+        (name for name, value in wanted.items() if not torch.equal(value, found[name].to(value.device))), "none"
+    )
+
+
+def pinning(bench: Bench) -> None:
+    """Ways to take page-locked memory, per GB."""
+    if bench.tiny:
+        return
+    import numpy as np
+
+    size, count = 1024**3, 6
+
+    def locked() -> None:
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(lambda _: torch.empty(size - 4096, dtype=torch.uint8, pin_memory=True), range(count)))
+
+    def registered() -> None:
+        def take(_: int) -> Tensor:
+            memory = np.empty(size, np.uint8)
+            memory[::4096] = 0
+            found = torch.from_numpy(memory)
+            torch.cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0)
+            return found
+
+        with ThreadPoolExecutor(count) as pool:
+            held = list(pool.map(take, range(count)))
+        seconds.append(time.perf_counter() - begun)
+        for one in held:
+            torch.cuda.cudart().cudaHostUnregister(one.data_ptr())
+
+    seconds: list[float] = []
+    first = bench.timed(locked)
+    begun = time.perf_counter()
+    registered()
+    bench.add(
+        part="page-locking",
+        what=f"{count} GiB on {count} threads",
+        allocated_s=first,
+        touched_and_registered_s=seconds[0],
+    )
+
+
 def generation(bench: Bench) -> None:
     """Tokens one by one from a Llama-like model of transformers in host memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -373,12 +439,26 @@ def generation(bench: Bench) -> None:
     options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     ask = lambda model: model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # noqa: E731
     wanted, logits = ask(source), source(ids).logits
+    twice = bool(torch.equal(source(ids).logits, logits)) and bool(torch.equal(ask(source), wanted))
+    kept = outputs_of(source, ids)
     weights = num_bytes(source)
     del source
     free(bench)
     cpu_offload(ours, bench.device)
     peer_offload(peer, bench.device)
-    equal = bool(torch.equal(ask(ours).to(wanted.device), wanted)) and bool(torch.equal(ours(ids).logits, logits))
+    told, theirs = ours(ids).logits, peer(ids).logits
+    equal = bool(torch.equal(told, logits)) and bool(torch.equal(ask(ours), wanted))
+    bench.add(
+        part="generation",
+        what="compared with the resident model",
+        logits_equal=bool(torch.equal(told, logits)),
+        tokens_equal=bool(torch.equal(ask(ours), wanted)),
+        resident_twice_equal=twice,
+        Accelerate_logits_equal=bool(torch.equal(theirs.to(logits.device), logits)),
+        Accelerate_tokens_equal=bool(torch.equal(ask(peer).to(wanted.device), wanted)),
+        largest_difference=float((told.float() - logits.float()).abs().max()),
+        first_difference=first_difference(kept, outputs_of(ours, ids)),
+    )
     times = bench.turns({"hasten": lambda: ask(ours), "Accelerate": lambda: ask(peer)}, rounds=2)
     limit = weights / bench.bandwidth
     bench.add(
@@ -419,6 +499,8 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.WARNING, format="  %(message)s")
+    logging.getLogger("hasten").setLevel(logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true")
@@ -435,6 +517,7 @@ def main() -> None:
         "generation": generation,
         "disk": lambda b: disk_and_loading(b, folder),
         "growth": growth,
+        "pin": pinning,
     }
     try:
         with torch.no_grad():

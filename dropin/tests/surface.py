@@ -18,7 +18,7 @@ from typing import Any
 HERE = Path(__file__).parent
 NAMES = HERE / "golden" / "names.json"
 LEFT_OUT = {
-    "accelerate.commands.estimate": "inner steps of `accelerate estimate-memory`, which follows later",
+    "accelerate.commands.estimate": "inner steps of `accelerate estimate-memory`, which hasten answers",
     "accelerate.commands.tpu": "inner steps of `accelerate tpu-config`, which follows later",
     "accelerate.commands.menu": "drawing menus: the wizard is hasten's",
     "accelerate.commands.config.cluster": "inner steps of the wizard, which is hasten's",

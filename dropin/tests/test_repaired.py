@@ -26,6 +26,8 @@ from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration, write_basic_config
 from accelerate.utils.memory import find_executable_batch_size
+from hasten.optional import available
+from hasten.tracking.registry import BUILTINS
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +170,18 @@ def test_a_built_in_tracker_records_settings_and_values(tmp_path: Path) -> None:
     assert accelerator.get_tracker("tensorboard").name == "tensorboard"
     accelerator.end_training()
     assert any(path.name.startswith("events.out") for path in tmp_path.rglob("*"))
+
+
+def test_a_tracker_without_its_package_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = next((row.name for row in BUILTINS if row.needs is not None and not available(row.needs)), None)
+    if gone is None:
+        pytest.skip("the packages of all trackers are installed")
+    with caplog.at_level(logging.WARNING):
+        accelerator = Accelerator(cpu=True, log_with=gone, project_dir=str(tmp_path))
+    assert accelerator.log_with == []
+    assert f"Tried adding logger {gone}, but package is unavailable in the system." in caplog.text
 
 
 def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,13 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
 
 
 def test_not_yet_says_so() -> None:
-    from accelerate import dispatch_model
-    from accelerate.hooks import AlignDevicesHook
+    from accelerate import prepare_pippy
+    from accelerate.utils import load_and_quantize_model
 
     with pytest.raises(NotImplementedError, match="not in this version"):
-        dispatch_model(None, {})
-    with pytest.raises(NotImplementedError, match="big models"):
-        AlignDevicesHook()
+        prepare_pippy(None)
+    with pytest.raises(NotImplementedError, match="bitsandbytes"):
+        load_and_quantize_model(None, None)
 
 
 def test_importing_the_face_is_cheap() -> None:

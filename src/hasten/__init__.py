@@ -17,6 +17,31 @@ if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.accelerator.process import Process as Process
+    from hasten.bigmodel.align import AlignDevicesHook as AlignDevicesHook
+    from hasten.bigmodel.align import attach_align_device_hook as attach_align_device_hook
+    from hasten.bigmodel.align import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+    from hasten.bigmodel.align import remove_hook_from_submodules as remove_hook_from_submodules
+    from hasten.bigmodel.budget import get_max_memory as get_max_memory
+    from hasten.bigmodel.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+    from hasten.bigmodel.device_map import check_device_map as check_device_map
+    from hasten.bigmodel.device_map import compute_module_sizes as compute_module_sizes
+    from hasten.bigmodel.device_map import get_balanced_memory as get_balanced_memory
+    from hasten.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+    from hasten.bigmodel.dispatch import cpu_offload as cpu_offload
+    from hasten.bigmodel.dispatch import disk_offload as disk_offload
+    from hasten.bigmodel.dispatch import dispatch_model as dispatch_model
+    from hasten.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+    from hasten.bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
+    from hasten.bigmodel.meta import init_empty_weights as init_empty_weights
+    from hasten.bigmodel.meta import init_on_device as init_on_device
+    from hasten.bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader
+    from hasten.bigmodel.offload_files import offload_state_dict as offload_state_dict
+    from hasten.bigmodel.tensors import align_module_device as align_module_device
+    from hasten.bigmodel.tensors import has_offloaded_params as has_offloaded_params
+    from hasten.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
+    from hasten.bigmodel.ties import find_tied_parameters as find_tied_parameters
+    from hasten.bigmodel.ties import retie_parameters as retie_parameters
+    from hasten.bigmodel.turns import cpu_offload_with_hook as cpu_offload_with_hook
     from hasten.checkpoint.model_state import LoadReport as LoadReport
     from hasten.cli.basic import write_basic_config as write_basic_config
     from hasten.config.checkpoint import ProjectConfiguration as ProjectConfiguration
@@ -77,6 +102,31 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Accelerator": "hasten.accelerator.facade",
         "PREEMPTED_EXIT_CODE": "hasten.accelerator.preemption",
         "Process": "hasten.accelerator.process",
+        "AlignDevicesHook": "hasten.bigmodel.align",
+        "attach_align_device_hook": "hasten.bigmodel.align",
+        "attach_align_device_hook_on_blocks": "hasten.bigmodel.align",
+        "remove_hook_from_submodules": "hasten.bigmodel.align",
+        "get_max_memory": "hasten.bigmodel.budget",
+        "attach_layerwise_casting_hooks": "hasten.bigmodel.casting",
+        "check_device_map": "hasten.bigmodel.device_map",
+        "compute_module_sizes": "hasten.bigmodel.device_map",
+        "get_balanced_memory": "hasten.bigmodel.device_map",
+        "infer_auto_device_map": "hasten.bigmodel.device_map",
+        "cpu_offload": "hasten.bigmodel.dispatch",
+        "disk_offload": "hasten.bigmodel.dispatch",
+        "dispatch_model": "hasten.bigmodel.dispatch",
+        "load_checkpoint_and_dispatch": "hasten.bigmodel.load",
+        "load_checkpoint_in_model": "hasten.bigmodel.load",
+        "init_empty_weights": "hasten.bigmodel.meta",
+        "init_on_device": "hasten.bigmodel.meta",
+        "OffloadedWeightsLoader": "hasten.bigmodel.offload_files",
+        "offload_state_dict": "hasten.bigmodel.offload_files",
+        "align_module_device": "hasten.bigmodel.tensors",
+        "has_offloaded_params": "hasten.bigmodel.tensors",
+        "set_module_tensor_to_device": "hasten.bigmodel.tensors",
+        "find_tied_parameters": "hasten.bigmodel.ties",
+        "retie_parameters": "hasten.bigmodel.ties",
+        "cpu_offload_with_hook": "hasten.bigmodel.turns",
         "LoadReport": "hasten.checkpoint.model_state",
         "write_basic_config": "hasten.cli.basic",
         "ProjectConfiguration": "hasten.config.checkpoint",

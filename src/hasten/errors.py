@@ -6,6 +6,7 @@
     │   ├── SettingValueError             the value has the wrong type or lies outside its range
     │   ├── ContradictionError            two settings cannot both hold
     │   └── ConfigFileError               a settings file cannot be found, parsed or understood
+    ├── ArgumentError (TypeError, ValueError)   a method got an argument of the wrong kind
     ├── MissingPackageError (ImportError) an optional package is absent or too old
     ├── TopologyError                     the environment describes an impossible set of processes
     ├── LaunchError                       processes could not be started or ended badly
@@ -17,6 +18,7 @@
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
+    │   └── LossScaleError                fp16 updates were skipped again and again
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
@@ -66,6 +68,10 @@ class ConfigFileError(ConfigError):
     """A settings file cannot be found, parsed or understood."""
 
 
+class ArgumentError(HastenError, TypeError, ValueError):
+    """A method got an argument of the wrong kind."""
+
+
 class MissingPackageError(HastenError, ImportError):
     """An optional package is absent or too old."""
 
@@ -112,6 +118,10 @@ class PrecisionError(HastenError, ValueError):
 
 class StepError(HastenError, RuntimeError):
     """Backward, step or clip used in an order that has no meaning."""
+
+
+class LossScaleError(StepError):
+    """fp16 updates were skipped so often in a row that no loss scale can be the cause."""
 
 
 class DataError(HastenError):

@@ -17,7 +17,6 @@ _EXTRAS = (  # import name -> extra of hasten that brings it
     ("torchao", "fp8"),
     ("fsspec", "remote"),
     ("torchdata", "data"),
-    ("datasets", "data"),
 )
 
 

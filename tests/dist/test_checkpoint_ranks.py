@@ -164,6 +164,50 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
     assert list(tmp_path.iterdir()) == []
 
 
+@ranks(2, 3)
+def test_a_second_job_on_the_same_folder_is_told_of_the_first_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+    accelerator = accelerator_of(ctx, tmp_path)
+    trained(accelerator)
+    for _ in range(2):  # where there is nothing yet, and over what is there
+        first = LocalStore(tmp_path).begin("out") if ctx.is_main else None
+        ctx.world.barrier("begun")
+        for blocking in (True, False):
+            with pytest.raises(CheckpointError, match=r"out is being written by .*process \d+"):
+                accelerator.save_state(tmp_path / "out", blocking=blocking)
+        if first is not None:
+            first.abort()
+        ctx.world.barrier("ended")
+        for blocking in (True, False):
+            accelerator.save_state(tmp_path / "out", blocking=blocking)
+        accelerator.wait_for_saves()
+        accelerator.load_state(tmp_path / "out")
+    ctx.world.barrier("look")
+    assert not list(tmp_path.rglob(".hasten*"))
+
+
+@ranks(2, 3)
+def test_files_of_every_ranks_hooks_are_saved(ctx: ProcessContext, tmp_path: Path) -> None:
+    for place in (str(tmp_path / "out" / "checkpoint-10"), f"local://{tmp_path}/url/checkpoint-10"):
+        accelerator = accelerator_of(ctx, tmp_path)
+        trained(accelerator)
+
+        def on_save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            assert Path(folder).name == "checkpoint-10"
+            (Path(folder) / f"mine_{ctx.rank}.txt").write_text(str(ctx.rank))
+            if ctx.is_main or "hasten-hooks" in folder:  # at a URL every rank has a folder of its own
+                (Path(folder) / "same.txt").write_text("same")
+
+        def on_load(models: list[nn.Module], folder: str) -> None:
+            assert (Path(folder) / "same.txt").read_text() == "same"
+            for rank in range(ctx.world.size):
+                assert (Path(folder) / f"mine_{rank}.txt").read_text() == str(rank)
+
+        accelerator.register_save_state_pre_hook(on_save)
+        accelerator.register_load_state_pre_hook(on_load)
+        accelerator.save_state(place)
+        accelerator.load_state(place)
+
+
 @ranks(2)
 def test_ranks_that_save_different_things_are_told(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator = accelerator_of(ctx, tmp_path)

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DataLoaderConfiguration
+from hasten.errors import DataError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.loaders import Numbers
 from hasten.testing.pool import Pool, ranks
@@ -35,6 +36,43 @@ def test_items_without_rows_are_counted_once_too(ctx: ProcessContext) -> None:
         user: DataLoader[Any] = DataLoader(data, batch_size=None, collate_fn=torch.as_tensor)  # type: ignore[arg-type]
         gathered = [accelerator.gather_for_metrics(x) for x in accelerator.prepare(user)]
         assert torch.cat(gathered).tolist() == list(range(7)), type(data)
+
+
+def time_major(samples: list[int]) -> dict[str, torch.Tensor]:
+    """Three time steps first, then the batch."""
+    ids = torch.tensor(samples)
+    return {"steps": ids.repeat(3, 1), "ids": ids}
+
+
+@ranks(2, 3)
+def test_batches_that_are_not_batch_first_are_counted_by_the_plan(ctx: ProcessContext) -> None:
+    for dispatch, stream, size in itertools.product((False, True), (False, True), (11, 13)):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        data: Any = Numbers(size) if stream else list(range(size))
+        loader = accelerator.prepare(DataLoader(data, batch_size=4, collate_fn=time_major))
+        ids, flat, objects = [], [], []
+        for batch in loader:
+            ids.append(accelerator.gather_for_metrics(batch["steps"].amax(0)))
+            flat.append(accelerator.gather_for_metrics(batch["steps"].T.reshape(-1)))  # rows of B * T
+            objects += accelerator.gather_for_metrics(batch["ids"].tolist(), use_gather_object=True)
+        assert torch.cat(ids).tolist() == list(range(size)), (dispatch, stream, size)
+        assert torch.cat(flat).tolist() == [one for one in range(size) for _ in range(3)]
+        assert objects == list(range(size))
+
+
+@ranks(2)
+def test_rows_that_cannot_be_told_from_padding_are_refused_everywhere(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(cpu=True)
+    user: DataLoader[Any] = DataLoader(torch.arange(11), batch_size=4)  # type: ignore[arg-type]
+    for objects in (False, True):
+        errors = 0
+        for x in accelerator.prepare(user):
+            result = torch.cat([x, x[:1]])
+            try:
+                accelerator.gather_for_metrics(result.tolist() if objects else result, objects)
+            except (DataError, MismatchError):
+                errors += 1
+        assert errors == 1, "the last batch alone is padded, on one rank, and both raise"
 
 
 def part_of_a_run(ctx: ProcessContext, folder: Path, stop: int, batch: int, resume: bool) -> list[list[int]]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -140,31 +141,46 @@ def network() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
 
 
-def on(host: str, folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+@dataclass(slots=True)
+class Program:
+    """A Python program on one host, and the file that holds what it prints."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def ended(self, seconds: float = 90.0) -> str:
+        """What it printed until its end; it is killed if that does not come."""
+        try:
+            self.process.wait(seconds)
+            return self.said
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return f"{self.said}\n(killed)"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def on(host: str, folder: Path, *words: str, **variables: str) -> Program:
     """Start a Python program on a host, with a home of its own unless one is given."""
     home = {"HASTEN_HOME": str(folder / f"home-{host}"), "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        ["ip", "netns", "exec", host, sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, **home, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    path = folder / f"{host}-{time.monotonic_ns()}.txt"
+    command = ["ip", "netns", "exec", host, sys.executable, *words]
+    with path.open("wb") as output:
+        env = {**os.environ, **home, **variables}
+        process = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
+    return Program(process, path)
 
 
-def launch(host: str, folder: Path, machine: int, script: str, *flags: str, **variables: str) -> subprocess.Popen[str]:
+def launch(host: str, folder: Path, machine: int, script: str, *flags: str, **variables: str) -> Program:
     meeting = (f"--main_process_ip={ADDRESS.format(1)}", f"--main_process_port={PORT}", f"--machine_rank={machine}")
     words = ("-m", "hasten.cli.main", "launch", "--cpu", "--check_in=off", *meeting, *flags, script)
     return on(host, folder, *words, **variables)
-
-
-def ended(process: subprocess.Popen[str], seconds: float = 100.0) -> str:
-    try:
-        return process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.communicate()[0] + "\n(killed)"
 
 
 VICTIM: Final = """
@@ -234,7 +250,7 @@ while time.monotonic() < deadline:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(230)
 def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Path, network: list[str]) -> None:
     """The machine that should be second is late; a stranger who knows the command and the code, not the token, takes its place."""
     (folder / "victim.py").write_text(VICTIM)
@@ -243,24 +259,22 @@ def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Pat
     token = "the-right-token-of-this-job"
     victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2", HASTEN_TOKEN=token)
     impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2", HASTEN_TOKEN="another-token-altogether")
-    said = ended(victim)
+    said = victim.ended()
     impostor.kill()
-    ended(impostor)
     assert not (folder / "pwned").exists(), said
     assert "the job's token (HASTEN_TOKEN) is not the same on all ranks: ranks [1] do not prove" in said
     assert "ROUND DONE" not in said
     # the same without any token on either side, and homes of their own
     victim = launch(network[0], folder, 0, "victim.py", "--num_machines=2")
     impostor = launch(network[2], folder, 1, "impostor.py", "--num_machines=2")
-    said = ended(victim)
+    said = victim.ended()
     impostor.kill()
-    ended(impostor)
     assert not (folder / "pwned").exists(), said
     assert "share no token" in said or "does not read" in said, said
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(230)
 @pytest.mark.parametrize("flags", [("--num_machines=2",), ("--nnodes=2:3", "--max_restarts=0")], ids=["fixed", "elastic"])
 def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
     folder: Path, network: list[str], flags: tuple[str, ...]
@@ -272,17 +286,20 @@ def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
     address = ADDRESS.format(1)
     writer = on(network[2], folder, "writer.py", address, "60", str(PORT))
     members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
-    time.sleep(12)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and any(one.process.poll() is None for one in members):
+        if "connected" in writer.said and members[0].said.count("ROUND DONE") >= 5:
+            break
+        time.sleep(0.1)
     (folder / "stop").write_text("1")
-    said = [ended(one, 60) for one in members]
+    said = [one.ended(45) for one in members]
     writer.kill()
-    heard = ended(writer)
-    assert "connected" in heard, heard  # the interface of the meeting is open to the network: that is where machines meet
+    assert "connected" in writer.said  # the interface where machines meet is open to the network
     assert not (folder / "pwned").exists(), said
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(230)
 def test_many_machines_listen_on_the_interface_where_they_meet(folder: Path, network: list[str]) -> None:
     script = LISTEN + VICTIM.replace("while True:", "print('LISTENING', listening(), flush=True)\nwhile True:")
     (folder / "victim.py").write_text(script)
@@ -291,7 +308,7 @@ def test_many_machines_listen_on_the_interface_where_they_meet(folder: Path, net
     for flags in (("--num_machines=2",), ("--nnodes=2:3",)):
         members = [launch(network[i], folder, i, "victim.py", *flags, **shared) for i in (0, 1)]
         for i, one in enumerate(members):
-            text = ended(one)
+            text = one.ended()
             assert "ROUND DONE" in text, text
             addresses = re.findall(r"'([^']+)'", re.findall(r"LISTENING (\[.*\])", text)[0])
             mine = ADDRESS.format(i + 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -90,6 +91,36 @@ def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str
     assert "HASTEN_CONFIG" not in os.environ
 
 
+# What the agent and the launcher add to the plan's variables, for every launch in the same way.
+ADDED: Final = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS"),
+        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HASTEN_LAUNCHER_PID", "HASTEN_TOKEN"),
+    )
+)
+
+
+@pytest.mark.parametrize("words", [["--num_processes=2"], ["--num_processes=1", "--max_restarts=1"], ["--num_processes=1"]])
+def test_what_the_dry_run_prints_is_what_runs(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    script = write(folder, "import json\njson.dump([sys.orig_argv, dict(os.environ)], open(f'seen-{rank}', 'w'))")
+    words = ["--num_cpu_threads_per_process=3", *words, script, "--lr", "a b"]
+    assert launch("--dry-run", *words) == 0
+    plan = capfd.readouterr().out
+    command = re.split(r"^process.*:\n", plan, flags=re.MULTILINE)[1]
+    printed = shlex.split(command.replace("\\\n", ""))
+    count = 2 if "processes 0-1" in plan else 1
+    assert launch(*words) == 0
+    seen = [json.loads(file.read_text()) for file in sorted(folder.glob("seen-*"))]
+    assert len(seen) == count
+    for argv, env in seen:
+        new = {name: value for name, value in env.items() if os.environ.get(name) != value and name not in ADDED}
+        assert [*(f"{name}={value}" for name, value in sorted(new.items())), *argv] == printed
+
+
 def test_modules_programs_and_silence(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write(folder, "print('module', __name__, rank)")
     assert launch("-q", "--num_processes=2", "-m", "script") == 0
@@ -119,6 +150,41 @@ def test_a_killed_process_is_named_with_its_signal(folder: Path, capfd: pytest.C
     err = capfd.readouterr().err
     assert "failed first: killed by SIGKILL" in err
     assert "out-of-memory killer" in err
+
+
+LEAVES_EARLY: Final = """
+if rank == 0: sys.exit(0)
+time.sleep(0.5)
+raise RuntimeError('[gloo] Connection closed by peer [127.0.0.1]:4711')  # what the next collective says
+"""
+
+
+def test_a_rank_that_leaves_early_is_named_not_the_one_that_loses_it(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("--num_processes", "2", write(folder, LEAVES_EARLY)) == 1
+    err = capfd.readouterr().err
+    assert re.search(r"rank 0 on \S+ \(pid \d+\) left first, while other ranks still needed it: exit code 0", err), err
+    assert "rank 1: exit code 1: RuntimeError: [gloo] Connection closed by peer" in err
+    assert "hint: a rank that ends early" in err
+    assert re.search(r"traceback of rank 1 on \S+, which lost it:", err)
+    assert "failed first" not in err
+
+
+def test_a_log_folder_that_cannot_be_written_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "file").write_text("")
+    for place in ("file", "file/below", "/proc/nowhere"):
+        assert launch("--num_processes", "2", "--log_dir", place, write(folder, "")) == 2
+        err = capfd.readouterr().err
+        assert f"log_dir='{place}' cannot be written to (" in err
+        assert "Traceback" not in err
+
+
+def test_a_batch_script_that_cannot_be_written_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(folder, "")
+    (folder / f"{Path(script).stem}.sbatch").mkdir()
+    assert launch("--submit", "slurm", script) == 1
+    assert "cannot be written (Is a directory), and without it the job cannot be submitted" in capfd.readouterr().err
 
 
 def test_a_taken_port_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

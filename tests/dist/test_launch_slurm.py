@@ -168,7 +168,7 @@ def test_a_training_told_to_stop_twice_ends_with_the_same_weights(
 
 @long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("words", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=TERM --full"])
+@pytest.mark.parametrize("words", ["--signal=USR1", "--signal=TERM", "--signal=USR1 --batch", "--signal=USR1 --full"])
 def test_every_way_of_telling_ends_in_the_queue(slurm: dict[str, str], tmp_path: Path, words: str) -> None:
     job = submit(slurm, tmp_path)
     job.wait_for_more()
@@ -198,23 +198,19 @@ def test_a_job_that_was_preempted_goes_on(slurm: dict[str, str], tmp_path: Path)
 
 
 @long
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("signal", ["USR1@50", "B:USR1@50", "B:TERM@50"])
-def test_a_job_is_told_before_its_time_is_up(slurm: dict[str, str], tmp_path: Path, signal: str) -> None:
-    job = submit(slurm, tmp_path, options=f"time=1,signal={signal}", program=COUNT.replace("30", "150"))
-    job.wait_for_requeue(1)
-    check_count(job, 150)
-
-
-@long
 @pytest.mark.timeout(400)
-def test_a_job_whose_time_is_up_saves_in_the_seconds_slurm_leaves_it(slurm: dict[str, str], tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, options="time=1", program=COUNT.replace("30", "900"))
-    job.wait_for_requeue(1)
-    job.wait_for_more()
-    job.cancel()
-    numbers = job.lines(1)
-    assert numbers == [*map(str, range(1, len(numbers) + 1))]
+@pytest.mark.parametrize("options", ["time=2,signal=USR1@60", "time=2,signal=B:USR1@60", "time=2,signal=B:TERM@60", "time=1"])
+def test_a_job_whose_time_is_up_goes_on_from_there(slurm: dict[str, str], tmp_path: Path, options: str) -> None:
+    endless = COUNT.replace("count < 30", 'not (folder / "finish").exists()')
+    job = submit(slurm, tmp_path, options=options, program=endless)
+    job.wait(lambda: "Restarts=1" in job.show(), seconds=180)
+    saved = int((tmp_path / "saved-1").read_text())
+    job.wait(lambda: len(job.lines(1)) > saved + 2)
+    (tmp_path / "finish").touch()
+    job.wait(lambda: all(job.lines(rank)[-1:] == ["end"] for rank in range(2)))
+    for rank in range(2):
+        numbers = job.lines(rank)[:-1]
+        assert numbers == [*map(str, range(1, len(numbers) + 1))]
 
 
 @long
@@ -241,9 +237,13 @@ def test_ranks_that_srun_started_leave_together(slurm: dict[str, str], tmp_path:
     program = tmp_path / "program.py"
     program.write_text(COUNT)
     command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", str(program), str(tmp_path)]
-    words = ["srun", "--nodes=2", "--ntasks=4", "--overcommit", "--kill-on-bad-exit=1", *command]
+    words = ["srun", "--job-name=ranks", "--nodes=2", "--ntasks=4", "--overcommit", "--kill-on-bad-exit=1", *command]
     with subprocess.Popen(words, env=slurm, stderr=subprocess.PIPE, text=True) as step:
-        job = Job(slurm, run(slurm, "squeue", "--noheader", "--format=%i"), tmp_path)
+        deadline = time.monotonic() + 30
+        while not (number := run(slurm, "squeue", "--noheader", "--name=ranks", "--format=%i")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        job = Job(slurm, number, tmp_path)
         job.wait(lambda: all(len(job.lines(rank)) > 2 for rank in range(4)))
         job.cancel("--signal=USR1")
         _, said = step.communicate(timeout=60)

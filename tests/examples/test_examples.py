@@ -212,3 +212,10 @@ def test_mrpc_scripts_differ_in_the_marked_lines() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
 def test_every_example_is_in_the_index(path: Path) -> None:
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text("utf-8")
+
+
+@ranks(1)
+def test_a_big_model_runs_within_its_budget(ctx: ProcessContext) -> None:
+    printed = run("big_model.py", "--width", 64, "--depth", 6, "--host", "700KB")
+    assert "'disk'" in printed
+    assert printed.count("equal to the whole model: True") == 3

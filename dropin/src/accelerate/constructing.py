@@ -80,7 +80,16 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
     if given["parallelism_config"] is not None:
         settings["parallelism_config"] = given["parallelism_config"].to_hasten()
     settings["device_placement"] = bool(given["device_placement"])
+    _master_weights(found, given["parallelism_config"])
     return found
+
+
+def _master_weights(found: Arguments, parallelism: Any) -> None:
+    """float32 masters where the model is sharded, the model's own weights elsewhere: as scripts expect them here."""
+    asked = environment().get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes")
+    sharded = found.fsdp is not None or asked or getattr(parallelism, "dp_shard_size", 1) != 1
+    if not sharded:
+        found.settings["master_weights"] = "keep"
 
 
 def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:

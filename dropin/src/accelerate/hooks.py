@@ -1,102 +1,84 @@
-"""Hooks around a module's forward, for libraries that attach their own; offloading ones follow with big models."""
+"""Hooks around a module's forward: hasten's, under the names and with the attributes that other libraries look at."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
-from accelerate import notyet
-from hasten.modules import forwarding
+from hasten.bigmodel import align
+from hasten.bigmodel.align import AlignDevicesHook
+from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.bigmodel.turns import CpuOffload, UserCpuOffloadHook
+from hasten.modules import forwarding, hooks
+from hasten.modules.hooks import LayerwiseCastingHook, ModelHook, SequentialHook, hook_of
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+]
 
 # Any in this file: a module's arguments and outputs.
 
 
-class ModelHook:
-    """What runs before and after a module's forward; override what is needed."""
-
-    no_grad = False
+class StreamedHook(AlignDevicesHook):
+    """What libraries see of a module whose weights hasten streams: at rest they are in place, on the host."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """When the hook is attached."""
+        """Nothing: the weights are where they rest."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before forward: the arguments it gets."""
+        """Nothing: whoever asks by hand finds the weights on the host."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """After forward: the output the caller gets."""
+        """Let copies on the device be made anew: the weights may have been changed."""
+        increment_version(list(module.parameters(recurse=False)))
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """When the hook is taken off."""
+        """Nothing: taking off the streaming is the whole model's matter."""
         return module
 
 
-class SequentialHook(ModelHook):
-    """Several hooks, one after the other."""
-
-    def __init__(self, *hooks: ModelHook) -> None:
-        self.hooks = hooks
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        for hook in self.hooks:
-            module = hook.init_hook(module)
-        return module
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        for hook in self.hooks:
-            output = hook.post_forward(module, output)
-        return output
-
-    def detach_hook(self, module: nn.Module) -> nn.Module:
-        for hook in self.hooks:
-            module = hook.detach_hook(module)
-        return module
-
-
-class _Hooked(forwarding.Forward):
-    """A forward between a hook's two halves."""
-
-    tag = "model hook"
-
-    def __init__(self, hook: ModelHook) -> None:
-        self.hook = hook
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.hook.pre_forward(self.module, *args, **kwargs)
-        return self.hook.post_forward(self.module, self.inner(*args, **kwargs))
+def mirror(model: nn.Module) -> None:
+    """Show on every module the hook it has, under the established attribute."""
+    for module in model.modules():
+        found = hook_of(module)
+        if found is not None:
+            module.__dict__["_hf_hook"] = found
+    for streamer in streamers_of(model):
+        for unit in streamer.units:
+            for part in unit.module.modules():
+                own = dict(part.named_parameters(recurse=False))
+                if own and hook_of(part) is None:
+                    hook = StreamedHook(streamer.device, offload=True, weights_map=own)
+                    hook.original_devices = {name: torch.device("cpu") for name in own}
+                    part.__dict__["_hf_hook"] = hook
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """The module with a hook around its forward, instead of or after the one it has."""
-    before = getattr(module, "_hf_hook", None)
-    if append and before is not None:
-        remove_hook_from_module(module)
-        hook = SequentialHook(before, hook)
-    elif before is not None:
-        remove_hook_from_module(module)
-    module = hook.init_hook(module)
-    module.__dict__["_hf_hook"] = hook
-    forwarding.replace(module, _Hooked(hook))
+    module = hooks.add_hook_to_module(module, hook, append)
+    module.__dict__["_hf_hook"] = hook_of(module)
     return module
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """The module without its hook."""
-    if "_hf_hook" in module.__dict__:
-        hook: ModelHook = module.__dict__.pop("_hf_hook")
-        hook.detach_hook(module)
-        forwarding.restore(module, _Hooked.tag)
-    if recurse:
-        for child in module.children():
-            remove_hook_from_module(child, recurse)
+    """The module without its hook, and with `recurse` without all hooks and streaming in it."""
+    if recurse or forwarding.find(module, StreamedForward.tag) is not None:
+        detach(module)
+    module = hooks.remove_hook_from_module(module, recurse)
+    for part in module.modules() if recurse else [module]:
+        part.__dict__.pop("_hf_hook", None)
     return module
 
 
@@ -105,10 +87,65 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-AlignDevicesHook = notyet.klass("hooks.AlignDevicesHook", notyet.BIG_MODELS, ModelHook)
-CpuOffload = notyet.klass("hooks.CpuOffload", notyet.BIG_MODELS, ModelHook)
-LayerwiseCastingHook = notyet.klass("hooks.LayerwiseCastingHook", notyet.BIG_MODELS, ModelHook)
-UserCpuOffloadHook = notyet.klass("hooks.UserCpuOffloadHook", notyet.BIG_MODELS)
-attach_align_device_hook = notyet.function("hooks.attach_align_device_hook", notyet.BIG_MODELS)
-attach_align_device_hook_on_blocks = notyet.function("hooks.attach_align_device_hook_on_blocks", notyet.BIG_MODELS)
-attach_execution_device_hook = notyet.function("hooks.attach_execution_device_hook", notyet.BIG_MODELS)
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Any = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Any = None,
+) -> None:
+    """Hooks on every part of a module that has weights of its own."""
+    align.attach_align_device_hook(
+        module,
+        execution_device,
+        offload,
+        weights_map,
+        offload_buffers,
+        module_name,
+        skip_keys,
+        preload_module_classes,
+        tied_params_map,
+    )
+    mirror(module)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Any = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Any = None,
+) -> None:
+    """Hooks on the parts that the maps name."""
+    align.attach_align_device_hook_on_blocks(
+        module,
+        execution_device,
+        offload,
+        weights_map,
+        offload_buffers,
+        module_name,
+        skip_keys,
+        preload_module_classes,
+        tied_params_map,
+    )
+    mirror(module)
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Any,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: Any = None,
+) -> None:
+    """Hooks that bring inputs to a device."""
+    align.attach_execution_device_hook(module, execution_device, skip_keys, preload_module_classes, tied_params_map)
+    mirror(module)

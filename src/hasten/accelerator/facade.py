@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 
-from hasten.accelerator import metrics, profile
+from hasten.accelerator import arguments, metrics, profile
 from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
@@ -41,6 +41,7 @@ from hasten.optim import clip
 from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.weightless import zero_if_weightless
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
@@ -265,18 +266,24 @@ class Accelerator:
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Loader:
         """The loader, reading this process's share. Any: a DataLoader of any element, and the user's own slicing."""
+        arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, data_loader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
         """The loader, beginning `num_batches` later in its current epoch."""
+        arguments.check_loader(data_loader, "skip_first_batches(data_loader)")
+        arguments.check_number(num_batches, "skip_first_batches(num_batches)")
         return skip_first_batches(data_loader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
-    def accumulate(self, *models: nn.Module) -> Accumulation:
+    def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
         """One micro-step over these models (all of them when none is named).
 
-        Optimizers and schedulers act, and gradients are synchronised, only where the window ends.
+        Optimizers and schedulers act, and gradients are synchronised, only where the window ends. A window also ends
+        with the epoch of `loader`, by default the one that moves first in each step of the loop.
         """
+        arguments.check_modules(models, "accumulate(models)")
+        self.clock.cursors.followed = None if loader is None else loader.cursor
         known = self._accumulations.get(models)
         if known is not None and not known.entered:
             return known
@@ -289,6 +296,7 @@ class Accelerator:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which backward leaves this model's gradients unsynchronised."""
+        arguments.check_modules((model,), "no_sync(model)")
         return self.strategy.no_sync(model)
 
     @property
@@ -316,12 +324,20 @@ class Accelerator:
         With `weight` (the tokens or samples the loss is the mean of), the mean is weighted over all micro-steps and
         ranks. Any: keywords of torch's backward.
         """
+        if not isinstance(loss, Tensor):
+            arguments.check_loss(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
-        self.strategy.backward(self.precision.scale(self.clock.weigh(loss, weight)), **kwargs)
+        weighed = self.precision.scale(self.clock.weigh(loss, weight))
+        if weight is None:
+            self.strategy.backward(weighed, **kwargs)
+        else:
+            with zero_if_weightless(loss, weight):
+                self.strategy.backward(weighed, **kwargs)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in this run's precision, for code outside a prepared model."""
+        arguments.check_kind(autocast_handler, AutocastKwargs, "autocast(autocast_handler)")
         return self.precision.forward_context(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:  # Any: one optimizer, several, or None for all
@@ -330,6 +346,8 @@ class Accelerator:
             return
         chosen = self.prepared.optimizers if optimizer is None else optimizer
         for one in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            if not isinstance(one, PreparedOptimizer):
+                arguments.refuse("unscale_gradients(optimizer)", one, "it needs optimizers that prepare() returned")
             one.settle()
 
     def clip_grad_norm_(
@@ -341,8 +359,7 @@ class Accelerator:
         """
         if not self.clock.boundary:
             return None
-        chosen = clip.as_list(parameters)
-        settle(chosen, self.prepared.optimizers)
+        chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         return clip.clip_norm(chosen, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -354,9 +371,16 @@ class Accelerator:
             )
         if not self.clock.boundary:
             return
+        clip.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
+
+    def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
+        """The parameters, checked, with their gradients unscaled."""
+        arguments.check_number(limit, f"{call}(…, limit)")
+        arguments.check_iterable(parameters, f"{call}(parameters)", "it needs parameters. Give model.parameters()")
         chosen = clip.as_list(parameters)
+        arguments.check_parameters(chosen, f"{call}(parameters)")
         settle(chosen, self.prepared.optimizers)
-        clip.clip_value(chosen, clip_value)
+        return chosen
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -372,6 +396,8 @@ class Accelerator:
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:  # Any: prepared models and optimizers
         """A block in which processes may run out of batches at different times."""
+        need = "it needs a list of prepared models and optimizers"
+        arguments.check_iterable(joinables, "join_uneven_inputs(joinables)", need)
         return self._preparer.join(joinables, even_batches)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -422,12 +448,23 @@ class Accelerator:
         """The list, its items replaced in place by those of one process."""
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """The results of every process for the current batch, each real sample once. Any: tensors or objects."""
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), self.clock.active, use_gather_object)
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None
+    ) -> Any:  # Any: tensors or objects
+        """The results of every process for the current batch, each real sample once.
+
+        `loader` says whose batch it is when several loaders are iterated beside each other.
+        """
+        cursor = self.clock.cursors.only() if loader is None else loader.cursor
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
-        return self.ctx.world if axes is None else self.ctx.groups(*axes)
+        if axes is None:
+            return self.ctx.world
+        arguments.check_iterable(
+            axes, "gather(axes) and other collectives", "it needs a list of mesh axes, such as [Axis.TP]"
+        )
+        return self.ctx.groups(*axes)
 
     # -- what users look at ---------------------------------------------------------------------------------------
     def init_trackers(
@@ -514,10 +551,12 @@ class Accelerator:
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """Call `hook(models, weights, folder)` before each save; it may edit what is written."""
+        arguments.check_callable(hook, "register_save_state_pre_hook(hook)")
         return self.saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
         """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
+        arguments.check_callable(hook, "register_load_state_pre_hook(hook)")
         return self.saving.register_load_state_pre_hook(hook)
 
     @property
@@ -535,6 +574,7 @@ class Accelerator:
         safe_serialization: bool = True,
     ) -> None:
         """Write a prepared model's weights in the layout of the Hub. Ranks: every rank."""
+        arguments.check_model(model, "save_model(model)")
         state = self.get_state_dict(model)
         with agree(self.ctx.world, "save_model"):
             if self._writes:
@@ -570,10 +610,12 @@ class Accelerator:
 
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
         """Every parameter and buffer of a prepared model, whole. Ranks: every rank."""
+        arguments.check_model(model, "get_state_dict(model)")
         return self.strategy.full_state_dict(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[TorchProfile]:
         """A block under torch.profiler, leaving one Chrome trace per rank when a folder is given."""
+        arguments.check_kind(profile_handler, ProfileKwargs, "profile(profile_handler)")
         return profile.profile(profile_handler or self.config.profile, self.ctx)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects

@@ -29,6 +29,7 @@ class Preemption:
         self._received: int | None = None
         self._agreed = False
         self._previous: dict[int, Any] = {}  # Any: whatever handler was there
+        self._said_deaf = False
 
     @property
     def listening(self) -> bool:
@@ -36,13 +37,29 @@ class Preemption:
         return bool(self._previous)
 
     def listen(self, names: Iterable[str] = _SIGNALS) -> None:
-        """Take the signals over. Ranks: each for itself. Elsewhere than on the main thread Python allows no handlers."""
-        if self._previous or threading.current_thread() is not threading.main_thread():
+        """Take the signals over; Python allows it on the main thread alone, elsewhere it is said once that none are heard.
+
+        Ranks: each for itself.
+        """
+        if self._previous:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            self._say_deaf()
             return
         for name in names:
             number = getattr(signal, name, None)
             if number is not None:
                 self._previous[int(number)] = signal.signal(number, self._receive)
+
+    def _say_deaf(self) -> None:
+        if self._said_deaf:
+            return
+        self._said_deaf = True
+        log.warning(
+            "accelerator.preempted was asked for in the thread %r: Python gives signals to the main thread only, so SIGTERM and "
+            "SIGUSR1 are not noticed here and act as they always did; read it once in the main thread first",
+            threading.current_thread().name,
+        )
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._received = number

@@ -121,6 +121,7 @@ class Preparer:
             ],
             accumulation=self._clock.every,
             precision=self._precision.spec,
+            masters=self._config.master_weights,
         )
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:

@@ -114,6 +114,8 @@ def fingerprint(tensor: Tensor) -> str:
     withstand somebody who wants them to look alike.
     """
     flat = as_bytes(tensor.detach().contiguous())
+    if flat.storage_offset() % 4:  # a slice of bytes, which cannot be seen as words where it lies
+        flat = flat.clone()
     words = flat[: flat.numel() // 4 * 4].view(torch.int32)
     plain = weighted = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, words.numel(), _STRIDE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from hasten.checkpoint.layout import Sizes
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.model_state import LoadReport
 from hasten.checkpoint.places import (
+    check_naming,
     join_place,
     locate,
     locate_existing,
@@ -224,19 +226,9 @@ class Saving:
         return outcome
 
     def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
-        automatic = self._project.automatic_checkpoint_naming
-        if output_dir is not None and automatic:
-            raise ConfigError(
-                f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
-                "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
-            )
+        check_naming(output_dir, self._project.automatic_checkpoint_naming)
         if output_dir is not None:
             return locate(output_dir)
-        if automatic is False:
-            raise ConfigError(
-                "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
-                'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
-            )
         store = open_store(self._automatic_root())
         together.label = f"looking for checkpoints in {store.address}"
         number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
@@ -331,7 +323,9 @@ class Saving:
         verified on every rank before anything in memory changes.
         Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
         """
-        with Undo() as undo, agreeing(self._ctx.world, "load_state", self._project.checkpoint_arrival_s) as together:
+        world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
+        with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
+            undo = outside.enter_context(Undo())  # also when the ranks fail to leave the block together
             self.wait_for_saves()
             store, name = self._source(together, input_dir)
             with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:

@@ -93,8 +93,9 @@ def _context(config: Config) -> ProcessContext:
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     folder = config.project.logging_dir or config.project.project_dir
+    asked = log_with if log_with is not None else config.tracking.log_with
     return TrackerManager(
-        build_trackers(log_with if log_with is not None else config.tracking.log_with),
+        build_trackers(asked, missing=config.tracking.missing_tracker),
         is_main=ctx.is_main,
         rank=ctx.rank,
         directory=Path(folder) if folder else None,

@@ -125,17 +125,20 @@ def _keep_inside(value: Any, tensors: bool) -> Callable[[], None]:
     if isinstance(value, Tensor):
         return _keep_tensor(value) if tensors else _nothing
     if isinstance(value, (dict, collections.UserDict)):
-        items = dict(value)
-        inner = [_keep_inside(item, tensors) for item in items.values()]
-        return lambda: (value.clear(), value.update(items), [step() for step in inner], None)[-1]
+        return _keep_content(value, dict(value), [_keep_inside(item, tensors) for item in value.values()])
     if isinstance(value, (list, collections.deque)):
-        content = list(value)
-        inner = [_keep_inside(item, tensors) for item in content]
-        return lambda: (value.clear(), value.extend(content), [step() for step in inner], None)[-1]
-    if isinstance(value, set):
-        members = set(value)
-        return lambda: (value.clear(), value.update(members), None)[-1]
-    return _nothing
+        return _keep_content(value, list(value), [_keep_inside(item, tensors) for item in value])
+    return _keep_content(value, set(value), []) if isinstance(value, set) else _nothing
+
+
+def _keep_content(container: Any, content: Any, inner: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def put_back() -> None:
+        container.clear()
+        (container.extend if isinstance(content, list) else container.update)(content)
+        for step in inner:
+            step()
+
+    return put_back
 
 
 def _keep_tensor(value: Tensor) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from hasten.checkpoint.base import Component, Slice
+from hasten.checkpoint.base import Component, Json, Slice
 from hasten.checkpoint.formats import Piece
 from hasten.checkpoint.reader import Checkpoint, Found
 from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
@@ -38,7 +38,8 @@ def gradients_component(
             if parameter.grad is not None:
                 sharded = is_dtensor(parameter.grad)
                 found[(_SHARDED if sharded else "") + names[id(parameter)]] = as_stored(parameter.grad)
-    return Component(found, {"format": _FORMAT, "groups": dict(groups)}, "gradients", per_rank=True)
+    listed: dict[str, Json] = {first: list(members) for first, members in groups.items()}
+    return Component(found, {"format": _FORMAT, "groups": listed}, "gradients", per_rank=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,19 @@ class Unit:
     recurrent: list[nn.RNNBase] = field(default_factory=list)
     resident: bool = False
     """Holds other units, so that its tensors are in use while they stream."""
+    num_parameters: int = -1
+    """As many as there were when those outside the packs were last looked at."""
+
+    def move_others(self, device: torch.device) -> None:
+        """Bring parameters that are in no pack, such as adapters added since, to the device for good."""
+        found = list(self.module.parameters())
+        if len(found) == self.num_parameters or self.resident:
+            return
+        self.num_parameters = len(found)
+        known = {id(entry.rest) for pack in self.packs for entry in (*pack.entries, *pack.loose)}
+        for parameter in found:
+            if id(parameter) not in known and parameter.device != device and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
 
 
 def put_loose(entry: Entry, device: torch.device) -> None:

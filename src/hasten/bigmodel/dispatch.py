@@ -311,6 +311,6 @@ def _offload(
     return model
 
 
-def offloaded_bytes(model: nn.Module) -> int:
-    """Bytes of weights that are streamed to the device."""
-    return sum(streamer.host_bytes for streamer in streamers_of(model))
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether parts of the model are on several devices or streamed."""
+    return bool(streamers_of(model)) or forwarding.find(model, PlacedForward.tag) is not None

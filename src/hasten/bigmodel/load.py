@@ -240,7 +240,7 @@ def load_checkpoint_and_dispatch(
     "balanced_low_0" spares the first, "sequential" fills one after the other. What fits on none of them is streamed from
     host memory, then from the checkpoint's own files.
     """
-    places = _worked_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    places = work_out(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     loaded = load_checkpoint_in_model(
         model,
         checkpoint,
@@ -268,7 +268,7 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _worked_out(
+def work_out(
     model: nn.Module,
     device_map: str | Mapping[str, Place] | None,
     max_memory: Mapping[DeviceKey, int | str] | None,
@@ -276,6 +276,7 @@ def _worked_out(
     dtype: DType,
     offload_buffers: bool,
 ) -> Mapping[str, Place] | None:
+    """A map from what was asked for: a map itself, or the name of a way to work one out."""
     if not isinstance(device_map, str):
         if device_map is not None:
             check_device_map(model, device_map)

@@ -118,7 +118,8 @@ def plain(tensor: Tensor) -> bool:
 def _view(entry: Entry, buffer: Tensor, start: int) -> Tensor:
     rest = entry.rest
     flat = buffer[start + entry.offset : start + entry.offset + entry.num_bytes].view(rest.dtype)
-    shaped = torch.as_strided(flat, rest.shape, rest.stride(), flat.storage_offset())
+    # .data: a version of its own, since copies of other packs count as writes to the whole buffer
+    shaped = torch.as_strided(flat, rest.shape, rest.stride(), flat.storage_offset()).data
     return nn.Parameter(shaped, requires_grad=False) if isinstance(rest, nn.Parameter) else shaped
 
 

@@ -21,7 +21,8 @@ def moved(tree: Any, device: torch.device) -> Any:
     """The tree with its tensors on `device`; the tree itself when they are there already."""
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), tree)
+    beside = device.type != "cpu"  # a copy to the host that nobody waits for would be read before it is there
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=beside), tree)
 
 
 class PlacedForward(forwarding.Forward):

@@ -50,4 +50,4 @@ class SavedWeights:
             width = saved.dtype.itemsize
             rest = memory[saved.offset :]
             typed = rest[: rest.numel() // width * width].view(saved.dtype)
-            return torch.as_strided(typed, saved.shape, saved.stride, typed.storage_offset())
+            return torch.as_strided(typed, saved.shape, saved.stride, typed.storage_offset()).data

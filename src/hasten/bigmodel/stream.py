@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.blocks import Unit, put_loose, relist, window
+from hasten.bigmodel.lanes import Lanes, Mark
 from hasten.bigmodel.order import Order, spread
 from hasten.bigmodel.packs import Pack
 from hasten.bigmodel.ring import Ring, Span
@@ -42,8 +43,8 @@ class _State:
     """Memory of its own, for packs that stay."""
     span: Span | None = None
     coming: Future[None] | None = None
-    ready: torch.Event | None = None
-    done: torch.Event | None = None
+    ready: Mark | None = None
+    done: Mark | None = None
     stamp: tuple[int, ...] = ()
     used: bool = False
     unpacked: bool = False
@@ -58,18 +59,21 @@ class Streamer:
         units: Sequence[Unit],
         resident_bytes: int = 0,
         blocks_at_once: int = BLOCKS_AT_ONCE,
+        lanes: Lanes | None = None,
     ) -> None:
-        """`resident_bytes` of weights stay on the device; the buffer for the others comes on top of that."""
+        """`resident_bytes` of weights stay on the device; the buffer for the others comes on top of that.
+
+        `lanes` are the device's own unless others are given; the CPU has none, and a thread copies instead.
+        """
         self.device = device
         self.units = list(units)
         self._lock = threading.RLock()
-        self._async = device.type != "cpu"
+        self._lanes = Lanes(device) if lanes is None and device.type != "cpu" else lanes
         self._packs = list(dict.fromkeys(pack for unit in units for pack in unit.packs))
         self._states: dict[Pack, _State] = {pack: _State() for pack in self._packs}
         self._unpacked: list[Pack] = []
         self._order = Order(len(self.units))
         self._thread: ThreadPoolExecutor | None = None
-        self._copies = torch.Stream(device) if self._async else None
         self._keep_some(resident_bytes)
         streamed = [pack for pack in self._packs if self._states[pack].home is None]
         self._ring = Ring(window(self.units, streamed, blocks_at_once))
@@ -107,13 +111,11 @@ class Streamer:
             pack.views.clear()
 
     def _memory(self, num_bytes: int) -> Tensor:
-        """Device memory that the copying stream may write to, from now until it is given back."""
+        """Memory for weights on the device."""
+        if self._lanes is not None:
+            return self._lanes.memory(num_bytes)
         with torch.inference_mode(False):
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        if self._copies is not None:
-            memory.record_stream(self._copies)  # not reused by others while a copy is under way, when it is freed
-            self._copies.wait_stream(torch.accelerator.current_stream(self.device))  # whoever used this memory before
-        return memory
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     # ---------------------------------------------------------------------------------------------- use and release
     def acquire(self, index: int) -> None:
@@ -127,6 +129,7 @@ class Streamer:
                     f"{unit.name or type(unit.module).__name__} was called after its offloading ended; dispatch again."
                 )
             self._order.saw(index)
+            unit.move_others(self.device)
             for pack in unit.packs:
                 self._states[pack].users += 1
                 entered.append(pack)
@@ -161,10 +164,9 @@ class Streamer:
             self._lock.release()
 
     def _mark_done(self, state: _State) -> None:
-        if self._async:
-            if state.done is None:
-                state.done = torch.Event(self.device)
-            state.done.record(torch.accelerator.current_stream(self.device))
+        if self._lanes is not None:
+            state.done = state.done or self._lanes.mark()
+            self._lanes.set_after_computing(state.done)
 
     def _swap_in(self, pack: Pack) -> None:
         state = self._states[pack]
@@ -236,8 +238,8 @@ class Streamer:
         if state.unpacked:
             self._mark_done(state)
             state.unpacked = False
-        if self._copies is not None and state.used and state.done is not None:
-            self._copies.wait_event(state.done)
+        if self._lanes is not None and state.used and state.done is not None:
+            self._lanes.copies_wait(state.done)
         state.span, state.stamp, state.used = None, (), False
 
     def _settle_old(self, state: _State) -> None:
@@ -245,8 +247,8 @@ class Streamer:
         if state.coming is not None:
             state.coming.exception()
             state.coming = None
-        if self._copies is not None and state.used and state.done is not None:
-            self._copies.wait_event(state.done)
+        if self._lanes is not None and state.used and state.done is not None:
+            self._lanes.copies_wait(state.done)
 
     def _fetch(self, pack: Pack, state: _State) -> None:
         state.stamp, state.used = (0, *pack.stamp()), False
@@ -257,14 +259,12 @@ class Streamer:
             target = self._arena[state.span.start : state.span.stop]
         if not pack.num_bytes:
             return
-        if self._async and state.ready is None:
-            state.ready = torch.Event(self.device)
-        if self._async and pack.segments:
-            with self._copying():
-                for offset, source in pack.segments:
-                    target[offset : offset + source.numel()].copy_(source, non_blocking=True)
-                self._record(state)
-            return
+        if self._lanes is not None:
+            state.ready = state.ready or self._lanes.mark()
+            if pack.segments:
+                pairs = [(target[at : at + source.numel()], source) for at, source in pack.segments]
+                self._lanes.copy(pairs, state.ready)
+                return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="hasten-stream")
         state.coming = self._thread.submit(_read, weakref.ref(self), pack, state, target)
@@ -272,31 +272,14 @@ class Streamer:
     def read(self, pack: Pack, state: _State, target: Tensor) -> None:
         """Fill a pack's place on the device from files or ordinary memory; on the fetching thread."""
         with torch.inference_mode(False), torch.no_grad():
-            if not self._async:
+            if self._lanes is None:
                 pack.read_into(target[: pack.num_bytes])
                 return
             with self._staging.buffer(self.device) as staged:
-                pack.read_into(staged.memory[: pack.num_bytes])
-                with self._copying():
-                    target[: pack.num_bytes].copy_(staged.memory[: pack.num_bytes], non_blocking=True)
-                    self._record(state)
-                    staged.sent(self._copies)
-
-    def _record(self, state: _State) -> None:
-        assert state.ready is not None, "made before the copy"
-        assert self._copies is not None, "on a device"
-        state.ready.record(self._copies)
-
-    @contextmanager
-    def _copying(self) -> Iterator[None]:
-        """Work that is queued in the block goes to the copying stream."""
-        before = torch.accelerator.current_stream(self.device)
-        assert self._copies is not None, "on a device"
-        torch.accelerator.set_stream(self._copies)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
+                memory = staged.memory[: pack.num_bytes]
+                pack.read_into(memory)
+                self._lanes.copy([(target[: pack.num_bytes], memory)], state.ready)
+                staged.sent(self._lanes.copies)
 
     def _await(self, pack: Pack) -> None:
         """Let the device compute only when the pack is there."""
@@ -308,8 +291,8 @@ class Streamer:
             except BaseException:
                 state.stamp = ()
                 raise
-        if state.ready is not None:
-            torch.accelerator.current_stream(self.device).wait_event(state.ready)
+        if self._lanes is not None and state.ready is not None:
+            self._lanes.computing_waits(state.ready)
 
     # ---------------------------------------------------------------------------------------------------- autograd
     def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
@@ -354,8 +337,8 @@ class Streamer:
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
-            if self._async:
-                torch.accelerator.synchronize(self.device)
+            if self._lanes is not None:
+                self._lanes.finish()
             for pack, state in self._states.items():
                 pack.views.clear()
                 state.home, state.span, state.stamp = None, None, ()

@@ -67,8 +67,8 @@ class Agreement:
                 for (name, said), ranks in quoted.items()
             )
             text = f"{label}: {'; '.join(lines)}. Every rank stops here, so that none waits for another."
-        known = getattr(errors, kind, None)
-        agreed: HastenError = known(text) if _is_plain(known) else CheckpointError(text)
+        known = getattr(errors, kind, CheckpointError)
+        agreed: HastenError = known(text)
         agreed.agreed = True
         return agreed
 
@@ -81,10 +81,6 @@ class Agreement:
         )
         lost.agreed = True
         return lost
-
-
-def _is_plain(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, HastenError)
 
 
 @contextmanager

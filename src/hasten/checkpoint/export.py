@@ -19,6 +19,7 @@ from hasten.checkpoint.disk import BlobWriter, Disk
 from hasten.checkpoint.formats import encode_safetensors, load_torch, read_tensors
 from hasten.checkpoint.layout import Sizes, hub_index, plan_component
 from hasten.checkpoint.manifest import MANIFEST_NAME, inside
+from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.reshard import as_stored, whole
 from hasten.checkpoint.writer import encode
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
@@ -38,7 +39,7 @@ def parse_size(size: int | str) -> int:
     """
     if isinstance(size, int):
         return size
-    for unit, factor in _UNITS:
+    for unit, factor in _UNITS if isinstance(size, str) else ():
         head = size.strip().removesuffix(unit)
         if head != size.strip():
             try:
@@ -60,6 +61,7 @@ def save_model(
     Tied weights are stored once, under their first name; the other names are kept in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
     """
+    check_path(folder, "save_model(save_directory)")
     target = Path(folder).expanduser()
     if target.is_file():
         raise ConfigError(f"{folder} is a file; save_model needs a folder.")
@@ -112,6 +114,7 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
 
     Raises: CheckpointError, by kind.
     """
+    check_path(folder, "load_model(directory)")
     root = Path(folder)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -164,7 +167,12 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
 
     Ranks: main only (or one per machine).
     """
+    check_path(file, "save(f)")
     target = Path(file).expanduser().absolute()
+    if target.is_dir():
+        raise ConfigError(
+            f"save(f) got {target}, which is a folder, and an object is written to one file; add a file name."
+        )
     device = disk or Disk()
     if safe_serialization:
         if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):

@@ -182,6 +182,7 @@ class Switch:
             if file.name in names or _same(self._content / file.name, path):
                 with suppress(OSError):  # it is listed nowhere, and the next save tries again
                     self._disk.remove_file(path)
+            self._remove_empty(path)
 
     def _remove_empty(self, path: Path) -> None:
         """Remove the folders a removed file leaves empty."""

@@ -87,27 +87,19 @@ class LocalLocks:
         """Add a lock of this process: it appears under its name when it is written and held."""
         path = self._folder / hidden("lock", name, token)
         fd = self._disk.put_lock(self._folder / hidden("claim", name, token), path, self._content)
-        number = os.fstat(fd).st_ino
-
-        def there() -> bool:
-            try:
-                return path.stat().st_ino == number
-            except OSError:
-                return False
 
         def beat() -> bool:
-            if there():
+            if there := path.exists():
                 os.utime(path)
-            return there()
+            return there
 
         def let_go() -> None:
             try:
-                if there():
-                    self._disk.remove_file(path)
+                self._disk.remove_file(path)
             finally:
                 unlock(fd)
 
-        return Claim(token, there, let_go, beat)
+        return Claim(token, path.exists, let_go, beat)
 
     def _content(self, locked: bool) -> bytes:
         return encode_owner(msgspec.structs.replace(self._here, locked=locked))

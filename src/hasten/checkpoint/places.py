@@ -10,6 +10,7 @@ from pathlib import Path
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.manifest import MANIFEST_NAME
+from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.remote_store import RemoteStore, is_url
 from hasten.errors import ConfigError, IncompleteCheckpointError
 
@@ -19,6 +20,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 def open_store(place: str | Path) -> CheckpointStore:
     """The store at a folder or URL (`file://` is a folder)."""
+    check_path(place, "the checkpoint folder")
     text = str(place)
     if text.startswith("file://"):
         return LocalStore(text.removeprefix("file://"))
@@ -27,6 +29,7 @@ def open_store(place: str | Path) -> CheckpointStore:
 
 def locate(place: str | Path) -> tuple[CheckpointStore, str]:
     """The store and name of one checkpoint given by its own path or URL."""
+    check_path(place, "the checkpoint folder")
     text = str(place).rstrip("/")
     if text.startswith("file://"):
         text = text.removeprefix("file://")
@@ -83,6 +86,23 @@ def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
             chosen,
             store.address,
             ", ".join(skipped),
+        )
+
+
+def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
+    """Return if `automatic_checkpoint_naming` allows this target of save_state.
+
+    Raises: ConfigError if it asks for numbers and a folder is named, or forbids them and none is.
+    """
+    if output_dir is not None and automatic:
+        raise ConfigError(
+            f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
+            "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
+        )
+    if output_dir is None and automatic is False:
+        raise ConfigError(
+            "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
+            'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
         )
 
 

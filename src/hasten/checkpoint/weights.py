@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.export import read_model
 from hasten.checkpoint.model_state import LoadReport
+from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.reshard import as_stored, local_tensor
 from hasten.errors import CheckpointError
 from hasten.modules.names import plain_name
@@ -22,6 +23,7 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
     Everything is checked before anything changes. Ranks: every rank that holds a part of the model.
     Raises: CheckpointError naming what is missing, unexpected or of another shape.
     """
+    check_path(folder, "load_model(directory)")
     stored = read_model(folder, allow_pickle)
     live = {
         plain_name(name): tensor

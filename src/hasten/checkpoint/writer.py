@@ -263,7 +263,7 @@ def _once(files: Sequence[FileRecord]) -> list[FileRecord]:
 def _clean(after: Callable[[], Sequence[str]], name: str) -> tuple[str, ...]:
     try:
         return tuple(after())
-    except OSError as error:  # the new checkpoint is safe; old ones are tried again after the next save
+    except (OSError, CheckpointError) as error:  # the new one is safe; old ones are tried again after the next save
         log.warning("after saving %s, old checkpoints could not be deleted: %s", name, error)
         return ()
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
@@ -15,6 +16,8 @@ from hasten.config.schema import SETTABLE, FieldInfo
 from hasten.config.source import Entry, Path, Source
 from hasten.errors import ConfigError, UnknownSettingError
 
+_LONG_PREFIX: Final = "parallelism_config_"
+"""Sizes and options of the mesh are flags of their own; Accelerate's longer spelling stays accepted."""
 _BOOLEAN_WORDS: Final = frozenset({"true", "false", "yes", "no", "on", "off", "1", "0"})
 
 
@@ -77,13 +80,39 @@ class Formatter(argparse.HelpFormatter):
         return ", ".join([*short, *long]) + value
 
 
+class HelpAction(argparse.Action):
+    """Print the short help, or with `--help-all` the whole, and leave."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=kwargs["help"])
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Print it on stdout."""
+        assert isinstance(parser, SettingsParser), "only such a parser has a short help"
+        whole = (option_string or "").startswith("--help") and option_string != "--help"
+        sys.stdout.write(parser.format_help() if whole else parser.format_short_help())
+        parser.exit()
+
+
 class SettingsParser(argparse.ArgumentParser):
     """An argument parser that understands every setting, in both spellings, and names the nearest flag."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, essential: Collection[str] = (), **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", Formatter)
         kwargs.setdefault("allow_abbrev", False)
+        kwargs["add_help"] = not essential
         super().__init__(*args, **kwargs)
+        self.essential = frozenset(essential)
+        """The flags that `--help` shows where there is a `--help-all` for the others; empty: all of them."""
+        if essential:
+            self.add_argument("-h", "--help", action=HelpAction, help="show the most used options and exit")
+            self.add_argument("--help_all", "--help-all", action=HelpAction, help="show every option and exit")
 
     def add_settings(self, fields: Iterable[FieldInfo] = SETTABLE) -> None:
         """Add one flag per setting, grouped by section, and the established switches."""
@@ -104,6 +133,23 @@ class SettingsParser(argparse.ArgumentParser):
             if f"--{flag}" not in self._option_string_actions:
                 help_text = "FSDP1's option, translated to FSDP2"
                 _add_action(established, (flag,), ("fsdp", name), help_text, is_bool=False)
+
+    def format_short_help(self) -> str:
+        """The help with the essential options only."""
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            formatter.add_arguments([action for action in group._group_actions if self._is_essential(action)])
+            formatter.end_section()
+        rest = len({id(action) for action in self._actions if not self._is_essential(action)})
+        formatter.add_text(f"{rest} more options: `{self.prog} --help-all`.")
+        return formatter.format_help()
+
+    def _is_essential(self, action: argparse.Action) -> bool:
+        names = {name.lstrip("-").replace("-", "_") for name in action.option_strings}
+        return not isinstance(action, SettingAction) or bool(names & self.essential)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -140,6 +186,10 @@ class SettingsParser(argparse.ArgumentParser):
                 made.append(f"{name}=true")
         return [*made, *rest]
 
+    @property
+    def _whole_help(self) -> str:
+        return "--help-all" if self.essential else "--help"
+
     def _refuse(self, name: str) -> NoReturn:
         dashed = "-" in name.lstrip("-")
         known = {
@@ -148,7 +198,9 @@ class SettingsParser(argparse.ArgumentParser):
             if option.startswith("--") and ("-" in option.lstrip("-")) <= dashed
         }
         near = nearest(name.replace("-", "_").lstrip("_"), known)
-        hint = f"did you mean {known[near]}?" if near else f"see `{self.prog} --help` for the flags it knows."
+        hint = (
+            f"did you mean {known[near]}?" if near else f"see `{self.prog} {self._whole_help}` for the flags it knows."
+        )
         raise UnknownSettingError(f"flag {name}: unknown, so it would have no effect; {hint}")
 
     def error(self, message: str) -> NoReturn:
@@ -159,7 +211,13 @@ class SettingsParser(argparse.ArgumentParser):
 def _add(group: Any, info: FieldInfo) -> None:
     default = "" if info.default in (None, (), {}, False) else f" (default: {_plain(info.default)})"
     help_text = (info.meta.help + default).replace("%", "%%")
-    _add_action(group, info.flags, info.path, help_text, info.is_bool, metavar(info.type), info.meta.short)
+    _add_action(group, spellings(info), info.path, help_text, info.is_bool, metavar(info.type), info.meta.short)
+
+
+def spellings(info: FieldInfo) -> tuple[str, ...]:
+    """Every name of a setting's flag, the one that help shows first."""
+    short = info.flag.removeprefix(_LONG_PREFIX)
+    return tuple(dict.fromkeys((short, *info.flags)))
 
 
 def _add_action(

@@ -18,6 +18,26 @@ DESCRIPTION: Final = (
 )
 
 
+ESSENTIAL: Final = frozenset(
+    (
+        *("mixed_precision", "strategy", "cpu", "debug", "gradient_accumulation_steps", "project_dir", "log_with"),
+        *("num_processes", "processes_per_machine", "num_machines", "nnodes", "machine_rank", "main_process_ip"),
+        *(
+            "main_process_port",
+            "gpu_ids",
+            "num_cpu_threads_per_process",
+            "max_restarts",
+            "stop_grace_s",
+            "log_dir",
+            "tee",
+        ),
+        *("module", "no_python", "quiet", "submit", "submit_options", "dynamo_backend"),
+        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size"),
+    )
+)
+"""The settings that `hasten launch --help` shows; `--help-all` shows all of them."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `hasten launch …` and return the exit code of the job."""
     given = make_parser().parse_args(argv)
@@ -48,6 +68,7 @@ def make_parser() -> SettingsParser:
         prog="hasten launch",
         usage="hasten launch [settings] script.py [arguments of the script]",
         description=DESCRIPTION,
+        essential=ESSENTIAL,
     )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")

@@ -21,6 +21,7 @@ COMMANDS: Final = MappingProxyType(
         "env": ("hasten.cli.env_cmd", "print a report of this machine for an issue"),
         "test": ("hasten.cli.test_cmd", "check that training works under the current settings"),
         "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
+        "estimate-memory": ("hasten.cli.estimate_cmd", "the memory a model needs, before it is loaded"),
         "plan": ("hasten.cli.plan_cmd", "choose a strategy that fits model and machine"),
     }
 )
@@ -29,7 +30,7 @@ COMMANDS: Final = MappingProxyType(
 
 def usage() -> str:
     """Return the help of the command itself."""
-    rows = "\n".join(f"  {name:<10}{text}" for name, (module, text) in COMMANDS.items() if find_spec(module))
+    rows = "\n".join(f"  {name:<17}{text}" for name, (module, text) in COMMANDS.items() if find_spec(module))
     return (
         "usage: hasten [--help] [--version] <command> …\n\n"
         "Write a plain PyTorch loop once; run it anywhere, unchanged.\n\n"

@@ -22,8 +22,8 @@ from torch import Tensor
 from hasten.errors import CommError
 
 # Any in this file: values of every type.
-_TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _PATH = range(1, 8)
-_TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _SCALAR = range(10, 16)
+_TUPLE, _SET, _FROZENSET, _DICT, _INT, _COMPLEX, _PATH = 1, 2, 3, 4, 5, 6, 7
+_TENSOR, _DTYPE, _DEVICE, _SIZE, _ARRAY, _SCALAR = 10, 11, 12, 13, 14, 15
 _RECORD, _ENUM = 20, 21
 
 _AS_IT_IS: Final = frozenset({type(None), bool, float, str, bytes})
@@ -208,7 +208,7 @@ def _pairs(*flat: Any) -> dict[Any, Any]:
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
-_SEQUENCES: Final = MappingProxyType({tuple: _TUPLE, set: _SET, frozenset: _FROZENSET})
+_SEQUENCES: Final[MappingProxyType[type, int]] = MappingProxyType({tuple: _TUPLE, set: _SET, frozenset: _FROZENSET})
 _LOWER: Final[MappingProxyType[type, Callable[[Any], msgspec.msgpack.Ext]]] = MappingProxyType(
     {
         complex: lambda z: _ext(_COMPLEX, [z.real, z.imag]),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from hasten.config.base import Section, setting, settings
 
 PrecisionType = Literal["no", "fp16", "bf16", "fp8"]
+MasterWeights = Literal["fp32", "keep"]
 
 
 @settings
@@ -26,6 +27,9 @@ class GradScalerKwargs(Section):
     backoff_factor: float = setting(0.5, "factor after an overflow", minimum=0)
     growth_interval: int = setting(2000, "steps without overflow before the scale grows", minimum=1)
     enabled: bool = setting(True, "scale the loss under fp16")
+    max_skipped_steps: int | None = setting(
+        50, "updates skipped in a row after which training stops with an error (none: go on)", minimum=1
+    )
 
 
 @settings

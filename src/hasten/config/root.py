@@ -10,7 +10,7 @@ from hasten.config.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
 from hasten.config.launch import InitProcessGroupKwargs, LaunchConfig
 from hasten.config.optim import GradientAccumulationPlugin
 from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
-from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
+from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs, MasterWeights, PrecisionType
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.config.tracking import ProfileKwargs, TrackingConfig
 
@@ -22,6 +22,9 @@ class Config(Section):
     """Every setting of a run."""
 
     mixed_precision: PrecisionType = setting("no", "numbers of forward and backward: no, fp16, bf16, fp8")
+    master_weights: MasterWeights = setting(
+        "fp32", "dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own)"
+    )
     strategy: StrategyName = setting("auto", "how training is spread (auto: ddp with several processes, else none)")
     cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
     debug: bool = setting(False, "show hasten's and torch's own logs, the start-up banner and whole tracebacks")

@@ -28,3 +28,6 @@ class TrackingConfig(Section):
     """Which experiment trackers are started."""
 
     log_with: tuple[str, ...] = setting((), "trackers: jsonl, tensorboard, wandb, mlflow, …, or all")
+    missing_tracker: Literal["error", "warn"] = setting(
+        "error", "what happens if the package of a named tracker is not installed; warn trains on without its log"
+    )

@@ -15,7 +15,7 @@ from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data.agreement import agree_on_loader
 from hasten.data.dispatch import DispatchSource, Reader, Seats
-from hasten.data.foreign import is_hub_stream, plainly
+from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, Move, Parts, Track, plain_move
 from hasten.data.memory import Memory
@@ -25,9 +25,9 @@ from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn
 from hasten.data.sampler import Assignment, PlannedSampler
-from hasten.data.source import IndexedSource, Source, engine_of
+from hasten.data.source import Ahead, IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
-from hasten.errors import ConfigError, PrepareError
+from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
@@ -58,16 +58,7 @@ def prepare_loader(
     """
     if isinstance(loader, Loader):
         return loader
-    if not getattr(loader, "in_order", True):
-        raise PrepareError(
-            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
-            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
-        )
-    if getattr(loader, "next_iter_state", None) is not None:
-        raise PrepareError(
-            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
-            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
-        )
+    _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
     seed = agree_on_loader(_facts(loader, config), _seed(loader, config, seed), ctx.world)
@@ -83,7 +74,7 @@ def prepare_loader(
         make = _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
-    source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config)))
+    source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config), device))
     if pinned:
         shown["pin_memory"] = True
     track = Track(Position(seed=seed))
@@ -112,6 +103,20 @@ def prepare_loader(
     return made
 
 
+def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
+    """Raise for a loader with something that a prepared one could not keep."""
+    if not getattr(loader, "in_order", True):
+        raise PrepareError(
+            "the loader has in_order=False, so batches come in the order workers finish, and neither the end of the "
+            "epoch, padding nor a position to resume from can be known. Build it with in_order=True."
+        )
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise PrepareError(
+            "the StatefulDataLoader has a state loaded that its next iteration would begin from, and prepare() would "
+            "lose it. Prepare the loader first, then load the state_dict() of a prepared loader into it."
+        )
+
+
 def _equaliser(kinds: Collection[str], loader: DataLoader[Any], ctx: ProcessContext) -> Callable[[], None] | None:
     """What makes these generators equal; a loader without one of its own shuffles alike on all ranks anyway."""
     types = [kind for kind in sorted(kinds) if kind != "generator" or loader.generator is not None]
@@ -131,6 +136,7 @@ class _Request:
     slice_fn: SliceFn | None
     depth: int
     """Batches read ahead of the one in use."""
+    device: torch.device | None = None
 
 
 Made = tuple[Source, int | None, dict[str, Any]]
@@ -151,12 +157,12 @@ def _indexed_parts(request: _Request) -> Made:
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
             )
-        return IndexedSource(loader, whole, ctx.rank, reads_ahead=request.depth > 0), total, shown
+        return IndexedSource(loader, whole, ctx.rank, ahead=_ahead(request)), total, shown
     if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
-        inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, reads_ahead=True)
+        inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, ahead="always")
         return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
     alone = Seats(0, 1, (0,))
-    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank, reads_ahead=True)
+    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank, ahead="always")
     reader = _batch_reader(request)
     return _dispatched(inner, reader, ctx, seats), total, shown
 
@@ -229,9 +235,17 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
 
     Ranks: every rank.
     """
-    if ctx.world.size > 1:
-        memory = Memory(dataset, attributes=False)
-        memory.restore(ctx.world.broadcast_object(memory.capture()))
+    if ctx.world.size == 1:
+        return
+    memory = Memory(dataset, attributes=False)
+    mine = memory.capture()
+    everyone = ctx.world.all_gather_object(mine)
+    if has_fixed_shard_order(dataset) and any(other != mine for other in everyone):
+        raise DataError(
+            f"the stream's {dataset.num_shards} shards are shuffled without a seed, so every rank has them in another "
+            f"order and samples would be lost or read twice. Give shuffle() a seed."
+        )
+    memory.restore(everyone[0])
 
 
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
@@ -324,6 +338,13 @@ def _depth(device: torch.device | None, config: DataLoaderConfiguration) -> int:
         return config.prefetch or 0
     depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
     return depth if kind_of(device).side_streams else 0
+
+
+def _ahead(request: _Request) -> Ahead:
+    """Whether batches are read before they are asked for: only large ones where a side stream copies them."""
+    if not request.depth:
+        return "never"
+    return "always" if request.device is None or request.device.type == "cpu" else "when large"
 
 
 def _move(device: torch.device | None, config: DataLoaderConfiguration) -> Move | None:

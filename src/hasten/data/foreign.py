@@ -26,6 +26,11 @@ def state_loses_samples(stream: Any) -> bool:
     return any(_is_a(part, _HUB_BUFFER) and part.buffer_size > 1 for part in _parts(stream))
 
 
+def has_fixed_shard_order(stream: Any) -> bool:
+    """Whether a stream's generators cannot be exchanged: `datasets` orders shards when `shuffle()` is called."""
+    return is_hub_stream(stream) and stream.num_shards > 1
+
+
 def begin_anew(stream: Any) -> None:
     """Make a stream of `datasets` begin its epoch at the start, although a state was loaded into it earlier."""
     if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:

@@ -159,9 +159,9 @@ class _Cutter:
                 first, mine, taken = _round(elements, cutting.rows, self._num_shards, self._shard)
                 head = head or (list(first) if self._pads else [])
                 full = taken == cutting.rows * self._num_shards
-                if not taken or (not full and cutting.drop_last):
-                    break
-                state = self._state()
+            if not taken or (not full and cutting.drop_last):
+                break
+            state = self._state()
             position += taken
             real = len(mine)
             if self._pads and not full:

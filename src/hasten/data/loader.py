@@ -146,12 +146,17 @@ class Loader(DataLoader[Any]):
         items = parts.source.open(at)
         cursor = parts.cursor
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
+        alike = (parts.source.size(), at.consumed, parts.total_batch_size, parts.source.steps())
+        cursor.pads_like = None if None in alike else alike
+        parts.clock.cursors.opening(cursor)
         return self._hand_out(items if parts.move is None else parts.move(items), at)
 
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
+        cursors = clock.cursors
         with clock.watching(cursor):
             for batch, padding, last, mark in items:
+                cursors.moving(cursor)
                 cursor.batch += 1
                 cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
                 cursor.at_end = last

@@ -154,13 +154,18 @@ def _slots(kind: type) -> tuple[str, ...]:
 def _may_hold(value: Any) -> bool:
     if isinstance(value, (*_FOREIGN, *_GENERATORS)):
         return False
-    if isinstance(value, Dataset) and not isinstance(value, IterableDataset):  # what is read, not who reads it
-        return False
     if isinstance(value, list | tuple | dict):
         return len(value) <= 64
+    if not isinstance(value, IterableDataset) and (isinstance(value, Dataset) or _is_data(value)):
+        return False
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return True
     return hasattr(value, "__dict__") or any(_slots(kind) for kind in type(value).__mro__)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is what is read rather than who reads it."""
+    return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
 
 
 def _values(value: Any) -> int:

@@ -31,10 +31,12 @@ class Position:
     """What the order of the epoch began with, where it is drawn from a sampler of the user's."""
     stream: Mapping[str, Any] | None = None
     """What a stream needs besides the count: positions of its workers."""
+    ahead: bool = False
+    """Batches from here on are read ahead of their use, each under random states of its own."""
 
     def begin(self, epoch: int) -> Position:
         """The beginning of `epoch`."""
-        return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None)
+        return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False)
 
 
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
@@ -54,6 +56,8 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         state["witness"] = list(position.witness)
     if position.stream is not None:
         state["stream"] = dict(position.stream)
+    if position.ahead:
+        state["ahead"] = True
     return state
 
 
@@ -91,4 +95,5 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
         generator=state.get("generator"),
         witness=tuple(state["witness"]) if "witness" in state else None,
         stream=state.get("stream"),
+        ahead=bool(state.get("ahead", False)),
     )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.data.source import Item
+from hasten.data.plan import Padding
+from hasten.data.source import Item, ReadAhead
 
 # Any in this file: batches are the user's own objects.
 _IN_LINE_BYTES: Final = 1 << 16
@@ -175,6 +176,8 @@ class Prefetch:
         for item in items:
             batch, real, last, mark = item
             if not in_line.takes(batch):
+                if isinstance(mark, ReadAhead):
+                    mark.now = True
                 yield from self._ahead(item, items, in_line)
                 return
             yield in_line.copy(batch), real, last, mark
@@ -182,7 +185,7 @@ class Prefetch:
     def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
         """The first large batch and those after it; small ones among them keep their place and are copied in line."""
         lane = Lane(self._device, self._depth, self._skip_keys)
-        queue: deque[tuple[Any, bool, int | None, bool, Any]] = deque()
+        queue: deque[tuple[Any, bool, Padding | None, bool, Any]] = deque()
 
         def handed() -> Item:
             batch, sent, real, last, mark = queue.popleft()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Generator, Iterator
-from dataclasses import replace
-from typing import Any, Final, NoReturn, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NoReturn, Protocol
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,7 +22,18 @@ from hasten.data.workers import WorkerDataset, batch_seeds
 from hasten.errors import DataError
 
 Item = tuple[Any, Padding | None, bool, Any]
-"""(batch, its padding or None for none, last of the epoch, mark of a stream's position)."""
+"""(batch, its padding or None for none, last of the epoch, mark of the source's position)."""
+
+Ahead = Literal["never", "always", "when large"]
+"""Whether batches are read before they are asked for; what moves large ones to the device begins it (see ReadAhead)."""
+
+
+@dataclass(slots=True)
+class ReadAhead:
+    """The mark of an epoch that may be read ahead: whether it is, from the next batch on."""
+
+    now: bool = False
+
 
 _SHOWN_INDICES: Final = 32
 _END: Final = object()
@@ -85,9 +96,9 @@ class IndexedSource:
         assignment: Assignment,
         rank: int,
         lots_per_step: int = 1,
-        reads_ahead: bool = False,
+        ahead: Ahead = "never",
     ) -> None:
-        self._reads_ahead = reads_ahead
+        self._ahead = ahead
         self._process = RandomStates()
         self.assignment = assignment
         self.unit = assignment.unit
@@ -130,20 +141,29 @@ class IndexedSource:
         """The batches of the given lots, which begin at `at`."""
         in_workers = bool(self._loader.num_workers)
         seeds = None
-        if in_workers or self._reads_ahead:
+        if in_workers or self._ahead != "never":
             plan = self.assignment.plan
             first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
             seeds = batch_seeds(at.seed, at.epoch, plan.shard, first)
         notes = self._feed.load(lots, seeds if in_workers else None)
         batches = iter(self.engine)
-        return self._read(batches if seeds is None or in_workers else self._seeded(batches, seeds), notes, at)
+        if seeds is None or in_workers:
+            return self._read(batches, notes, at)
+        mark = ReadAhead(at.ahead) if self._ahead == "when large" else None
+        return self._read(self._seeded(batches, seeds, mark), notes, at, mark)
 
-    def _seeded(self, batches: Iterator[Any], seeds: Iterator[int]) -> Iterator[Any]:
-        """Batches read in this process ahead of their use: each under a seed of its own, as in a worker."""
+    def _seeded(self, batches: Iterator[Any], seeds: Iterator[int], mark: ReadAhead | None) -> Iterator[Any]:
+        """Batches read in this process ahead of their use: each under a seed of its own, as in a worker.
+
+        Batches that are read when they are asked for draw from the training's states, as in a plain loop.
+        """
         for seed in seeds:
-            with self._process.kept():
-                self._process.seed(seed)
+            if mark is not None and not mark.now:
                 batch = next(batches, _END)
+            else:
+                with self._process.kept():
+                    self._process.seed(seed)
+                    batch = next(batches, _END)
             if batch is _END:
                 return
             yield batch
@@ -152,7 +172,8 @@ class IndexedSource:
         consumed = self.assignment.reached(start.consumed, steps)
         order = self.assignment.order
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
-        return replace(start, consumed=consumed, witness=witness)
+        ahead = mark.now if isinstance(mark, ReadAhead) else start.ahead
+        return replace(start, consumed=consumed, witness=witness, ahead=ahead)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
@@ -161,11 +182,11 @@ class IndexedSource:
         setattr(self.engine, name, value)
 
     def copied(self, even: bool | None = None) -> IndexedSource:
-        return IndexedSource(
-            self._loader, self.assignment.evened(even), self._rank, self._lots_per_step, self._reads_ahead
-        )
+        return IndexedSource(self._loader, self.assignment.evened(even), self._rank, self._lots_per_step, self._ahead)
 
-    def _read(self, batches: Iterator[Any], notes: deque[Lot], at: Position) -> Generator[Item]:
+    def _read(
+        self, batches: Iterator[Any], notes: deque[Lot], at: Position, mark: ReadAhead | None = None
+    ) -> Generator[Item]:
         whole = self.assignment.form == "items"
         take = notes.popleft
         number = 0
@@ -184,7 +205,7 @@ class IndexedSource:
                 )
             indices, real, last = take()
             number += 1
-            yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, None
+            yield batch, None if real is None else Padding(real, None if whole else len(indices)), last, mark
 
     def _explain(self, error: Exception, notes: deque[Lot], at: Position, number: int) -> NoReturn:
         """Say on the error which rank, epoch, batch and indices it happened at, and raise it on."""

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
+from hasten.data.foreign import has_fixed_shard_order
 from hasten.data.iterable import BlockCollate, Cutting, Stand, Start, StreamShard
 from hasten.data.own_rng import RandomStates, decode_states, encode_states
 from hasten.data.plan import Padding
@@ -51,6 +52,8 @@ class StreamSource:
         self._num_workers = max(loader.num_workers, 1)
         self._process = RandomStates()
         self._shard = StreamShard(dataset, cutting, loader.num_workers, self._process)
+        fixed = has_fixed_shard_order(loader.dataset)
+        self._made_with = self._shard.hasten_memory.capture() if fixed else None
         self._ends: list[Any] = [None] * self._num_workers  # what the datasets of lasting workers remember
         self.engine = engine_of(
             loader,
@@ -159,6 +162,12 @@ class StreamSource:
             return Mark((Stand(),) * self._num_workers, 0)
         saved, stream = at.stream["workers"], at.stream
         origins = stream.get("origins", (None,) * saved)
+        if self._made_with is not None and any(origin not in (None, self._made_with) for origin in origins):
+            raise DataError(
+                "the stream's shards are shuffled without a seed, or with another one than in the run that was saved, so "
+                "their order cannot be found again and samples would be lost or read twice. Give shuffle() the seed of "
+                "the saved run; without one, begin a new epoch with loader.set_epoch() instead of a loaded state."
+            )
         if not any(stream["positions"]):  # the beginning of an epoch, for any number of workers and ranks
             return Mark(tuple(Stand(origin=origins[worker % saved]) for worker in range(self._num_workers)), 0)
         self._check(stream)

@@ -39,6 +39,8 @@ class Proc:
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    count: int = 1
+    """How many equal processes it stands for; the agent numbers them by RANK and LOCAL_RANK."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,24 +114,14 @@ class LaunchPlan:
             lines.append("restarts: " + str(self.supervision.max_restarts))
         for planned in self.files:
             lines += [f"file {planned.path}:", *("    " + row for row in planned.text.splitlines())]
-        for index, (proc, count) in enumerate(_grouped(self.procs)):
-            title = (
-                f"process {index}" if count == 1 else f"processes {index}-{index + count - 1} (LOCAL_RANK counts up)"
-            )
+        index = 0
+        for proc in self.procs:
+            last = index + proc.count - 1
+            title = f"process {index}" if proc.count == 1 else f"processes {index}-{last} (LOCAL_RANK counts up)"
+            index = last + 1
             lines += [f"{title}:", *(f"    {name}={shlex.quote(value)} \\" for name, value in sorted(proc.env.items()))]
             lines.append("    " + shlex.join(proc.argv))
         return "\n".join(lines)
-
-
-def _grouped(procs: tuple[Proc, ...]) -> list[tuple[Proc, int]]:
-    """The commands; equal ones that differ in LOCAL_RANK alone are shown once, with how many there are."""
-    if len(procs) > 1 and all(_without_rank(p) == _without_rank(procs[0]) for p in procs):
-        return [(_without_rank(procs[0]), len(procs))]
-    return [(proc, 1) for proc in procs]
-
-
-def _without_rank(proc: Proc) -> Proc:
-    return Proc(proc.argv, {name: value for name, value in proc.env.items() if name != "LOCAL_RANK"})
 
 
 def _meeting_words(meeting: Meeting) -> str:

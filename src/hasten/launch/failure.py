@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
 
+from hasten.runtime.nodelist import ranks_in_words
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -97,8 +99,20 @@ _SIGNAL_HINTS: Final = MappingProxyType(
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
-    """The failure that caused the others: not stopped by us, not an echo of a lost peer, then the earliest."""
-    return min(failures, key=lambda f: (f.stopped, bool(_SECONDARY.search(f.summary)), f.time, f.rank))
+    """The failure that caused the others: not stopped by us, not an echo of a lost peer, then the earliest.
+
+    If there are only echoes, a rank that had ended without an error (`code` 0) is what the others lost.
+    """
+    failures = list(failures)
+    failed = [f for f in failures if f.code != 0]
+    left = [f for f in failures if f.code == 0]
+    if left and all(f.stopped or _is_echo(f) for f in failed):
+        return min(left, key=lambda f: (f.time, f.rank))
+    return min(failed, key=lambda f: (f.stopped, _is_echo(f), f.time, f.rank))
+
+
+def _is_echo(failure: Failure) -> bool:
+    return bool(_SECONDARY.search(failure.summary))
 
 
 def hint_for(failure: Failure, python: str = "python") -> str | None:
@@ -107,6 +121,11 @@ def hint_for(failure: Failure, python: str = "python") -> str | None:
     for pattern, words in _HINTS:
         if text and re.search(pattern, text):
             return words.format(host=failure.host, python=python)
+    if failure.code == 0:
+        return (
+            "a rank that ends early (sys.exit, a return, a loop that was left) is missing in the next collective of the others: let "
+            "every rank do the same steps, and end them together."
+        )
     if failure.code == PREEMPTED:
         return (
             "exit code 85 means that the run was told to stop and saved: start it again (--max_restarts does) to go on."
@@ -170,8 +189,9 @@ def render_failure(
     With `full` (under --debug) the other ranks' tracebacks come before it. `lost` names machines that went silent.
     """
     first = first_failure(failures)
-    rest = sorted((f for f in failures if f != first), key=lambda f: f.rank)
-    lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) failed first: {end_words(first.code)}"]
+    rest = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
+    how = "failed first" if first.code else "left first, while other ranks still needed it"
+    lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {how}: {end_words(first.code)}"]
     if lost:
         lines = [f"{' and '.join(lost)} does not answer any more: probably lost first, look there", *lines]
     lines += [f"  {line}" for line in _summaries(rest)]
@@ -183,7 +203,9 @@ def render_failure(
         if full and other.traceback:
             lines += ["", f"rank {other.rank} on {other.host}:", other.traceback.rstrip()]
     lines.append("")
-    if first.traceback:
+    if not first.code and (echo := next((f for f in rest if f.traceback), None)):
+        lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost it:", echo.traceback.rstrip()]
+    elif first.traceback:
         lines += [f"traceback of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
     else:
         lines.append(f"rank {first.rank} left no Python traceback; what it printed last is above.")
@@ -199,16 +221,4 @@ def _summaries(failures: Sequence[Failure]) -> list[str]:
         else:
             words = end_words(failure.code) + (f": {failure.summary.splitlines()[-1][:160]}" if failure.summary else "")
         groups.setdefault(words, []).append(failure.rank)
-    return [f"{_ranks_words(ranks)}: {words}" for words, ranks in groups.items()]
-
-
-def _ranks_words(ranks: Sequence[int]) -> str:
-    """Ranks with runs shortened: 0, 2-5."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {words}" if len(ranks) == 1 else f"ranks {words}"
+    return [f"{ranks_in_words(ranks)}: {words}" for words, ranks in groups.items()]

@@ -46,10 +46,18 @@ def prepare(
 
     Raises: ConfigError for settings or a script that cannot be.
     """
+    if config_file is not None and "\0" in config_file:
+        raise ConfigError(
+            f"config_file={config_file!r} contains a NUL character, and no file system accepts one; remove it."
+        )
     host = host or look()
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
+    if host.device == "tpu" and not resolved.config.cpu:
+        raise ConfigError(
+            f"{host.name} has TPUs, and training on them is not in this version; pass --cpu, or start on a machine with GPUs."
+        )
     launch = resolved.config.launch
     if not words:
         raise ConfigError(

@@ -63,7 +63,7 @@ SOURCE: Final = "source.txt"
 
 def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) -> Report:
     """This machine's report; a lone machine has nobody to compare with and skips the digests."""
-    count = len(plan.procs)
+    count = sum(proc.count for proc in plan.procs)
     device = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
     if alone or plan.target is None:
         return Report(host=host.name, address="", num_processes=count, device=device)

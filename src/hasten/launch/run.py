@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Final, assert_never
 
 from hasten.config.root import Config
-from hasten.errors import LaunchError
+from hasten.errors import ConfigError, LaunchError
 from hasten.launch import network, verdict
-from hasten.launch.base import LaunchPlan, Proc
+from hasten.launch.base import LaunchPlan, PlannedFile, Proc
 from hasten.launch.checkin import Report
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
@@ -50,7 +50,7 @@ def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
     name = network.interface_of(local) if plan.meeting.alone or not local.startswith("127.") else None
     if name is None:
         return plan
-    procs = tuple(Proc(p.argv, {**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)
+    procs = tuple(replace(p, env={**p.env, "GLOO_SOCKET_IFNAME": name}) for p in plan.procs)
     note = f"GLOO_SOCKET_IFNAME={name}: the interface of {local}"
     return replace(plan, procs=procs, notes=(*plan.notes, note))
 
@@ -63,10 +63,7 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
     if parent := host.env.get(PARENT_PID):
         die_with(int(parent))
     for planned in plan.files:
-        path = Path(planned.path)
-        path.write_text(planned.text)
-        if planned.executable:
-            path.chmod(0o755)
+        _write(planned)
     match plan.launcher:
         case "torchrun":
             return _run_agent(plan, config, host)
@@ -83,13 +80,45 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
             assert_never(other)
 
 
+def _write(planned: PlannedFile) -> None:
+    path = Path(planned.path)
+    try:
+        path.write_text(planned.text)
+        if planned.executable:
+            path.chmod(0o755)
+    except OSError as error:
+        raise LaunchError(
+            f"the file {path.absolute()} cannot be written ({error.strerror}), and without it the job cannot be submitted. Start the "
+            f"command in a folder that you may write to."
+        ) from error
+
+
+def _make_log_dir(folder: str) -> None:
+    """Return when log files can be written to `folder`.
+
+    Raises: ConfigError otherwise.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"log_dir={folder!r} cannot be written to ({reason}), so the output of the processes would be lost. Give --log_dir a "
+            f"folder that you may write to, or leave it out to print to the terminal."
+        ) from error
+
+
 def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     assert plan.meeting is not None, "a torchrun plan has a meeting"
+    if plan.supervision.log_dir is not None:
+        _make_log_dir(plan.supervision.log_dir)
     report = make_report(plan, config, host, alone=plan.meeting.alone)
-    variables = {name: value for name, value in plan.procs[0].env.items() if name != "LOCAL_RANK"}
-    if (
-        plan.meeting.alone
-    ):  # machines that meet cannot be sent a secret: there the user gives one, or shares a home folder
+    (proc,) = plan.procs
+    variables = dict(proc.env)
+    if plan.meeting.alone:
+        # Machines that meet cannot be sent a secret: there the user gives one, or shares a home folder.
         variables |= secret.job_token(host.env)
     with environment.restored():
         outside = environment.snapshot()

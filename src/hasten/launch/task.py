@@ -5,7 +5,6 @@ Rank 0 serves the store at MASTER_ADDR:MASTER_PORT for its whole life, and every
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 import time
@@ -19,7 +18,6 @@ from hasten.launch import worker
 from hasten.launch.base import Target
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.guard import SAVING
 from hasten.launch.network import port_is_free
 from hasten.launch.report import code_digest, package_versions
 from hasten.launch.run import say
@@ -117,12 +115,10 @@ def main() -> None:
 
 
 def _leave_together(store: PrefixStore, topology: Topology) -> None:
-    """Return when all ranks have saved; from here on SIGTERM changes nothing.
+    """Return when all ranks have saved. Stop signals are ignored by now.
 
     The cluster's starter ends the other ranks as soon as the first has left, and their exit codes would hide this one.
     """
-    for number in SAVING:
-        signal.signal(number, signal.SIG_IGN)
     count, deadline = topology.world_size, time.monotonic() + _SAVING_S
     try:
         saved = store.add("saved", 1)

@@ -29,7 +29,7 @@ def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # its store would hand restarted workers dead addresses
     return LaunchPlan(
         launcher="torchrun",
-        procs=tuple(Proc(argv, {**env, "LOCAL_RANK": str(i)}) for i in range(shape.num_processes)),
+        procs=(Proc(argv, env, shape.num_processes),),
         notes=tuple(notes),
         meeting=meeting,
         supervision=supervision(request, shape),

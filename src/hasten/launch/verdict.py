@@ -25,4 +25,6 @@ def failure_words(first: Failure, *, many_machines: bool = False) -> str:
     host = f" on {first.host}" if many_machines else ""
     if first.summary:
         return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"
+    if not first.code:
+        return f"rank {first.rank}{host} ended early, while other ranks still needed it; see the output above"
     return f"rank {first.rank}{host} failed: {end_words(first.code)}; see the output above"

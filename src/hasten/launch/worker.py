@@ -23,6 +23,8 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Final
 
+from hasten.launch.failure import PREEMPTED
+from hasten.launch.guard import SAVING
 from hasten.runtime import env as environment
 
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
@@ -45,10 +47,24 @@ def main() -> None:
     _write_whole_lines()
     if launcher_pid := env.get(LAUNCHER_PID):
         die_with(int(launcher_pid))
-    if args[:1] == ["-m"]:
-        _run_module(args[1], args[2:])
-    else:
-        _run_script(args[0], args[1:])
+    try:
+        if args[:1] == ["-m"]:
+            _run_module(args[1], args[2:])
+        else:
+            _run_script(args[0], args[1:])
+    except SystemExit as end:
+        if end.code == PREEMPTED:
+            _keep_exit_code()
+        raise
+
+
+def _keep_exit_code() -> None:
+    """Ignore further stop signals: once Python has put the default handlers back, one would replace the exit code of a saved run.
+
+    Schedulers send them more than once, and the launcher passes them on.
+    """
+    for number in SAVING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def recording_hook(path: Path, fallback: Hook) -> Hook:

@@ -6,17 +6,19 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
+from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
+
+__all__ = ["LoaderCursor", "StepClock"]
 
 Key = tuple[int, ...]
 Number = int | float | Tensor
@@ -49,21 +51,6 @@ class Holder(Protocol):
 
 
 @dataclass(slots=True)
-class LoaderCursor:
-    """Where one prepared loader stands; moved by the loader, read by everyone else."""
-
-    epoch: int = 0
-    batch: int = 0
-    """Batches handed to the user in this epoch."""
-    at_end: bool = False
-    """The batch now in the user's hands is the epoch's last."""
-    num_real: int | None = None
-    """Rows of the current batch on this rank that are not padding; None means all of them."""
-    num_rows: int | None = None
-    """Rows of the current batch on this rank, padding included; None means not known."""
-
-
-@dataclass(slots=True)
 class Window:
     """One accumulation window: the micro-steps whose gradients go into one update."""
 
@@ -90,26 +77,6 @@ class Window:
 
 
 @dataclass(slots=True)
-class _Watch:
-    """A loader's stay on the clock's stack; leaves the right place even when loaders end out of order."""
-
-    stack: list[LoaderCursor]
-    cursor: LoaderCursor
-
-    def __enter__(self) -> LoaderCursor:
-        self.stack.append(self.cursor)
-        return self.cursor
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for index in range(len(self.stack) - 1, -1, -1):
-            if self.stack[index] is self.cursor:
-                del self.stack[index]
-                return
-
-
-@dataclass(slots=True)
 class StepClock:
     """Counts micro-steps into windows, one window per group of models, and weighs their losses.
 
@@ -132,7 +99,8 @@ class StepClock:
     """What the run's first weight rounds to: weights are divided by it to keep scaled losses in fp16's range."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
-    _cursors: list[LoaderCursor] = field(default_factory=list)
+    cursors: Cursors = field(default_factory=Cursors)
+    """The loaders being iterated."""
     _serial: int = 0
     num_updates: int = 0
     """Steps of any optimizer at a boundary."""
@@ -147,7 +115,7 @@ class StepClock:
     @property
     def active(self) -> LoaderCursor | None:
         """The innermost loader being iterated."""
-        return self._cursors[-1] if self._cursors else None
+        return self.cursors.innermost()
 
     @property
     def micro(self) -> int:
@@ -195,9 +163,9 @@ class StepClock:
             if (holder := known()) is not None:
                 yield holder
 
-    def watching(self, cursor: LoaderCursor) -> _Watch:
+    def watching(self, cursor: LoaderCursor) -> Watch:
         """A context in which `cursor` is the active loader, until a loader inside it starts."""
-        return _Watch(self._cursors, cursor)
+        return Watch(self.cursors, cursor)
 
     def tick(self, key: Key = ()) -> bool:
         """Begin a micro-step of the window named by `key`; true when it is the window's last.
@@ -212,11 +180,11 @@ class StepClock:
         window.turn = 0
         self._current = window
         self.interrupted = False
-        cursors = self._cursors
+        at_end = self.cursors.tick(window.micro > 1)
         if window.micro >= window.every:
             window.closed = self.boundary = True
         else:
-            window.closed = self.boundary = bool(cursors and self.sync_with_dataloader and cursors[-1].at_end)
+            window.closed = self.boundary = at_end and self.sync_with_dataloader
         self.pending = self.boundary and self.correction_due()
         if self.boundary and self.shared:
             for holder in self.holders():

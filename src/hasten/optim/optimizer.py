@@ -139,7 +139,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 self.settle()
             if self._scaled:
                 return self._step_scaled()
-            value = self.optimizer.step()
+            try:
+                value = self.optimizer.step()
+            except (RuntimeError, NotImplementedError) as error:
+                self._explain(error)
+                raise
         self.last = APPLIED
         self.num_attempts += 1
         self.num_updates += 1
@@ -207,8 +211,23 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if due and (factor := clock.correction()) is not None:
             multiply(self.optimizer.param_groups, factor)
 
+    def _explain(self, error: Exception) -> None:
+        """Raise a StepError in place of torch's complaint about an operation that shards do not have."""
+        sharded = any(hasattr(parameter, "to_local") for parameter in self.parameters)  # only shards have it
+        if sharded and any(word in str(error) for word in ("DTensor", "Sharding propagation", "sharding strategy")):
+            first = str(error).splitlines()[0]
+            raise StepError(
+                f"{type(self.optimizer).__name__} cannot update sharded parameters: it uses an operation that torch's "
+                f"sharded tensors do not have ({first}). Use an optimizer of torch that updates each element by "
+                "itself, such as AdamW, or strategy='ddp'."
+            ) from error
+
     def _step_scaled(self) -> Any:
-        self.last = result = self._precision.step(self.optimizer)
+        try:
+            self.last = result = self._precision.step(self.optimizer)
+        except (RuntimeError, NotImplementedError) as error:
+            self._explain(error)
+            raise
         self.num_attempts += 1
         self.num_updates += result.applied
         self.spent = True

@@ -76,7 +76,11 @@ def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Bring state to its parameters, which may have been moved in place since it was made."""
     for parameter, values in optimizer.state.items():
-        moved = {k: v.to(parameter.device) for k, v in values.items() if isinstance(v, Tensor) and v.ndim > 0}
+        moved = {
+            key: _as_its_parameter(value.to(parameter.device) if value.ndim else value, parameter)
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
         values.update(moved)
 
 
@@ -92,6 +96,7 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
 
     Ranks: none; every rank cuts its own part out of the whole value it holds.
     """
+    value = _as_its_parameter(value, parameter)
     if value.shape != parameter.shape or value.ndim == 0:
         return value
     if is_dtensor(parameter) and not is_dtensor(value):
@@ -99,6 +104,12 @@ def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tens
         spread: Callable[..., Tensor] = placements().distribute_tensor
         return spread(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return value.to(parameter.device)
+
+
+def _as_its_parameter(value: Tensor, parameter: Tensor) -> Tensor:
+    """State made for half-precision weights, in float32 when its parameter has become a float32 master."""
+    half = value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half and value.shape == parameter.shape and parameter.dtype == torch.float32 else value
 
 
 def _find(name: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Tensor:

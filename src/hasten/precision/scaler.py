@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from hasten.comm.base import Comm
 from hasten.config.precision import GradScalerKwargs
+from hasten.errors import HastenWarning, LossScaleError, StepError
 from hasten.precision.base import StepResult
+
+_WARN_AFTER: Final = 8
+"""Updates skipped in a row after which a warning is due: more than an ordinary start needs."""
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -35,6 +42,9 @@ class LossScaler(torch.amp.GradScaler):
         self._good_steps = 0
         self._known_scale = float(kwargs.init_scale) if kwargs.enabled else 1.0
         self._stepped = 0
+        self._max_skipped = kwargs.max_skipped_steps
+        self._skipped = 0
+        """Updates skipped in a row; several optimizers that step at one scale count once."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once per step.
@@ -70,10 +80,35 @@ class LossScaler(torch.amp.GradScaler):
         if not self._enabled or (new_scale is None and not seen):
             return
         super().update(new_scale)
+        self._skipped = self._skipped + 1 if self._overflowed and new_scale is None else 0
         self._good_steps = 0 if self._overflowed or new_scale is not None else self._good_steps + 1
         if self._overflowed or new_scale is not None or self._good_steps >= self._growth_interval:
             self._known_scale, self._good_steps = self.get_scale(), self._get_growth_tracker()
         self._overflowed = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Warn of updates skipped in a row, and stop where no scale will help. The same on all ranks.
+
+        Raises: LossScaleError after the number of updates the settings allow, or when the scale has run out.
+        """
+        if self._skipped == _WARN_AFTER:
+            warnings.warn(
+                f"fp16: the last {_WARN_AFTER} updates were skipped because gradients were inf or nan; the loss scale is "
+                f"down to {self._known_scale:g}. A few skips at the start are normal; if they go on, the loss itself "
+                "is not finite.",
+                HastenWarning,
+                stacklevel=2,
+            )
+        spent = self._known_scale < torch.finfo(torch.float32).tiny
+        if spent or (self._max_skipped is not None and self._skipped >= self._max_skipped):
+            limit = "has run out" if spent else f"reached scaler.max_skipped_steps={self._max_skipped}"
+            raise LossScaleError(
+                f"fp16: {self._skipped} updates in a row were skipped because gradients were inf or nan ({limit}); the "
+                f"loss scale is {self._known_scale:g}, so that scaling is not the cause and no parameter has changed "
+                "since. Look for nan or inf in the loss and the data of one batch, lower the learning rate, or use "
+                "mixed_precision='bf16'."
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved scale."""
@@ -82,6 +117,31 @@ class LossScaler(torch.amp.GradScaler):
             self._known_scale, self._good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
         self._per_optimizer_states.clear()
         self._overflowed = self.due = False
+        self._skipped = 0
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Unscale this rank's parts of the gradients; torch's own cannot take shards and whole tensors together."""
+        found: dict[torch.device, Tensor] = {}
+        parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for part in _own_parts(optimizer):
+            parts.setdefault((part.device, part.dtype), []).append(part)
+        with torch.no_grad():
+            for (device, dtype), same in parts.items():
+                if dtype == torch.float16 and not allow_fp16:
+                    raise StepError(
+                        f"{type(optimizer).__name__} has float16 gradients, which lose their small values when they "
+                        "are unscaled. Train float32 weights: call model.float() before prepare()."
+                    )
+                if device not in found:
+                    found[device] = found_inf.to(device, copy=True)
+                filled = [part for part in same if part.numel()]  # a rank may hold no row of a small parameter
+                if filled:
+                    torch._amp_foreach_non_finite_check_and_unscale_(
+                        filled, found[device], inv_scale.to(device, non_blocking=True)
+                    )
+        return found
 
     def _stage(self, optimizer: torch.optim.Optimizer) -> OptState:
         stage: OptState = self._per_optimizer_states[id(optimizer)]["stage"]
@@ -111,3 +171,20 @@ class LossScaler(torch.amp.GradScaler):
         if state["found_inf_per_device"]:
             self._stepped += 1
             self._per_optimizer_states[-self._stepped] = state
+
+
+def _own_parts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """This rank's parts of the gradients, dense."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                if grad.dtype is torch.float16:  # adding up duplicates may overflow: look at their sums
+                    parameter.grad = grad = grad.coalesce()
+                yield grad._values()
+            else:
+                # Only shards have this method; their class is not imported for runs that have none.
+                local = getattr(grad, "to_local", None)
+                yield grad if local is None else local()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import errno
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
 from hasten.runtime.mesh import Groups, stop
 from hasten.runtime.topology import Topology
+from hasten.runtime.waiting import announced_waiting
 
 MeshOf = Callable[[int], MeshSpec]
 
@@ -57,7 +59,8 @@ def start(
     settings = settings or GroupSettings()
     use_device(device)
     if not dist.is_initialized() and topology.world_size > 1:
-        _init(topology, device, settings)
+        with announced_waiting(settings.init_method or _url(topology), topology):
+            _init(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
         return _joined(_actual(topology), device, mesh_of, settings)
     mesh = mesh_of(1)
@@ -94,15 +97,11 @@ def _actual(topology: Topology) -> Topology:
 
 def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> None:
     url = settings.init_method or _url(topology)
-    within = timedelta(seconds=settings.init_timeout_s)
+    within, start = timedelta(seconds=settings.init_timeout_s), time.monotonic()
     try:
         found, rank, size = _meet(url, topology, within)
     except (RuntimeError, ValueError, OSError) as error:
-        raise CommError(
-            f"rank {topology.rank} of {topology.world_size} did not meet the others at {url} within "
-            f"{settings.init_timeout_s:g} s ({error}). Without all ranks there is no group to train in; check that "
-            f"every rank is started, that the address can be reached and that the port is free."
-        ) from error
+        raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
     found.set_timeout(within)
     dist.init_process_group(
         settings.backend or _backend(device),
@@ -113,6 +112,24 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
         device_id=device if device.type == "cuda" else None,
     )
     atexit.register(stop)
+
+
+def _why_not_met(url: str, topology: Topology, settings: GroupSettings, elapsed_s: float, error: BaseException) -> str:
+    who, reason = f"rank {topology.rank} of {topology.world_size}", str(error).strip().partition("\n")[0]
+    if "EADDRINUSE" in str(error) or "already in use" in str(error):
+        return (
+            f"{who} cannot serve the meeting at {url}: another program uses this port, often a run that is still alive. Without it "
+            f"the ranks do not find each other; end that program, or choose another MASTER_PORT (--main_process_port) on every rank."
+        )
+    if elapsed_s < 0.9 * settings.init_timeout_s:
+        return (
+            f"{who} failed to meet the others at {url} after {elapsed_s:.0f} s ({reason}). Without all ranks there is no group to "
+            f"train in; check that the address is right and can be reached, and that no other program uses the port."
+        )
+    return (
+        f"{who} did not meet the others at {url} within {settings.init_timeout_s:g} s ({reason}). Without all ranks there is no "
+        f"group to train in; check that every rank is started, that the address can be reached and that the port is free."
+    )
 
 
 def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, int, int]:

@@ -134,6 +134,7 @@ class StartUp:
     sampler: Sequence[str] = ()
     accumulation: int = 1
     precision: str = "no"
+    masters: str = "fp32"
     notes: Sequence[str] = ()
 
 
@@ -146,6 +147,8 @@ def banner(facts: StartUp) -> str:
     rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
     step = "every batch" if facts.accumulation == 1 else f"every {facts.accumulation} batches"
     rows += [("accumulation", f"{facts.accumulation} (one update {step})"), ("precision", facts.precision)]
+    own = facts.precision == "no" or facts.masters == "keep"
+    rows.append(("weights", "trained in the model's own dtype" if own else "trained in float32 (master_weights=fp32)"))
     rows += [("note", line) for line in facts.notes]
     shown, last = [], ""
     for label, value in rows:

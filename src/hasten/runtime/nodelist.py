@@ -1,9 +1,9 @@
-"""SLURM's compressed notations: host lists like node[001-003,7] and task counts like 4(x2),1."""
+"""Compressed notations: SLURM's host lists like node[001-003,7] and task counts like 4(x2),1, and ranks in messages."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 
@@ -65,3 +65,17 @@ def _expand_numbers(text: str) -> Iterator[str]:
         first, last = found[1], found[2] or found[1]
         for number in range(int(first), int(last) + 1):
             yield str(number).zfill(len(first))
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Ranks with runs shortened: `rank 3`, `ranks 0, 2-5`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    if not ranks:
+        return ""
+    return f"rank {words}" if len(ranks) == 1 else f"ranks {words}"

@@ -83,13 +83,13 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             "to shard them; use strategy='fsdp', or set dp_shard_size=1."
         )
     spread = Alone() if alone else Replicate(config.ddp)
-    transforms: list[Transform] = [Place(), Convert(), *_common(config)]
+    transforms: list[Transform] = [Place(), Convert(config.master_weights), *_common(config)]
     caps = Caps(joins_uneven_inputs=True, synchronises=not alone)
     return NativeStrategy("single" if alone else "ddp", spread, transforms, caps)
 
 
 def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
-    transforms: list[Transform] = [Convert(), *_common(config)]
+    transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
         tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor

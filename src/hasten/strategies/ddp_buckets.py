@@ -14,7 +14,7 @@ from hasten.runtime.logs import get_logger
 log = get_logger(__name__)
 
 _NEEDED: Final = (("", "reducer"), ("reducer", "_rebuild_buckets"), ("", "_get_ddp_logging_data"), ("", "_comm_hooks"))
-"""What is used of torch's own, as (where, name): tests/arch/private_torch.py says in which versions it was seen."""
+"""What is used of torch's own, as (where, name): hasten/testing/private_torch.py says in which versions it was seen."""
 
 
 class BucketOrders:

@@ -79,7 +79,7 @@ def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugi
         raise PrepareError(
             f"buffer {sorted(lost)[0]!r} was built on the meta device and is not saved with the model's weights, so "
             "nothing would fill it. Pass FullyShardedDataParallelPlugin(param_init_fn=...) that computes it, or "
-            "build the model with init_empty_weights(include_buffers=False)."
+            "create this buffer on a real device."
         )
 
 

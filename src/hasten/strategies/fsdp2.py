@@ -42,6 +42,7 @@ from hasten.strategies.filling import (
     source_of,
 )
 from hasten.strategies.fsdp2_gradients import HeldGradients
+from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
 from hasten.strategies.whole import average_gradients, scalars
 from hasten.strategies.wrapping import (
     CONTAINERS,
@@ -94,7 +95,8 @@ class Shard:
             layout = self._decide(model, precision, ctx)
         source = source_of(model, self._config, ctx)
         self._remember(model)
-        _ready_for_sharding(model, precision.spec, layout.whole)
+        hooks = hooks_to_carry(model, layout.whole)
+        _make_dense(model, layout.whole)
         if source is not Source.RANK_0 and self._config.sync_module_states:
             copy_from_rank_0(model, ctx)
         wholes = {name: t.data for name, t in named_tensors(model)} if source is Source.RANK_0 and ctx.is_main else {}
@@ -106,6 +108,7 @@ class Shard:
         elif source is Source.NOBODY:
             fill_by_function(model, self._config)
         self._remember(model)
+        carry_hooks(model, hooks)
         average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
             for note in (*layout.notes, _banner(model, mesh, layout, self._config, source)):
@@ -124,10 +127,11 @@ class Shard:
         whole = ignored | set(zero_dims.values())
         chosen = blocks_to_shard(model, self._config)
         inside: list[nn.Module] = []
-        if self._better_in_one_group(model, precision, whole, ctx):
+        if self._better_in_one_group(model, whole, ctx):
             chosen, inside = [], chosen
         blocks, tied = keep_ties_together(model, chosen, whole)
-        _refuse_mixed_masters(model, blocks, precision.spec, whole)
+        _refuse_mixed_masters(model, blocks, whole)
+        refuse_gradient_hooks(model, whole)
         notes = []
         if len(blocks) < len(chosen):
             notes.append(
@@ -139,16 +143,14 @@ class Shard:
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
         return Layout(type(model).__name__, blocks, whole, policy, notes, inside)
 
-    def _better_in_one_group(
-        self, model: nn.Module, precision: Precision, whole: set[nn.Parameter], ctx: ProcessContext
-    ) -> bool:
+    def _better_in_one_group(self, model: nn.Module, whole: set[nn.Parameter], ctx: ProcessContext) -> bool:
         """Whether groups would only cost: one process frees nothing between them, unless parameters lie elsewhere."""
         config = self._config
         automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
         if not automatic or config.cpu_offload or ctx.mesh.size(Axis.DP_SHARD, Axis.DP_REPLICATE) > 1:
             return False
         trained = [p for p in model.parameters() if p.requires_grad and p not in whole]
-        return len({master_dtype(parameter, precision.spec) for parameter in trained}) <= 1
+        return len({parameter.dtype for parameter in trained}) <= 1
 
     def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
         inside = replace(layout.policy, output_dtype=None)  # between blocks activations stay in the computing dtype
@@ -277,23 +279,11 @@ def mixed_precision(
     )
 
 
-def _ready_for_sharding(model: nn.Module, spec: PrecisionType, whole: set[nn.Parameter]) -> None:
-    """Give trainable half-precision parameters float32 masters under mixed precision, and lay all out densely.
-
-    Frozen parameters keep their dtype. Dense: torch shards no other memory format (channels_last, for example).
-    """
+def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:
+    """Lay parameters out densely: torch shards no other memory format (channels_last, for example)."""
     for parameter in model.parameters():
-        if parameter in whole:
-            continue
-        dtype = master_dtype(parameter, spec)
-        if dtype != parameter.dtype or not parameter.is_contiguous():
-            parameter.data = parameter.data.to(dtype).contiguous()
-
-
-def master_dtype(parameter: nn.Parameter, spec: PrecisionType) -> torch.dtype:
-    """The dtype the optimizer works on: float32 for what is trained in half precision, else the parameter's own."""
-    half = parameter.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if spec != "no" and parameter.requires_grad and half else parameter.dtype
+        if parameter not in whole and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
@@ -313,21 +303,19 @@ def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -
         )
 
 
-def _refuse_mixed_masters(
-    model: nn.Module, blocks: Sequence[nn.Module], spec: PrecisionType, whole: set[nn.Parameter]
-) -> None:
+def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: set[nn.Parameter]) -> None:
     """Raise when trained parameters of one group have different dtypes: torch reduces their gradients as one."""
     found: dict[int, dict[torch.dtype, str]] = {}
     for owner, name, parameter in owned_parameters(model, blocks):
         if parameter.requires_grad and parameter not in whole:
-            found.setdefault(id(owner), {}).setdefault(master_dtype(parameter, spec), name)
+            found.setdefault(id(owner), {}).setdefault(parameter.dtype, name)
     for group in found.values():
         if len(group) > 1:
             (one, first), (other, second) = list(group.items())[:2]
             raise PrepareError(
                 f"{first!r} is {one} and {second!r} is {other}; both are trained in one shard group, whose gradients "
                 "are reduced together in one dtype. Bring the trained parameters to one dtype (model.float()), or use "
-                "mixed_precision='bf16', which gives them float32 master weights."
+                "mixed_precision='bf16' with master_weights='fp32'."
             )
 
 

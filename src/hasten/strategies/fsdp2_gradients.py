@@ -18,7 +18,7 @@ log = get_logger(__name__)
 
 _NEEDED: Final = ("fsdp_params", "_partial_reduce_output")
 _NEEDED_OF_PARAMETER: Final = ("sharded_param", "unsharded_accumulated_grad")
-"""What is used of torch's own: tests/arch/private_torch.py says in which versions it was seen."""
+"""What is used of torch's own: hasten/testing/private_torch.py says in which versions it was seen."""
 
 
 class HeldGradients:
@@ -80,7 +80,7 @@ class HeldGradients:
             self._known = self._probe(model)
         return bool(self._known)
 
-    def _probe(self, model: FSDPModule) -> bool:
+    def _probe(self, model: nn.Module) -> bool:
         """Whether this torch shows what is needed; what is missing is logged once."""
         missing: list[str] = []
         if not hasattr(model, "_get_fsdp_state"):

@@ -15,7 +15,7 @@ from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Wish
-from hasten.strategies.own_shards import update_own_shards
+from hasten.strategies.own_shards import refuse_unshardable, update_own_shards
 
 
 class NativeStrategy:
@@ -40,6 +40,7 @@ class NativeStrategy:
         inner = [*bundle.earlier, *(self.unwrap(item.value) for item in models)]
         for item, record in zip(optimizers, records, strict=True):
             record.bind(item.value, inner)
+            refuse_unshardable(item.value)
             update_own_shards(item.value)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

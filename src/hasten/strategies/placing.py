@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
+import torch
 from torch import nn
 
+from hasten.bigmodel.dispatch import is_dispatched
+from hasten.config.precision import MasterWeights
 from hasten.errors import PrepareError
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Stage, Wish
+
+log = logging.getLogger(__name__)
 
 
 class Place:
@@ -20,10 +27,11 @@ class Place:
         if on_meta:
             raise PrepareError(
                 f"parameter {on_meta[0]!r} and {len(on_meta) - 1} more are on the meta device and have no values to "
-                "train. Load weights into the model first, or shard it with strategy='fsdp', which fills meta "
-                "parameters."
+                "train. Fill them first with load_checkpoint_in_model(model, folder), or shard it with "
+                "strategy='fsdp', which fills meta parameters."
             )
-        if not wish.place or hasattr(model, "hf_device_map"):  # already spread over devices by whoever loaded it
+        # already spread over devices by whoever loaded it
+        if not wish.place or hasattr(model, "hf_device_map") or is_dispatched(model):
             return model
         return model.to(ctx.device)
 
@@ -36,12 +44,37 @@ class Convert:
 
     stage = Stage.CONVERT
 
-    def __init__(self) -> None:
+    def __init__(self, masters: MasterWeights = "fp32") -> None:
+        self._masters = masters
         self._precision: Precision | None = None
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         self._precision = precision
+        if wish.train and self._masters == "fp32" and precision.spec != "no":
+            give_masters(model)
         return precision.convert(model)
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model if self._precision is None else self._precision.restore(model)
+
+
+def give_masters(model: nn.Module) -> None:
+    """Make trained half-precision parameters float32, in place; frozen ones keep their dtype.
+
+    Compute stays in half precision. In bfloat16 an update below 1/256 of a weight is lost by rounding.
+    """
+    changed: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        dtype = parameter.dtype
+        if parameter.requires_grad and dtype in (torch.float16, torch.bfloat16):
+            grad, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.float()
+            parameter.grad = None if grad is None else grad.float()
+            changed[dtype] = changed.get(dtype, 0) + 1
+    if changed:
+        counts = " and ".join(f"{count} {str(dtype).removeprefix('torch.')}" for dtype, count in changed.items())
+        log.info(
+            "%s: %s parameters are trained as float32 master weights (master_weights=keep leaves them as they are)",
+            type(model).__name__,
+            counts,
+        )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from hasten.errors import TrackerError
+from hasten.errors import HastenWarning, MissingPackageError, TrackerError
 from hasten.optional import available
 from hasten.tracking.base import Tracker
 
 GROUP = "hasten.trackers"  # entry point group of packages that bring a tracker
 
+Missing = Literal["error", "warn"]
 LogWith = str | Tracker | Enum | Iterable["str | Tracker | Enum"] | None
 
 
@@ -49,10 +51,11 @@ def installed() -> list[str]:
     return own + sorted({point.name for point in entry_points(group=GROUP)} - set(own))
 
 
-def build(log_with: LogWith) -> list[Tracker]:
-    """The trackers `log_with` asks for: a name, "all", an instance, or a list of these.
+def build(log_with: LogWith, *, missing: Missing = "error") -> list[Tracker]:
+    """The trackers `log_with` asks for: a name, "all" (those whose packages are installed), an instance, or a list of these.
 
-    Raises: TrackerError for an unknown or repeated name; MissingPackageError, at its start, is the tracker's own.
+    With `missing="warn"` a named tracker whose package is not installed is left out, with a warning.
+    Raises: TrackerError for an unknown or repeated name; MissingPackageError for a named one whose package is not installed.
     """
     if log_with is None:
         return []
@@ -63,9 +66,31 @@ def build(log_with: LogWith) -> list[Tracker]:
             found.append(item)
         else:
             name = str(item.value if isinstance(item, Enum) else item).lower()
-            found += [_create(one) for one in (installed() if name == "all" else [name])]
+            found += [_create(one) for one in (installed() if name == "all" else _present(name, missing))]
     _check_names(found)
     return found
+
+
+def _present(name: str, missing: Missing) -> list[str]:
+    """The name, if its package is there; none if it may be left out.
+
+    Raises: MissingPackageError otherwise: a run without the log that was asked for is noticed when it is over.
+    """
+    needs = next((row.needs for row in BUILTINS if row.name == name), None)
+    if needs is None or available(needs):
+        return [name]
+    remedy = f"pip install {needs.replace('_', '-')}"
+    if missing == "warn":
+        warnings.warn(
+            f"log_with={name!r}: the package {needs!r} is not installed, so this run is not logged there. Run: {remedy}",
+            HastenWarning,
+            stacklevel=2,
+        )
+        return []
+    raise MissingPackageError(
+        f"log_with={name!r}: the package {needs!r} is not installed, so the run would leave no log there. Run: {remedy}, or set "
+        f"missing_tracker: warn to train without it."
+    )
 
 
 def _create(name: str) -> Tracker:

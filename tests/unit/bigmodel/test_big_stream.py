@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
-from hasten.bigmodel.placed import detach, streamers_of
+from hasten.bigmodel.placed import detach, moved, streamers_of
 from hasten.errors import PrepareError
 
 
@@ -301,6 +301,20 @@ def test_blocks_compile_and_a_streamed_model_refuses_to_be_copied() -> None:
     with pytest.raises(PrepareError, match="cannot be copied"):
         __import__("copy").deepcopy(model)
     detach(model)
+
+
+def test_what_comes_to_the_host_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to a device may run beside the program; one to the host is waited for, or it is read too early."""
+    asked: list[tuple[str, bool]] = []
+
+    def to(self: Tensor, device: torch.device, non_blocking: bool = False) -> Tensor:
+        asked.append((device.type, non_blocking))
+        return self
+
+    monkeypatch.setattr(Tensor, "to", to)
+    moved({"a": [torch.ones(1, device="meta")]}, torch.device("cpu"))
+    moved((torch.ones(1),), torch.device("meta"))
+    assert asked == [("cpu", False), ("meta", True)]
 
 
 def test_nothing_to_stream_is_an_error_that_says_what_to_do() -> None:

@@ -23,6 +23,7 @@ import torch
 
 from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.inplace import draft_of, read_manifest
 from hasten.checkpoint.local_store import LocalStore
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.packing import pack
@@ -179,6 +180,7 @@ def kill_everywhere(
     ready: Callable[[Path], None],
     scenario: Callable[[Path, Disk], None],
     judge: Callable[[Path], str | None],
+    ways: Sequence[str] = WAYS,
 ) -> tuple[int, list[str]]:
     """Die at every call of the scenario in every way; how often the child was killed, and what was wrong after it."""
     kills, problems = 0, []
@@ -188,7 +190,7 @@ def kill_everywhere(
         shutil.copytree(before, root)
         counting = DeadlyDisk()
         scenario(root, counting)
-        for at, way in itertools.product(range(counting.calls), WAYS):
+        for at, way in itertools.product(range(counting.calls), ways):
             shutil.rmtree(root)
             shutil.copytree(before, root)
             ended = in_child(functools.partial(scenario, root, DeadlyDisk(at, way)))
@@ -241,12 +243,12 @@ def save_overwriting(root: Path, disk: Disk) -> None:
     save(root, "best", 2, disk, None, extra="new")
 
 
-def judge_overwriting(root: Path) -> str | None:
-    if check(root, "best") not in (1, 2):
+def judge_overwriting(root: Path, allowed: tuple[int, int] = (1, 2)) -> str | None:
+    if check(root, "best") not in allowed:
         return "neither the old nor the new one is there"
-    save(root, "best", 3, Disk(), None)
+    save(root, "best", 4, Disk(), None)
     left = [entry.name for entry in root.iterdir()]
-    if check(root, "best") != 3 or left != ["best"]:
+    if check(root, "best") != 4 or left != ["best"]:
         return f"the next save left {left}"
     listed = {file.name for file in LocalStore(root).manifest("best").files} | {"manifest.json", "notes.txt"}
     found = {path.relative_to(root / "best").as_posix() for path in (root / "best").rglob("*")}
@@ -255,11 +257,58 @@ def judge_overwriting(root: Path) -> str | None:
     return None if (root / "best" / "notes.txt").read_text() == "mine" else "the user's file was lost"
 
 
+def before_recovering(root: Path) -> None:
+    """The folder as a process leaves it that dies when the new checkpoint is there but its files have no names yet."""
+    for at in itertools.count():
+        shutil.rmtree(root, ignore_errors=True)
+        before_overwriting(root)
+        in_child(functools.partial(save_overwriting, root, DeadlyDisk(at, "after")))
+        if draft_of(read_manifest(root / "best" / "manifest.json")) is not None:
+            return
+
+
+def save_recovering(root: Path, disk: Disk) -> None:
+    """What a crash left is brought to its end by the next save, which dies too."""
+    save(root, "best", 3, disk, None, extra="newer")
+
+
+def judge_recovering(root: Path) -> str | None:
+    return judge_overwriting(root, (2, 3))
+
+
+def judge_appearing(root: Path) -> str | None:
+    """Before the folder comes into being there is nothing; afterwards the user's file is there whatever happens."""
+    if not (root / "best" / "manifest.json").exists():
+        (root / "best").mkdir(exist_ok=True)
+        (root / "best" / "notes.txt").write_text("mine")
+        save(root, "best", 2, Disk(), None)
+    return judge_overwriting(root)
+
+
+def before_appearing(root: Path) -> None:
+    root.mkdir()
+
+
+def save_appearing(root: Path, disk: Disk) -> None:
+    """The folder comes into being while the save is under way, with a file of the user's in it."""
+    store, comm = LocalStore(root, disk, threads=1), LocalComm()
+    group = start(store, comm, "best")
+    (root / "best").mkdir()
+    (root / "best" / "notes.txt").write_text("mine")
+    finish(prepare(state(2), group, comm), group, comm, Manifest(number=2))
+
+
 def main(which: str) -> None:
     torch.set_num_threads(1)
-    numbered_ones = (before_numbered, save_numbered, judge_numbered)
-    same_ones = (before_overwriting, save_overwriting, judge_overwriting)
-    kills, problems = kill_everywhere(*(numbered_ones if which == "numbered" else same_ones))
+    match which:
+        case "numbered":
+            kills, problems = kill_everywhere(before_numbered, save_numbered, judge_numbered)
+        case "overwriting":
+            kills, problems = kill_everywhere(before_overwriting, save_overwriting, judge_overwriting)
+        case _:
+            kills, problems = kill_everywhere(before_recovering, save_recovering, judge_recovering, ("after",))
+            more, others = kill_everywhere(before_appearing, save_appearing, judge_appearing, ("after",))
+            kills, problems = kills + more, problems + others
     json.dump({"kills": kills, "problems": problems}, sys.stdout)
 
 

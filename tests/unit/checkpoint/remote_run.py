@@ -13,7 +13,7 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.checkpoint.places import locate, open_store
-from hasten.errors import CheckpointError
+from hasten.errors import CheckpointBusyError, CheckpointError
 from hasten.optional import need
 
 
@@ -124,6 +124,23 @@ def survives_kills(place: str, endpoint: str, savers: list[Saver]) -> None:
     assert left == {"checkpoint_0", "checkpoint_1", "checkpoint_2"}
 
 
+def has_one_writer(place: str) -> None:
+    """A second save at the same URL is refused and named; one beside it goes through."""
+    store = open_store(place)
+    draft = store.begin("best")
+    refused = 0
+    try:
+        open_store(place).begin("best")
+    except CheckpointBusyError as error:
+        refused = error.pid
+    assert refused == os.getpid(), "two writers at a time"
+    Accelerator(cpu=True).save_state(f"{place}/other")
+    draft.abort()
+    Accelerator(cpu=True).save_state(f"{place}/best")
+    assert store.names() == ["best", "other"]
+    assert not [path for path in need("fsspec").filesystem("s3").find(place) if ".hasten" in path]
+
+
 def connect(endpoint: str) -> None:
     """Let S3 clients of this process talk to the server."""
     os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -141,6 +158,7 @@ def main() -> None:
     connect(f"http://{host}:{port}")
     need("fsspec").filesystem("s3").mkdir("bucket")
     resumes("s3://bucket/run")
+    has_one_writer("s3://bucket/writers")
     survives_kills(place, f"http://{host}:{port}", savers)
     try:
         Accelerator(cpu=True).save_state("s3://absent-bucket/run/out")

@@ -28,22 +28,44 @@ from hasten.errors import CheckpointError
 HERE = Path(__file__).parent
 
 
-def run(script: str, *arguments: str) -> Any:
+def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
     """What a script of this folder prints, decoded."""
     command = [sys.executable, "-W", "ignore", "-X", "faulthandler", str(HERE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("which", "least"), [("numbered", 160), ("overwriting", 140)])
+@pytest.mark.parametrize(("which", "least"), [("numbered", 160), ("overwriting", 300), ("halfway", 150)])
 def test_every_kill_leaves_the_newest_complete_checkpoint_whole(which: str, least: int) -> None:
-    """Together at least 300 kills, one for every change of the disk and every way to die there."""
+    """Together at least 600 kills, one for every change of the disk and every way to die there."""
     report = run("power_cuts.py", which)
     assert report["problems"] == []
     assert report["kills"] >= least
+
+
+LONG = (
+    pytest.mark.slow,
+    pytest.mark.timeout(2500),
+    pytest.mark.skipif(not os.environ.get("HASTEN_LONG_TESTS"), reason="takes minutes; set HASTEN_LONG_TESTS=1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "least"),
+    [
+        pytest.param(1.5, 20, id="short", marks=pytest.mark.timeout(240)),
+        pytest.param(60, 700, id="long", marks=LONG),
+    ],
+)
+def test_saves_side_by_side_are_whole_or_say_why_not(seconds: float, least: int) -> None:
+    """Into sibling folders, into the same folder, and with kills: together over 2000 saves in the long version."""
+    reports = run("side_by_side.py", str(seconds), str(least), timeout_s=220 if seconds < 10 else 2400)
+    assert [report["problems"] for report in reports] == [[], [], []]
+    assert all(report["counts"]["saved"] >= least for report in reports)
+    assert reports[2]["kills"] >= 2
 
 
 @pytest.mark.slow

@@ -328,7 +328,7 @@ def test_owners_show_signs_of_life(store: CheckpointStore) -> None:
 
 def new_process_namespace() -> bool:
     """Whether children of this process get process ids of their own from now on."""
-    return ctypes.CDLL(None, use_errno=True).unshare(0x20000000) == 0
+    return bool(ctypes.CDLL(None, use_errno=True).unshare(0x20000000) == 0)
 
 
 def test_a_real_process_of_another_container(tmp_path: Path) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
 
-from hasten.cli.launch_cmd import make_parser
+import pytest
+
+from hasten.cli.flags import spellings
+from hasten.cli.launch_cmd import ESSENTIAL, main, make_parser
 from hasten.config.schema import SETTABLE
 
 BUDGET_S = 0.300
@@ -40,6 +44,42 @@ def test_every_setting_is_a_flag_in_both_spellings() -> None:
             assert f"--{flag}" in known
             assert f"--{flag.replace('_', '-')}" in known
     assert {"-m", "-q", "-t"} <= set(known)
+
+
+def help_of(flag: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    """What a help flag prints, and the options in it."""
+    with pytest.raises(SystemExit) as left:
+        main([flag])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    return text, re.findall(r"^  (?:-\w, )?--(\w+)", text, flags=re.MULTILINE)
+
+
+def test_help_shows_what_most_people_need_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    text, shown = help_of("--help", capsys)
+    assert help_of("-h", capsys)[0] == text
+    assert 25 <= len(shown) <= 36
+    assert shown[:2] == ["help", "help_all"]
+    assert {*ESSENTIAL, "config_file", "dry_run"} <= set(shown)
+    whole, every = help_of("--help-all", capsys)
+    assert help_of("--help_all", capsys)[0] == whole
+    assert set(shown) < set(every)
+    assert {spellings(info)[0] for info in SETTABLE} <= set(every)
+    assert f"{len(every) - len(shown)} more options: `hasten launch --help-all`." in text
+
+
+def test_the_mesh_is_spelled_short_and_the_long_spelling_is_accepted() -> None:
+    parser = make_parser()
+    every = [name for info in SETTABLE for name in spellings(info)]
+    assert len(set(every)) == len(every)
+    for info in SETTABLE:
+        if info.name.startswith("parallelism."):
+            assert spellings(info)[0] == info.flag.removeprefix("parallelism_config_")
+            paths = {parser._option_string_actions[f"--{name}"].path for name in spellings(info)}  # type: ignore[attr-defined]
+            assert paths == {info.path}
+    for flag in ("--tp_size", "--tp-size", "--parallelism_config_tp_size", "--parallelism-config-tp-size"):
+        (entry,) = parser.parse_args([f"{flag}=2", "train.py"]).settings
+        assert (entry.path, entry.value) == (("parallelism", "tp_size"), "2")
 
 
 def test_help_is_grouped() -> None:

@@ -1,4 +1,4 @@
-"""`accelerate estimate-memory`: follows later."""
+"""`accelerate estimate-memory`, answered by hasten."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from accelerate import notyet
+from hasten.cli.main import main as hasten
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # Any: argparse's subparsers
@@ -17,17 +17,29 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser: 
         if subparsers is not None
         else argparse.ArgumentParser("Accelerate estimate-memory command")
     )
-    parser.add_argument("rest", nargs=argparse.REMAINDER)
+    parser.add_argument("model_name", help="a name on the Hub, or a folder of weights")
+    parser.add_argument("--library_name", choices=["timm", "transformers"], help="taken from the model")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32", "float16", "int8", "int4"],
+        choices=["float32", "float16", "int8", "int4"],
+    )
+    parser.add_argument("--trust_remote_code", action="store_true")
+    if subparsers is not None:
+        parser.set_defaults(func=estimate_command)
     return parser
 
 
-estimate_command = notyet.function("commands.estimate.estimate_command", "`accelerate estimate-memory`")
+def estimate_command(args: argparse.Namespace) -> int:
+    """Print the memory a model needs."""
+    words = ["estimate-memory", args.model_name, "--dtypes", *args.dtypes]
+    return hasten([*words, "--trust_remote_code"] if args.trust_remote_code else words)
 
 
 def run(words: Sequence[str]) -> int:
-    """Say that the command follows later."""
-    sys.stderr.write("accelerate estimate-memory is not in this version of hasten's stand-in yet; nothing was done.\n")
-    return 2
+    """Run the command with these words."""
+    return estimate_command(estimate_command_parser().parse_args(list(words)))
 
 
 def main() -> NoReturn:

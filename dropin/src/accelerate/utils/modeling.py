@@ -1,10 +1,13 @@
-"""Looking at models: sizes, ties, names. What places and loads big models follows later."""
+"""Looking at models, placing and loading them: hasten's own ways under the established names."""
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,11 @@ from accelerate import ambient, notyet
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate.utils.enums import CustomDtype
 from accelerate.utils.imports import is_peft_available
+from hasten.bigmodel import budget, load, tensors, ties
+from hasten.bigmodel import device_map as maps
+from hasten.bigmodel.dispatch import device_of
+from hasten.bigmodel.load import Loaded
+from hasten.bigmodel.offload_files import OffloadedWeightsLoader
 from hasten.checkpoint.export import parse_size
 from hasten.checkpoint.formats import read_tensors
 
@@ -83,27 +91,12 @@ def named_module_tensors(
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Groups of names that are one parameter."""
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    return [sorted(names) for names in groups.values() if len(names) > 1]
+    return ties.find_tied_parameters(model)
 
 
 def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
     """Make the names of each group one parameter again."""
-    for group in tied_params:
-        kept = next((p for name in group if (p := _get(model, name)).device.type != "meta"), None)
-        if kept is None:
-            continue
-        for name in group:
-            owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, kept)
-
-
-def _get(model: nn.Module, name: str) -> Tensor:
-    owner, _, last = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(owner), last)
-    return found
+    ties.retie_parameters(model, tied_params)
 
 
 def compute_module_sizes(
@@ -161,21 +154,179 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """The map with children that all sit on one device named by their parent."""
-    prefix = "" if module_name == "" else f"{module_name}."
-    places = [place for name, place in device_map.items() if name.startswith(prefix)]
-    if len(set(places)) == 1 and len(places) > 1:
-        for name in [name for name in device_map if name.startswith(prefix)]:
-            del device_map[name]
-        device_map[module_name] = places[0]
-    level = prefix.count(".")
-    children = {
-        ".".join(name.split(".")[: level + 1]) for name in device_map if name.startswith(prefix) and name != module_name
-    }
-    for child in children:
-        if any(name.startswith(f"{child}.") for name in device_map):
-            clean_device_map(device_map, child)
+    """The map with children that all sit on one device named by their parent; the given one is changed too."""
+    short = maps.clean_device_map(dict(device_map), module_name)
+    device_map.clear()
+    device_map.update(short)
     return device_map
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
+    """Raise unless every tensor of the model has a device."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if [name for name in names if maps.owner_in(device_map, name) is None]:
+        maps.check_device_map(model, {name: place for name, place in device_map.items() if _is_part(model, name)})
+
+
+def _is_part(model: nn.Module, name: str) -> bool:
+    return not name or any(
+        other == name or other.startswith(f"{name}.") for other, _ in model.named_parameters(remove_duplicate=False)
+    )
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: Any = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Any]:
+    """A device for every part of a model."""
+    special = {name: one for name, one in (special_dtypes or {}).items() if isinstance(one, (str, torch.dtype))}
+    wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
+    found = maps.infer_auto_device_map(
+        model,
+        max_memory,
+        no_split_module_classes,
+        wanted,
+        special,
+        verbose,
+        clean_result,
+        offload_buffers,
+        fallback_allocation,
+    )
+    return OrderedDict(found)
+
+
+def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
+    """Bytes each device may hold."""
+    return dict(budget.get_max_memory(max_memory))
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Any, Any] | None = None,
+    no_split_module_classes: Any = None,
+    dtype: Any = None,
+    special_dtypes: Mapping[str, Any] | None = None,
+    low_zero: bool = False,
+) -> dict[Any, int]:
+    """Limits under which a model spreads evenly."""
+    wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
+    return dict(maps.get_balanced_memory(model, max_memory, no_split_module_classes, wanted, None, low_zero))
+
+
+def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn of tied parameters that a map puts on several devices."""
+    for group in tied_params:
+        places = {name: device_map[owner] for name in group if (owner := maps.owner_in(device_map, name)) is not None}
+        if len(set(places.values())) > 1:
+            logging.getLogger(__name__).warning(
+                "Tied parameters are on different devices: %s. Please modify your custom device map or set "
+                "`device_map='auto'`.",
+                places,
+            )
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Any,
+    value: Tensor | None = None,
+    dtype: Any = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: Any = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one tensor of a module on a device."""
+    tensors.set_module_tensor_to_device(
+        module, tensor_name, device, value, dtype, fp16_statistics, tied_params_map, non_blocking, clear_cache
+    )
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | PathLike[str],
+    device_map: Mapping[str, Any] | None = None,
+    offload_folder: str | PathLike[str] | None = None,
+    dtype: Any = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Loaded:
+    """Fill a model from a checkpoint, each weight where the map says."""
+    return load.load_checkpoint_in_model(
+        model,
+        Path(checkpoint),
+        device_map,
+        as_paths(offload_folder),
+        dtype,
+        bool(offload_state_dict),
+        offload_buffers,
+        keep_in_fp32_modules,
+        strict,
+    )
+
+
+def as_paths(folder: str | PathLike[str] | None) -> Path | None:
+    """A folder that may not be given."""
+    return None if folder is None else Path(folder)
+
+
+def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
+    """Fill a model with weights that were offloaded to a folder."""
+    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index or {})
+    for name in index or {}:
+        set_module_tensor_to_device(model, name, "cpu", loader[name])
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state of a model, offloaded parts from where they rest."""
+    state = dict(model.state_dict())
+    for name, tensor in list(state.items()):
+        if tensor.is_meta:
+            owner, _, last = name.rpartition(".")
+            with align_module_device(model.get_submodule(owner), torch.device("cpu")):
+                state[name] = getattr(model.get_submodule(owner), last).detach().clone()
+    return state
+
+
+def get_state_dict_from_offload(
+    module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Any = "cpu"
+) -> dict[str, Any]:
+    """A state dict with one module's offloaded weights, on a device."""
+    root = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload):
+        for name, tensor in module.state_dict().items():
+            key = f"{root}.{name}" if root else name
+            if key in state_dict:
+                state_dict[key] = tensor.detach().to(device_to_put_offload)
+    return state_dict
+
+
+def get_module_size_with_ties(
+    tied_params: list[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Any
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Bytes of a module with those that share its parameters, and which these are."""
+    names, parts = [], []
+    for tied in tied_params:
+        found = next(
+            ((name, part) for name, part in modules_to_treat if tied.startswith(f"{name}.") or tied == name), None
+        )
+        if found is not None and found[0] not in names:
+            names.append(found[0])
+            parts.append(found[1])
+            module_size += module_sizes[found[0]] - module_sizes.get(tied, 0)
+    return module_size, names, parts
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -189,32 +340,27 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of a weights file, in safetensors or torch's format."""
-    if device_map is not None:
-        notyet.refuse("utils.load_state_dict(device_map=...)", notyet.BIG_MODELS)
     found = read_tensors(Path(checkpoint_file))
     state = {name: piece.data for name, piece in found.pieces.items()}
+    if device_map is not None:
+        state = {name: tensor.to(_device_in(device_map, name)) for name, tensor in state.items()}
     return {**state, **{name: state[target] for name, target in found.aliases.items()}}
 
 
+def _device_in(device_map: Mapping[str, Any], name: str) -> torch.device:
+    place = device_map.get(maps.owner_in(device_map, name) or "", "cpu")
+    return torch.device("cpu") if str(place) == "disk" else device_of(place)
+
+
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a hook keeps the module's parameters elsewhere; no hook here does, yet."""
-    return False
+    """Whether the module's parameters come to a device for its forward only."""
+    hook = getattr(module, "_hf_hook", None)
+    return bool(getattr(hook, "offload", False))
 
 
-@contextmanager
-def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
+def align_module_device(module: nn.Module, execution_device: Any = None) -> AbstractContextManager[None]:
     """A block in which the module's own parameters are on a device."""
-    if execution_device is None:
-        yield
-        return
-    before = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
-    try:
-        for name in before:
-            getattr(module, name).data = getattr(module, name).data.to(execution_device)
-        yield
-    finally:
-        for name, device in before.items():
-            getattr(module, name).data = getattr(module, name).data.to(device)
+    return tensors.align_module_device(module, execution_device)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
@@ -234,10 +380,6 @@ def get_mixed_precision_context_manager(
     return torch.autocast(ambient.device().type, dtype, **kwargs)
 
 
-_LATER = (
-    "check_device_map check_tied_parameters_on_same_device fallback_allocate get_balanced_memory get_max_memory "
-    "get_module_size_with_ties get_state_dict_from_offload get_state_dict_offloaded_model infer_auto_device_map "
-    "load_checkpoint_in_model load_offloaded_weights set_module_tensor_to_device"
+fallback_allocate = notyet.function(
+    "utils.fallback_allocate", "inner steps of infer_auto_device_map(fallback_allocation=True)"
 )
-for _name in _LATER.split():
-    globals()[_name] = notyet.function(f"utils.{_name}", notyet.BIG_MODELS)

@@ -149,18 +149,24 @@ class _Run:
         verdict.leave(words)
 
     def _tell_failure(self, failures: Sequence[Failure], peers: Peers | None) -> int:
-        failures, silent = ending.with_others(failures, peers)
+        failures, silent = ending.with_others([*failures, *self._left_early()], peers)
         self.say(render_failure(failures, python=sys.executable, full=self.plan.supervision.debug, lost=silent))
         first = first_failure(failures)
         verdict.leave(verdict.failure_words(first, many_machines=peers is not None and len(peers.hosts) > 1))
         return first.exit_code or 1
 
+    def _left_early(self) -> list[Failure]:
+        """This machine's processes that ended by themselves without an error, while others still ran."""
+        host, now = socket.gethostname(), time.time()
+        ends = self.agent.ends() if self.agent is not None else []
+        return [Failure(end.rank, host, 0, now, end.pid) for end in ends if end.code == 0]
+
     def stopped(self, number: int) -> int:
         """The exit code after a signal: that of a preempted run if all processes have saved."""
         self.guard.hold()
         name = signal.Signals(number).name
-        codes = self.agent.exit_codes() if self.agent is not None else []
-        if codes and all(code == PREEMPTED for code in codes):
+        codes = [end.code for end in self.agent.ends()] if self.agent is not None else []
+        if self.agent is not None and codes == [PREEMPTED] * self.agent.num_started:
             self.say(f"{name}: all processes of this machine have saved and ended; start again to go on")
             return PREEMPTED
         self.say(f"{name}: all processes of this machine were ended")
@@ -221,12 +227,12 @@ def _failures_of(result: RunResult) -> list[Failure]:
 
 
 def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
-    argv = plan.procs[0].argv
+    (proc,) = plan.procs
     return WorkerSpec(
         role=plan.supervision.role,
-        local_world_size=len(plan.procs),
-        entrypoint=argv[0],
-        args=argv[1:],
+        local_world_size=proc.count,
+        entrypoint=proc.argv[0],
+        args=proc.argv[1:],
         rdzv_handler=handler,
         max_restarts=plan.supervision.max_restarts,
         monitor_interval=plan.supervision.monitor_interval_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
@@ -19,6 +20,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 SHUTDOWN_S: Final = 15
 """How long processes may take to end after SIGTERM when another one has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How one process ended."""
+
+    rank: int
+    pid: int
+    code: int | None
 
 
 class Supervisor(Protocol):
@@ -56,10 +66,17 @@ class TorchAgent(LocalElasticAgent):
         super().__init__(spec, logs, exit_barrier_timeout=60, shutdown_timeout=SHUTDOWN_S)
         self._supervisor = supervisor
 
-    def exit_codes(self) -> list[int | None]:
-        """The exit code of every process started last; None for one that still runs. Torch keeps them nowhere else."""
+    def ends(self) -> list[End]:
+        """How the processes started last ended, those that still run left out. Torch keeps exit codes nowhere else."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
-        return [handler.proc.poll() for handler in started.values()]
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        found = [End(ranks[local], handler.proc.pid, handler.proc.poll()) for local, handler in started.items()]
+        return [end for end in found if end.code is not None]
+
+    @property
+    def num_started(self) -> int:
+        """How many processes were started last."""
+        return len(getattr(self._pcontext, "subprocess_handlers", {}))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         own = self._remaining_restarts

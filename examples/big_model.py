@@ -1,0 +1,82 @@
+"""Run a model larger than the device: built without weights, placed by a budget, streamed from host memory and files.
+
+python examples/big_model.py                              # an accelerator with 1 GB for weights
+python examples/big_model.py --budget 2MB --host 2MB      # most of it on the disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hasten import infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+from hasten.checkpoint.export import save_model
+
+
+class Block(nn.Module):
+    """A feed-forward block with a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class Tower(nn.Module):
+    """Many blocks on top of each other."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1000, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return torch.as_tensor(self.head(x))
+
+
+def main() -> None:
+    """Save a model, load it again within a budget, and compare."""
+    parser = argparse.ArgumentParser(description="Run a model that does not fit on the device.")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--budget", default="1GB", help="memory for weights on the accelerator, if there is one")
+    parser.add_argument("--host", default="4MB", help="memory for weights on the host; the rest stays on the disk")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    folder = Path(tempfile.mkdtemp(prefix="hasten-big-"))
+    whole = Tower(args.width, args.depth).eval()
+    save_model(whole.state_dict(), folder / "model")  # any folder in the Hub layout will do
+    ids = torch.randint(0, 1000, (1, 16))
+
+    with init_empty_weights():  # takes no memory, whatever the size
+        model = Tower(args.width, args.depth).eval()
+    memory: dict[int | str, int | str] = {"cpu": args.host}
+    if torch.accelerator.is_available():
+        memory = {0: args.budget, "cpu": args.host}
+    places = infer_auto_device_map(model, memory, no_split_module_classes=["Block"])
+    print("device map:", places)
+    load_checkpoint_and_dispatch(model, folder / "model", places, offload_folder=folder / "offload")
+    with torch.inference_mode():
+        wanted = whole(ids)
+        for turn in range(3):
+            begun = time.perf_counter()
+            found = model(ids)
+            print(
+                f"forward {turn}: {time.perf_counter() - begun:.3f} s, equal to the whole model: {torch.allclose(found, wanted)}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Hooks that put a module on a device: for good, or only for the time of its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten.bigmodel.dispatch import Place, device_of
+from hasten.bigmodel.placed import detach, moved
+from hasten.bigmodel.units import tensors_in
+from hasten.errors import PrepareError
+from hasten.modules.hooks import Args, Kwargs, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.surgery import parent_of
+from hasten.trees import tensors
+
+# Any in this file: a module's arguments and outputs.
+TiedMap = MutableMapping[int, dict[torch.device, Tensor]]
+
+
+def set_tensor(
+    module: nn.Module,
+    name: str,
+    device: torch.device,
+    value: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    tied: TiedMap | None = None,
+) -> None:
+    """Exchange one tensor of a module; a parameter stays a parameter of its class.
+
+    Raises: PrepareError for an unknown name, a value of another shape, or a tensor that has no numbers and gets none.
+    """
+    owner, last = parent_of(module, name)
+    is_buffer = last in owner._buffers
+    now = owner._buffers[last] if is_buffer else owner._parameters.get(last)
+    if now is None:
+        raise PrepareError(f"{type(owner).__name__} has no parameter or buffer {last!r} to put on {device}.")
+    if now.is_meta and device.type != "meta" and value is None:
+        raise PrepareError(f"{name} is on the meta device and holds no numbers; give `value` to put it on {device}.")
+    if value is not None and value.shape != now.shape and not (now.numel() == 0):
+        raise PrepareError(f"{name} has shape {tuple(now.shape)}, and the value given for it {tuple(value.shape)}.")
+    source = now if value is None else value
+    memory = 0 if source.is_meta else source.data_ptr()
+    shared = tied.get(memory, {}).get(device) if tied is not None and memory else None
+    with torch.no_grad():
+        fresh = shared if shared is not None else source.to(device, dtype, non_blocking=non_blocking)
+    if is_buffer:
+        owner._buffers[last] = fresh
+        return
+    if not isinstance(fresh, nn.Parameter) or fresh.requires_grad != now.requires_grad:
+        grads = now.requires_grad and fresh.is_floating_point()
+        kind = type(now)
+        fresh = nn.Parameter(fresh, grads) if kind is nn.Parameter else kind(fresh, requires_grad=grads, **now.__dict__)
+    if tied is not None and memory in tied:
+        tied[memory][device] = fresh
+    owner._parameters[last] = fresh  # type: ignore[assignment]  # a parameter by now
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings a module's inputs, and with `offload` also its weights, to a device for its forward.
+
+    Offloaded weights come from `weights_map`, by their names in the module; without one they rest on the host.
+    """
+
+    def __init__(
+        self,
+        execution_device: Place | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Collection[str] | None = None,
+        tied_params_map: TiedMap | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def _device(self) -> torch.device | None:
+        return None if self.execution_device is None else device_of(self.execution_device)
+
+    def _names(self, module: nn.Module) -> list[str]:
+        return [found.name for found in tensors_in(module, "", self.offload_buffers, recurse=self.place_submodules)]
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        device = self._device()
+        if not self.offload:
+            if device is not None:
+                for found in list(tensors_in(module, "", buffers=True, recurse=self.place_submodules)):
+                    if found.tensor.device != device:
+                        set_tensor(module, found.name, device, tied=self.tied_params_map)
+            return module
+        names = self._names(module)
+        weights = {
+            found.name: found.tensor for found in tensors_in(module, "", self.offload_buffers, self.place_submodules)
+        }
+        self.original_devices = {name: weights[name].device for name in names}
+        if self.weights_map is None:
+            self.weights_map = {name: weight.detach().to("cpu") for name, weight in weights.items()}
+        for name in names:
+            set_tensor(module, name, torch.device("meta"))
+        if device is not None and not self.offload_buffers:
+            for found in list(tensors_in(module, "", buffers=True, recurse=self.place_submodules)):
+                if found.name not in weights:
+                    set_tensor(module, found.name, device)
+        return module
+
+    def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Put the offloaded weights on the device."""
+        assert self.weights_map is not None, "the hook was attached"
+        target = device or self._device() or torch.device("cpu")
+        for name in self._names(module):
+            set_tensor(module, name, target, self.weights_map[name], tied=self.tied_params_map)
+
+    def take_away(self, module: nn.Module) -> None:
+        """Give the device's memory of offloaded weights back."""
+        for name in self._names(module):
+            set_tensor(module, name, torch.device("meta"))
+
+    @contextmanager
+    def brought(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+        """A block with the weights in place; what it changes is kept where the weights can be written to."""
+        self.bring(module, device)
+        try:
+            yield
+        finally:
+            if isinstance(self.weights_map, dict):
+                for found in tensors_in(module, "", self.offload_buffers, recurse=self.place_submodules):
+                    self.weights_map[found.name] = found.tensor.detach().to("cpu")
+            self.take_away(module)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
+        if self.io_same_device:
+            self.input_device = next((tensor.device for tensor in tensors((args, kwargs))), None)
+        if self.offload:
+            self.bring(module)
+        device = self._device()
+        if device is None:
+            return args, kwargs
+        skip = [self.skip_keys] if isinstance(self.skip_keys, str) else self.skip_keys or ()
+        return moved(args, device), {
+            key: value if key in skip else moved(value, device) for key, value in kwargs.items()
+        }
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.offload:
+            self.take_away(module)
+        if self.io_same_device and self.input_device is not None:
+            output = moved(output, self.input_device)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload and self.weights_map is not None:
+            for name, device in self.original_devices.items():
+                if device.type != "meta":
+                    set_tensor(module, name, device, self.weights_map.get(name))
+        return module
+
+
+class PrefixedDataset(Mapping[str, Tensor]):
+    """The entries of a mapping whose names begin with a prefix, asked for without it."""
+
+    def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key in self.dataset if key.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Place | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach an AlignDevicesHook to every part of a module that has weights of its own.
+
+    Parts of `preload_module_classes` get one for all that is in them.
+    """
+    whole = offload and type(module).__name__ in (preload_module_classes or ())
+    if whole or any(True for _ in tensors_in(module, "", buffers=True, recurse=False)):
+        prefix = f"{module_name}." if module_name else ""
+        weights = None if weights_map is None else PrefixedDataset(weights_map, prefix)
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            f"{module_name}.{name}" if module_name else name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Place,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Let the inputs of a module and of all its parts come to a device, without moving weights."""
+    if any(True for _ in module.parameters()):
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        hook.init_hook = lambda module: module  # type: ignore[method-assign]  # weights stay where they are
+        add_hook_to_module(module, hook, append=True)
+    if type(module).__name__ not in (preload_module_classes or ()):
+        for child in module.children():
+            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Place | Mapping[str, Place] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach hooks to the parts that the maps name: a device for each, and whether its weights are offloaded."""
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        if not offload:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, skip_keys=skip_keys, place_submodules=True)
+            add_hook_to_module(module, hook)
+        else:
+            attach_align_device_hook(
+                module,
+                execution_device,
+                True,
+                weights_map,
+                offload_buffers,
+                module_name,
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
+            )
+            add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
+        return
+    names = [name for name, _ in module.named_modules()]
+    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    away = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    for name in (name for name in names if name in devices):
+        part, device = module.get_submodule(name), devices[name]
+        if away.get(name, False):
+            full = ".".join(word for word in (module_name, name) if word)
+            attach_align_device_hook(
+                part,
+                device,
+                True,
+                weights_map,
+                offload_buffers,
+                full,
+                skip_keys,
+                preload_module_classes,
+                tied_params_map,
+            )
+        else:
+            add_hook_to_module(
+                part,
+                AlignDevicesHook(device, place_submodules=True, skip_keys=skip_keys, io_same_device=name == ""),
+                append=True,
+            )
+    if "" not in devices:
+        add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True)
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take every hook, placement and streaming off a module and its parts."""
+    detach(module)
+    remove_hook_from_module(module, recurse=True)
+
+
+def hooks_in(hook: ModelHook) -> list[ModelHook]:
+    """The single hooks of a chain."""
+    return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]

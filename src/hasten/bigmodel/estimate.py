@@ -1,0 +1,182 @@
+"""How much memory a model needs: weights, gradients, optimizer and activations, before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from hasten.bigmodel.device_map import tree
+from hasten.bigmodel.meta import init_empty_weights
+from hasten.bigmodel.solver import atoms
+from hasten.checkpoint.export import weight_files
+from hasten.checkpoint.formats import read_tensors
+from hasten.errors import ConfigError
+from hasten.modules.surgery import repeated_blocks
+from hasten.optional import available, need
+from hasten.trees import tensors
+
+BITS: Final = (("float32", 32), ("float16", 16), ("bfloat16", 16), ("float8", 8), ("int8", 8), ("int4", 4))
+_STATES: Final = (("adam", 2), ("adamw", 2), ("sgd", 0), ("momentum", 1), ("adafactor", 0))
+"""fp32 numbers per parameter that an optimizer keeps."""
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a model: numbers of all its parameters and of its largest part, and activations per sample."""
+
+    name: str
+    num_parameters: int
+    largest: int
+    activation_numbers: int | None = None
+    """Numbers that autograd keeps for one sample; None when no inputs were given to trace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes in one precision, of one process."""
+
+    dtype: str
+    largest: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int | None
+    total: int
+    largest_batch: int | None = None
+
+
+def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> Shape:
+    """The sizes of a folder of weights, of what `module:function` builds, or of a model on the Hub.
+
+    Raises: ConfigError when the target is none of these.
+    """
+    if ":" in target and not Path(target).exists():
+        return _of_factory(target, inputs)
+    if Path(target).exists():
+        return _of_files(Path(target))
+    if available("transformers"):
+        library = need("transformers", why="models of the Hub")
+        try:
+            config = library.AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code)
+            with init_empty_weights():
+                model: nn.Module = library.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{target!r} is no folder here, and the Hub gives no model of that name ({str(error).splitlines()[0]}). "
+                "Give a folder with weights, a model's name, or module:function."
+            ) from error
+        return of_model(model, target, inputs)
+    raise ConfigError(
+        f"{target!r} is no folder of weights and no module:function. Install transformers for models of the Hub."
+    )
+
+
+def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> Shape:
+    module_name, _, function = target.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as `python script.py` would find modules beside it
+    try:
+        make = getattr(import_module(module_name), function)  # the user's own module, named on the command line
+        with init_empty_weights():
+            made = make()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
+        ) from error
+    if isinstance(made, tuple):  # the model, and inputs of one sample
+        return of_model(made[0], target, (), made[1:])
+    return of_model(made, target, inputs)
+
+
+def _of_files(path: Path) -> Shape:
+    """Sizes from the headers of weight files alone."""
+    numbers: dict[str, int] = {}
+    for file in weight_files(path):
+        numbers.update({name: piece.data.numel() for name, piece in read_tensors(file).pieces.items()})
+    groups: dict[str, int] = {}
+    for name, count in numbers.items():
+        found = _BLOCK.match(name)
+        key = found.group(1) if found else name.rpartition(".")[0]
+        groups[key] = groups.get(key, 0) + count
+    return Shape(str(path), sum(numbers.values()), max(groups.values(), default=0))
+
+
+def of_model(
+    model: nn.Module, name: str, inputs: Sequence[tuple[int, ...]] = (), example: Sequence[Any] = ()
+) -> Shape:  # Any: the model's own arguments
+    """The sizes of a model, with the activations of one sample if its shape or an example is given."""
+    blocks = {type(block).__name__ for block in repeated_blocks(model)}
+    parts = atoms(tree(model, blocks))
+    width = next((parameter.element_size() for parameter in model.parameters()), 4)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    samples = list(example) or [torch.zeros(shape, dtype=torch.long) for shape in inputs]
+    kept = _trace(model, samples) if samples else None
+    return Shape(name, count, max((part.num_bytes // width for part in parts), default=0), kept)
+
+
+def _trace(model: nn.Module, samples: Sequence[Any]) -> int:
+    """Numbers that autograd keeps in a forward, seen on meta tensors; those of parameters do not count."""
+    model = model.to("meta").train()
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[tuple[int, tuple[int, ...]], int] = {}
+    alive: list[Tensor] = []  # an id is good while its tensor lives
+
+    def note(tensor: Tensor) -> Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if id(base) not in own:
+            alive.append(base)
+            kept[id(base), tuple(base.shape)] = base.numel()
+        return tensor
+
+    moved = [sample.to("meta") if isinstance(sample, Tensor) else sample for sample in samples]
+    with saved_tensors_hooks(note, lambda tensor: tensor), torch.enable_grad():
+        output = model(*moved)
+    rows = next((sample.shape[0] for sample in tensors(moved) if sample.dim()), 1)
+    assert output is not None, "a forward has an output"
+    return sum(kept.values()) // max(rows, 1)
+
+
+def estimate(
+    shape: Shape,
+    dtype: str,
+    optimizer: str = "adam",
+    batch: int = 1,
+    sharded: int = 1,
+    device_bytes: int | None = None,
+) -> Estimate:
+    """Bytes of one process in one precision; with `sharded` processes, weights, gradients and optimizer are divided.
+
+    Mixed precision keeps the master weights, gradients and optimizer states in fp32, and activations in `dtype`.
+    """
+    bits = dict(BITS).get(dtype)
+    states = dict(_STATES).get(optimizer)
+    if bits is None or states is None:
+        raise ConfigError(
+            f"dtype {dtype!r} with optimizer {optimizer!r} cannot be estimated; dtypes are {', '.join(dict(BITS))}, "
+            f"optimizers {', '.join(dict(_STATES))}."
+        )
+    weights = shape.num_parameters * bits // 8
+    own = shape.num_parameters * 4 // sharded
+    optimizer_bytes = own * states
+    activations = None if shape.activation_numbers is None else shape.activation_numbers * max(bits, 16) // 8 * batch
+    total = own * 2 + optimizer_bytes + (activations or 0)
+    fits = None
+    if device_bytes is not None and shape.activation_numbers:
+        room = device_bytes - own * 2 - optimizer_bytes
+        fits = max(room // (shape.activation_numbers * max(bits, 16) // 8), 0)
+    return Estimate(dtype, shape.largest * bits // 8, weights, own, optimizer_bytes, activations, total, fits)
+
+
+def as_row(found: Estimate) -> Mapping[str, object]:
+    """The estimate by names, for a table or JSON."""
+    return {name: getattr(found, name) for name in Estimate.__dataclass_fields__}

@@ -1,0 +1,79 @@
+"""`hasten estimate-memory`: what a model needs to be held and to be trained, before it is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_ABOUT = """target:
+  a folder or file with weights     sizes come from the headers of its files
+  module:function                   a function that returns the model, or the model and inputs of one sample
+  a name on the Hub                 needs transformers, and a network
+"""
+_COLUMNS = (
+    ("dtype", "dtype"),
+    ("largest", "largest layer"),
+    ("weights", "weights to run"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer"),
+    ("activations", "activations"),
+    ("total", "to train"),
+    ("largest_batch", "largest batch"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten estimate-memory …`; 0 when the model was found."""
+    given = _parser().parse_args(argv)
+    room = import_module("hasten.bigmodel.estimate")  # loads torch, which --help does not need
+    sizes = import_module("hasten.checkpoint.export")  # the same
+    inputs = [tuple(int(size) for size in text.split("x")) for text in given.input]
+    shape = room.shape_of(given.target, inputs, given.trust_remote_code)
+    device = None if given.device_memory is None else sizes.parse_size(given.device_memory)
+    rows = [
+        dict(room.as_row(room.estimate(shape, dtype, given.optimizer, given.batch, given.num_processes, device)))
+        for dtype in given.dtypes
+    ]
+    if given.json:
+        content = {"model": shape.name, "parameters": shape.num_parameters, "estimates": rows}
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+    else:
+        _show(shape, rows, import_module("hasten.bigmodel.solver").readable)  # pure, and beside the room
+    return 0
+
+
+def _show(shape: Any, rows: Sequence[dict[str, Any]], readable: Any) -> None:  # Any: of a room loaded above
+    table = Table(title=f"{shape.name}: {shape.num_parameters:,} parameters")
+    columns = [(key, title) for key, title in _COLUMNS if any(row[key] is not None for row in rows)]
+    for _, title in columns:
+        table.add_column(title, justify="right")
+    for row in rows:
+        cells = [row[key] if key in ("dtype", "largest_batch") else readable(row[key]) for key, _ in columns]
+        table.add_row(*map(str, cells))
+    Console().print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hasten estimate-memory",
+        description="Estimate the memory a model needs.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("target", help="a folder of weights, module:function, or a name on the Hub")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
+    parser.add_argument("--optimizer", default="adam", help="adam, sgd, momentum or adafactor")
+    parser.add_argument("--input", nargs="*", default=[], metavar="1x128", help="shapes of integer inputs to trace")
+    parser.add_argument("--batch", type=int, default=1, help="samples per process")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes that share weights under FSDP2")
+    parser.add_argument("--device_memory", metavar="80GB", help="say the largest batch that fits")
+    parser.add_argument("--trust_remote_code", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    return parser

@@ -1,0 +1,59 @@
+"""A loss that weighs nothing leaves exact zeros in the gradients, also when it is a mean over nothing (0/0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_DEPTH: Final = 4
+"""How far from the loss a division by a count on the device is looked for."""
+_PREHOOK = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
+
+
+def zero_if_weightless(loss: Tensor, weight: float | Tensor) -> AbstractContextManager[None]:
+    """A block for the backward of `loss`, in which gradients are zeros where `weight` is zero.
+
+    Multiplying by zero is not enough: zero times the nan of a mean over nothing is nan. A weight in host memory is
+    looked at, and everything behind a loss of weight zero is set to zero. A weight on a device is not read, which would
+    wait for it; the first operations behind the loss, where means are taken, are guarded on the device.
+    """
+    if loss.grad_fn is None:
+        return nullcontext()
+    if not isinstance(weight, Tensor) or weight.device.type == "cpu":
+        return _hooked(loss.grad_fn, None, _zeros) if float(weight) == 0 else nullcontext()
+    counts = weight.detach().reshape(()) != 0
+
+    def guarded(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        return tuple(g if g is None else torch.where(counts.to(g.device), g, torch.zeros_like(g)) for g in grads)
+
+    return _hooked(loss.grad_fn, _DEPTH, guarded)
+
+
+def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
+
+
+@contextmanager
+def _hooked(root: Node, depth: int | None, hook: _PREHOOK) -> Iterator[None]:
+    """Put the hook before every node behind the root, down to some depth, as long as the block runs.
+
+    Hooks are removed afterwards: the nodes that collect parameters' gradients live longer than this graph.
+    """
+    handles: list[Any] = []  # Any: torch names no type for them
+    level, seen = [root], {root}
+    try:
+        while level and depth != 0:
+            handles += [node.register_prehook(hook) for node in level]
+            behind = dict.fromkeys(after for node in level for after, _ in node.next_functions if after is not None)
+            level = [node for node in behind if node not in seen]
+            seen.update(level)
+            depth = None if depth is None else depth - 1
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

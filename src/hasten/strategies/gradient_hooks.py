@@ -1,0 +1,43 @@
+"""Hooks on single parameters' gradients, which sharding would drop in silence: carried over, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from hasten.errors import PrepareError
+
+Hooks = dict[str, list[Callable[..., Any]]]  # Any: the user's own functions
+
+
+def refuse_gradient_hooks(model: nn.Module, whole: set[nn.Parameter]) -> None:
+    """Raise when a parameter that will be sharded has a hook set by `register_hook`: nothing would call it."""
+    for name, parameter in model.named_parameters():
+        if parameter not in whole and getattr(parameter, "_backward_hooks", None):
+            raise PrepareError(
+                f"{name!r} has a hook set with register_hook(), which torch never calls on a sharded parameter, so its "
+                "effect on the gradient would be lost. Change the gradient in a hook set with "
+                "register_post_accumulate_grad_hook(), which is carried over, or between backward() and step()."
+            )
+
+
+def hooks_to_carry(model: nn.Module, whole: set[nn.Parameter]) -> Hooks:
+    """The hooks set by `register_post_accumulate_grad_hook` on parameters that will be sharded, by name."""
+    found: Hooks = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        hooks = None if parameter in whole else getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            found[name] = list(hooks.values())
+    return found
+
+
+def carry_hooks(model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]]) -> None:
+    """Set the hooks again on the shards, where they see the averaged gradient."""
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in hooks and id(parameter) not in seen:
+            seen.add(id(parameter))
+            for hook in hooks[name]:
+                parameter.register_post_accumulate_grad_hook(hook)

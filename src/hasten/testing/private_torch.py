@@ -1,0 +1,219 @@
+"""Every private or undocumented name of torch that hasten and its drop-in rely on, and what happens without it.
+
+The suite fails when the installed torch lacks one, and when code uses one that is not listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+BOTH: Final = ("2.11", "2.13")
+_DDP: Final = "torch.nn.parallel:DistributedDataParallel"
+_GROUP: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup"
+_PARAM: Final = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_STATE: Final = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+_SCALER: Final = "torch.amp:GradScaler"
+_AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
+_MODULE: Final = "torch.nn:Module"
+
+_BUCKETS: Final = "src/hasten/strategies/ddp_buckets.py"
+_HELD: Final = "src/hasten/strategies/fsdp2_gradients.py"
+_SCALING: Final = "src/hasten/precision/scaler.py"
+_LAUNCH: Final = "src/hasten/launch/agent.py"
+_SHARDS: Final = "src/hasten/strategies/own_shards.py"
+_CLIP: Final = "src/hasten/optim/clip.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One name: where torch has it ("module" or "module:Class"), who uses it, and what its absence means."""
+
+    owner: str
+    name: str
+    files: tuple[str, ...]
+    without: str
+    seen: tuple[str, ...] = BOTH
+    instead_of: str = ""
+    """A name with the same meaning in other versions; one of the two is enough."""
+
+
+_EXACT: Final = "degrades: resumes on more than two ranks agree to rounding, not bit for bit; logged once"
+_HOLDS: Final = "degrades: no save inside a window with shards and replicas; logged once"
+_SCALE: Final = "fp16 fails"
+_ELASTIC: Final = "the launcher fails"
+_FAST: Final = "degrades: optimizers update DTensors, slower"
+
+NAMES: Final = (
+    # DDP: the order of its buckets
+    Name(_DDP, "reducer", (_BUCKETS,), _EXACT),
+    Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),
+    Name(_DDP, "logger", (_BUCKETS,), _EXACT),
+    Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
+    Name(
+        _DDP, "require_forward_param_sync", ("src/hasten/strategies/ddp.py",), "buffers may be synchronised once more"
+    ),
+    Name(
+        "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
+        "_orthogonalize",
+        ("src/hasten/strategies/ddp.py",),
+        "comm_hook='batched_power_sgd' fails",
+    ),
+    # FSDP2: gradients it holds between reductions
+    Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
+    Name(_STATE, "_fsdp_param_groups", (_HELD,), _HOLDS, ("2.13",), instead_of="_fsdp_param_group"),
+    Name(_STATE, "_fsdp_param_group", (_HELD,), _HOLDS, instead_of="_fsdp_param_groups"),
+    Name(_GROUP, "fsdp_params", (_HELD,), _HOLDS),
+    Name(_GROUP, "_partial_reduce_output", (_HELD,), _HOLDS),
+    Name(_PARAM, "sharded_param", (_HELD,), _HOLDS),
+    Name(_PARAM, "unsharded_accumulated_grad", (_HELD,), _HOLDS),
+    Name(
+        _PARAM, "_unsharded_param", (_HELD,), "degrades: gradients that set_requires_gradient_sync(False) left are lost"
+    ),
+    # DTensor
+    Name(
+        "torch.distributed.tensor",
+        "_utils",
+        ("src/hasten/checkpoint/reshard.py",),
+        "sharded checkpoints fail",
+    ),
+    Name(
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+        ("src/hasten/checkpoint/reshard.py",),
+        "sharded checkpoints fail",
+    ),
+    Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS,), "sharded updates fail"),
+    Name("torch.optim:Adam", "_init_group", (_SHARDS,), _FAST),
+    # loss scaling
+    Name(_SCALER, "_enabled", (_SCALING,), _SCALE),
+    Name(_SCALER, "_per_optimizer_states", (_SCALING,), _SCALE),
+    Name(_SCALER, "_growth_interval", (_SCALING,), _SCALE),
+    Name(_SCALER, "_get_growth_tracker", (_SCALING,), _SCALE),
+    # many tensors at once
+    Name("torch", "_foreach_mul_", (_CLIP, "src/hasten/optim/gradients.py"), "clipping and weighted windows fail"),
+    Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
+    Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
+    # modules
+    Name(_MODULE, "_apply", ("src/hasten/strategies/filling.py",), "models on the meta device cannot be filled"),
+    Name(_MODULE, "_buffers", ("src/hasten/strategies/filling.py",), "models on the meta device cannot be filled"),
+    Name(_MODULE, "_modules", ("src/hasten/modules/names.py",), "wrappers are not seen through"),
+    Name(_MODULE, "_compiled_call_impl", ("src/hasten/strategies/compiling.py",), "compiled modules stay compiled"),
+    Name(
+        _MODULE,
+        "_non_persistent_buffers_set",
+        ("src/hasten/modules/sizes.py", "dropin/src/accelerate/utils/modeling.py"),
+        "sizes of models cannot be computed",
+    ),
+    # data
+    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/skip.py",), "skip_first_batches fails"),
+    Name(
+        "torch.utils.data:RandomSampler",
+        "_num_samples",
+        ("src/hasten/data/order.py", "dropin/src/accelerate/data_loader.py"),
+        "shuffled loaders fail",
+    ),
+    # the launcher
+    Name(_AGENT, "_exit_barrier", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_monitor_workers", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_pcontext", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_remaining_restarts", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_shutdown", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_start_workers", (_LAUNCH,), _ELASTIC),
+    Name(_AGENT, "_worker_group", (_LAUNCH,), _ELASTIC),
+    Name(
+        "torch.distributed.distributed_c10d",
+        "_get_default_store",
+        ("src/hasten/runtime/bootstrap.py",),
+        "a process group that the user made cannot be used",
+    ),
+    # files
+    Name("torch", "_C", ("src/hasten/checkpoint/formats.py",), "safe_serialization=False fails"),
+    Name("torch._C", "PyTorchFileReader", ("src/hasten/checkpoint/formats.py",), "safe_serialization=False fails"),
+    # tests and the drop-in
+    Name(
+        "torch",
+        "_dynamo",
+        ("src/hasten/testing/worker.py", "dropin/src/accelerate/utils/other.py"),
+        "test workers keep compiled code; is_compiled_module fails",
+    ),
+    Name(
+        "torch.nn.modules.module",
+        "_IncompatibleKeys",
+        ("dropin/src/accelerate/utils/fsdp_checkpoints.py",),
+        "the drop-in's load_fsdp_model fails",
+    ),
+    Name(
+        "torch.distributed.fsdp.wrap:CustomPolicy",
+        "_lambda_fn",
+        ("dropin/src/accelerate/utils/fsdp_policies.py",),
+        "custom wrap policies of the drop-in fail",
+    ),
+    Name(
+        "torch._dynamo.eval_frame:OptimizedModule",
+        "_orig_mod",
+        ("dropin/src/accelerate/utils/modeling.py", "dropin/src/accelerate/utils/other.py"),
+        "the drop-in does not see through compiled modules",
+    ),
+    Name(
+        "torch.optim.lr_scheduler:LRScheduler",
+        "_step_count",
+        ("dropin/src/accelerate/scheduler.py",),
+        "the drop-in's scheduler counts wrongly",
+    ),
+    Name(
+        "torch.distributed.device_mesh:DeviceMesh",
+        "_flatten",
+        ("dropin/src/accelerate/parallelism_config.py",),
+        "the drop-in's device meshes have no joint axes",
+    ),
+)
+
+
+def missing(names: Iterable[Name] = NAMES) -> list[str]:
+    """The names that the installed torch does not have."""
+    lacking = []
+    for entry in names:
+        spellings = [entry.name, *([entry.instead_of] if entry.instead_of else [])]
+        if not any(_has(entry.owner, spelling) for spelling in spellings):
+            lacking.append(f"{entry.owner}.{entry.name}")
+    return lacking
+
+
+def _has(owner: str, name: str) -> bool:
+    module, _, cls = owner.partition(":")
+    try:
+        found: Any = importlib.import_module(module)  # Any: a module, or a class in it
+        found = getattr(found, cls) if cls else found
+    except (ImportError, AttributeError):
+        return False
+    if hasattr(found, name):
+        return True
+    if not cls:
+        return importlib.util.find_spec(f"{module}.{name}") is not None
+    return name in set_on_self(found)
+
+
+def set_on_self(cls: type) -> set[str]:
+    """The attributes that a class of torch's declares, or sets in its methods."""
+    names: set[str] = set()
+    for one in cls.__mro__:
+        if one.__module__.split(".")[0] != "torch":
+            continue
+        try:
+            text = textwrap.dedent(inspect.getsource(one))
+        except (OSError, TypeError):  # compiled
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return names

@@ -1,0 +1,184 @@
+"""Every private name of torch that hasten relies on is in one list, and the installed torch has it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+
+from hasten.testing.private_torch import BOTH, NAMES, Name, missing, set_on_self
+
+REPOSITORY: Final = Path(__file__).parents[2]
+ROOTS: Final = ("src/hasten", "dropin/src/accelerate")
+READERS: Final = frozenset({"getattr", "hasattr", "setattr", "delattr"})
+LIST: Final = "src/hasten/testing/private_torch.py"
+NOT_TORCH: Final = frozenset(
+    {
+        "_exit",  # os
+        "_replace",  # named tuples
+        "_fields",
+        "_register_atexit",  # threading
+        "_strip_protocol",  # fsspec
+        "_ArgumentGroup",  # argparse
+        "_action_groups",
+        "_format_args",
+        "_option_string_actions",
+        "_asdict",
+        "_hf_hook",  # transformers and accelerate
+        "_no_split_modules",
+    }
+)
+
+KNOWN: Final = frozenset((entry.name, file) for entry in NAMES for file in entry.files)
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+@dataclass(frozen=True)
+class Use:
+    """A private name that is used somewhere."""
+
+    name: str
+    file: str
+    line: int
+    own: bool  # on self, cls or super()
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for root in ROOTS:
+        for path in sorted((REPOSITORY / root).rglob("*.py")):
+            file = path.relative_to(REPOSITORY).as_posix()
+            if file != LIST:
+                yield file, ast.parse(path.read_text(), file)
+
+
+def uses(file: str, tree: ast.Module) -> Iterator[Use]:
+    """Private attributes and modules, also those named by a string."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name, value=value) if private(name):
+                called_super = isinstance(value, ast.Call) and getattr(value.func, "id", "") == "super"
+                own = called_super or (isinstance(value, ast.Name) and value.id in ("self", "cls"))
+                yield Use(name, file, node.lineno, own)
+            case ast.Call(func=ast.Name(id=reader), args=[_, ast.Constant(value=str(name)), *_]) if (
+                reader in READERS and private(name)
+            ):
+                yield Use(name, file, node.lineno, own=False)
+            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
+                for part in (*module.split("."), *(alias.name for alias in names)):
+                    if private(part):
+                        yield Use(part, file, node.lineno, own=False)
+            case ast.Import(names=names):
+                for alias in names:
+                    parts = alias.name.split(".")
+                    for part in parts if parts[0] == "torch" else ():
+                        if private(part):
+                            yield Use(part, file, node.lineno, own=False)
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Private names that the code itself makes: functions, classes, fields, assignments to attributes."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if private(name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store(), value=ast.Name(id="self" | "cls")) if private(name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) if private(name):
+                yield name
+            case ast.AnnAssign(target=ast.Name(id=name)) if private(name):
+                yield name
+
+
+def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
+    """Private names of torch's classes that a subclass of ours defines again or sets."""
+    imported = {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch"
+        for alias in node.names
+    }
+    for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        bases = [base for base in (_base(node, imported) for node in made.bases) if base is not None]
+        for node in ast.walk(made):
+            match node:
+                case ast.FunctionDef(name=name) if private(name):
+                    pass
+                case ast.Attribute(attr=name, value=ast.Name(id="self")) if private(name):
+                    pass
+                case _:
+                    continue
+            if any(name in names for names in bases):
+                yield Use(name, file, node.lineno, own=False)
+
+
+def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> set[str] | None:
+    """The private names of a base class of torch's: what it defines, and what its methods set on self."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    parts = ast.unparse(node).split(".")
+    if parts[0] == "torch":
+        found: Any = importlib.import_module("torch")
+    elif parts[0] in imported:
+        module, name = imported[parts[0]]
+        assert module is not None
+        found = getattr(importlib.import_module(module), name)
+    else:
+        return None
+    for part in parts[1:]:
+        found = getattr(found, part)
+    if not inspect.isclass(found) or found.__module__.split(".")[0] != "torch":
+        return None
+    return {name for name in {*dir(found), *set_on_self(found)} if private(name)}
+
+
+def found_uses() -> list[Use]:
+    """Private names that are not our own (some are both: then those count that the list names for the file)."""
+    trees = list(sources())
+    ours = {name for _, tree in trees for name in defined(tree)} | NOT_TORCH
+    listed = []
+    for file, tree in trees:
+        listed += [use for use in uses(file, tree) if use.name not in ours or (use.name, file) in KNOWN]
+        listed += list(overridden(file, tree))
+    return listed
+
+
+def test_no_private_name_of_torch_is_used_outside_the_list() -> None:
+    stray = sorted({(use.name, use.file) for use in found_uses()} - KNOWN)
+    assert not stray, f"add them to {LIST} with the versions they were seen in, or find a public way: {stray}"
+
+
+def test_the_list_names_nothing_that_is_not_used() -> None:
+    used = {(use.name, use.file) for use in found_uses()}
+    idle = sorted((name, file) for name, file in KNOWN if private(name) and (name, file) not in used)
+    assert not idle, f"take them off {LIST}: {idle}"
+
+
+def test_every_name_was_seen_in_the_supported_versions() -> None:
+    for entry in NAMES:
+        other = [one for one in NAMES if one.owner == entry.owner and one.name == entry.instead_of]
+        seen = set(entry.seen).union(*(one.seen for one in other))
+        assert seen >= set(BOTH), f"{entry.owner}.{entry.name} was seen in {sorted(seen)} only"
+
+
+@pytest.mark.parametrize("entry", NAMES, ids=lambda entry: f"{entry.owner}.{entry.name}")
+def test_the_installed_torch_has_it(entry: Name) -> None:
+    assert missing([entry]) == [], f"torch {torch.__version__} lacks it. Without it: {entry.without}"
+
+
+def test_a_name_that_torch_lacks_is_found() -> None:
+    absent = [
+        Name("torch", "_no_such_function", (), ""),
+        Name("torch.nn.parallel:DistributedDataParallel", "_no_such_attribute", (), ""),
+        Name("torch.no_such_module", "x", (), ""),
+    ]
+    assert len(missing(absent)) == 3

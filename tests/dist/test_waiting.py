@@ -1,0 +1,95 @@
+"""A rank that waits says who is missing, and a group that cannot form says why and after how long."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from hasten.errors import CommError
+from hasten.runtime.bootstrap import GroupSettings, start
+from hasten.runtime.nodelist import ranks_in_words
+from hasten.runtime.topology import Topology
+from hasten.runtime.waiting import announced_waiting
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native_leftovers() -> None:
+    """The first store of a process makes a pipe that its native library keeps for ever: let it be made before we look."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_the_lowest_rank_that_is_there_says_who_is_missing() -> None:
+    said = dict[int, list[str]]()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    with closing(socket.socket()) as nobody:
+        nobody.bind(("127.0.0.1", 0))  # a port that nobody listens on
+        place, dead = (f"tcp://127.0.0.1:{port}" for port in (store.port, nobody.getsockname()[1]))
+
+        def wait(rank: int, url: str, world_size: int) -> None:
+            words = said.setdefault(rank, [])
+            with announced_waiting(url, Topology(rank=rank, world_size=world_size, local_world_size=1), words.append):
+                time.sleep(6.5)
+
+        calls = [(0, place, 5), (3, place, 5), (1, dead, 2), (7, place, 8)]
+        threads = [threading.Thread(target=wait, args=call) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    (main,) = said[0]
+    assert main.startswith("rank 0 of 5 waits for ranks 1-2, 4 at tcp://127.0.0.1:")
+    (alone,) = said[1]
+    assert alone.startswith(f"rank 1 of 2 waits for rank 0 at {dead} (")
+    assert said[3] == said[7] == []
+
+
+def test_a_short_wait_says_nothing() -> None:
+    said: list[str] = []
+    with announced_waiting("tcp://127.0.0.1:9", Topology(rank=1, world_size=2), said.append):
+        time.sleep(0.05)
+    assert not said
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables that starting a group on the loopback sets where the user has not."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "lo")
+
+
+@pytest.mark.usefixtures("interface")
+def test_a_port_in_use_is_told_as_such_and_at_once() -> None:
+    with closing(socket.create_server(("", 0))) as other:
+        port = other.getsockname()[1]
+        main = Topology(world_size=2, local_world_size=2, rendezvous=f"tcp://127.0.0.1:{port}")
+        begin = time.monotonic()
+        with pytest.raises(CommError, match="another program uses this port") as caught:
+            start(main, torch.device("cpu"), settings=GroupSettings(init_timeout_s=300))
+    assert time.monotonic() - begin < 60
+    assert "300 s" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("interface")
+def test_the_time_that_is_told_is_the_time_that_passed() -> None:
+    with closing(socket.socket()) as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        rank = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=url)
+        with pytest.raises(CommError, match="did not meet the others at .* within 1 s"):
+            start(rank, torch.device("cpu"), settings=GroupSettings(init_timeout_s=1))
+
+
+def test_ranks_in_words() -> None:
+    assert [ranks_in_words(ranks) for ranks in ([], [3], [1, 2], [5, 0, 2, 3])] == [
+        "",
+        "rank 3",
+        "ranks 1-2",
+        "ranks 0, 2-3, 5",
+    ]

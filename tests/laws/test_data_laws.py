@@ -1,0 +1,523 @@
+"""Random loaders against plain torch, and interrupted runs against uninterrupted ones, bit for bit.
+
+`make laws` searches for long, `make laws SEED=17` runs one case, which is printed with its seed when it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from hasten import Accelerator, DataLoaderConfiguration
+from hasten.errors import DataError
+from hasten.runtime.context import ProcessContext
+from hasten.testing.laws import Law
+from hasten.testing.pool import Pool
+
+# Any in this file: samples and batches of many kinds.
+ORDERS: Final = {
+    "in order": "map-style data, in order",
+    "shuffle": "`shuffle=True`",
+    "torch's permutation": "`shuffle=True` with `use_seedable_sampler=False`",
+    "generator": "`shuffle=True` with a generator of yours",
+    "weighted": "`WeightedRandomSampler`",
+    "subset": "`SubsetRandomSampler`",
+    "own numpy": "a sampler that owns a numpy generator",
+    "own python": "a sampler that owns a `random.Random`",
+    "module generator": "a sampler that draws from a generator of its module",
+    "counts epochs": "a sampler that counts its epochs",
+    "shuffles in place": "a sampler that shuffles its own list in place",
+    "batch sampler": "a batch sampler that draws from `np.random`",
+    "own batch sampler": "a batch sampler that owns a generator",
+}
+STREAMS: Final = {
+    "numbers": "a stream",
+    "sized": "a stream with a length",
+    "draws": "a stream that shuffles through a buffer with `random`",
+    "draws numpy": "the same with `np.random`",
+    "own generator": "the same with a generator of its own",
+    "stateful": "a stream with `state_dict`",
+    "stateful draws": "a stream with `state_dict` that forgets its shuffle buffer",
+    "sharded": "a stream with `shard()`, of uneven parts",
+}
+HUB: Final = {
+    "hub": "`datasets` stream",
+    "hub mapped": "`datasets` stream, mapped and filtered",
+    "hub shuffled": "`datasets` stream, shuffled through a buffer",
+    "hub interleaved": "`datasets` streams, concatenated and shuffled",
+}
+OWN_BATCHES: Final = ("batch sampler", "own batch sampler")
+PATIENCE_S: Final = 300.0
+MODULE_RNG: Final = np.random.default_rng(5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to read, stop and go on."""
+
+    data: str
+    """A kind of sampler for map-style data, or a kind of stream."""
+    augment: bool
+    size: int
+    batch: int | None
+    workers: int
+    persistent: bool
+    mode: str
+    even: bool
+    drop_last: bool
+    prefetch: int
+    world: int
+    new_world: int
+    every: int
+    stop: float
+    """The part of the run after which it is saved."""
+    seed: int
+
+    @property
+    def is_stream(self) -> bool:
+        return self.data in STREAMS or self.data in HUB
+
+    def own_shards(self, world: int) -> bool:
+        """Whether each of so many ranks reads a part that the dataset cuts for it."""
+        if world == 1 or self.mode == "dispatch" or (self.mode == "split" and self.batch is None):
+            return False
+        return self.data == "sharded" or (self.data in HUB and hub_stream(self).num_shards >= world)
+
+    @property
+    def refused(self) -> bool:
+        """Whether going on inside an epoch must be refused: parts of the dataset's own fit one number of ranks only."""
+        return self.world != self.new_world and (self.own_shards(self.world) or self.own_shards(self.new_world))
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    r = random.Random(seed)
+    data = r.choice(list(r.choice((ORDERS, STREAMS, HUB))))
+    mode = r.choice(("shard", "shard", "split", "dispatch"))
+    world = r.choice((1, 2, 2, 3, 4))
+    workers = r.choice((0, 0, 0, 2))
+    batch: int | None = r.choice((1, 2, 3, 4))
+    if mode == "split":
+        batch = batch * 12  # type: ignore[operator] # divides over 1 to 4 ranks
+    if data not in OWN_BATCHES and mode != "split" and r.random() < 0.15:
+        batch = None
+    return Case(
+        data=data,
+        augment=r.random() < 0.5,
+        size=r.randint(8 if data in HUB or data == "sharded" else 1, 40),
+        batch=batch,
+        workers=workers,
+        persistent=workers > 0 and r.random() < 0.5,
+        mode=mode,
+        even=r.random() < 0.8,
+        drop_last=r.random() < 0.2,
+        prefetch=r.choice((0, 0, 1, 3)),
+        world=world,
+        new_world=world if r.random() < 0.6 else r.choice((1, 2, 3, 4)),
+        every=r.choice((1, 1, 2, 3)),
+        stop=r.random(),
+        seed=seed,
+    )
+
+
+# -- data -----------------------------------------------------------------------------------------------------------
+def noise(augment: bool) -> float:
+    """A number drawn from all three libraries."""
+    return random.random() + float(np.random.rand()) + float(torch.rand(())) if augment else 0.0
+
+
+class Items(Dataset[tuple[int, float]]):
+    def __init__(self, size: int, augment: bool) -> None:
+        self.size, self.augment = size, augment
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return int(index), noise(self.augment)
+
+
+class Drawn(Sampler[int]):
+    """A sampler that remembers something of its own."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.kind, self.size, self.epoch = kind, size, 0
+        self.order = list(range(size))
+        self.rng = {"own numpy": np.random.default_rng(3), "own python": random.Random(3)}.get(kind)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        if self.kind == "own numpy":
+            return iter(self.rng.permutation(self.size).tolist())  # type: ignore[union-attr]
+        if self.kind == "module generator":
+            return iter(MODULE_RNG.permutation(self.size).tolist())
+        if self.kind == "counts epochs":
+            self.epoch += 1
+            return iter(random.Random(self.epoch).sample(range(self.size), self.size))
+        rng: Any = self.rng or random.Random(7)
+        rng.shuffle(self.order)
+        return iter(list(self.order))
+
+
+class Batches(Sampler[list[int]]):
+    """Batches of growing size."""
+
+    def __init__(self, size: int, own: bool) -> None:
+        self.size, self.rng = size, np.random.RandomState(2) if own else None
+        self.drop_last = False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = (self.rng or np.random).permutation(self.size).tolist()
+        rows = 1
+        while order:
+            yield order[:rows]
+            order, rows = order[rows:], rows % 5 + 1
+
+
+class Stream(IterableDataset[tuple[int, float]]):
+    """A stream that splits itself over workers, and shuffles through a buffer when it draws."""
+
+    def __init__(self, kind: str, size: int, augment: bool) -> None:
+        self.kind, self.size, self.augment = kind, size, augment
+        self.rng = np.random.default_rng(4) if "own" in kind or "stateful draws" in kind else None
+        self.done = 0
+
+    def elements(self) -> list[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return list(range(first, self.size, step))
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        buffer: list[int] = []
+        draws = self.kind in ("draws", "draws numpy", "own generator", "stateful draws")
+        for element in self.elements()[self.done :]:
+            buffer.append(element)
+            if len(buffer) > (4 if draws else 0):
+                yield self.taken(buffer)
+        while buffer:
+            yield self.taken(buffer)
+        self.done = 0
+
+    def taken(self, buffer: list[int]) -> tuple[int, float]:
+        self.done += self.kind == "stateful"
+        if self.rng is not None:
+            return buffer.pop(int(self.rng.integers(len(buffer)))), noise(self.augment)
+        place = {"draws": random.randrange, "draws numpy": np.random.randint}.get(self.kind)
+        return buffer.pop(int(place(len(buffer))) if place else 0), noise(self.augment)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+
+class Stateful(Stream):
+    """Its state is lossy when it draws: it forgets the buffer."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class Sharded(Stream):
+    """Cuts uneven parts of itself."""
+
+    part = (1, 0)
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        made = Sharded(self.kind, self.size, self.augment)
+        made.part = (num_shards, index)
+        return made
+
+    def elements(self) -> list[int]:
+        num_shards, index = self.part
+        cuts = [0] + [max(part + 1, self.size * (part + 1) ** 2 // num_shards**2) for part in range(num_shards)]
+        return list(range(cuts[index], min(cuts[index + 1], self.size)))
+
+
+def hub_stream(case: Case) -> Any:
+    shards = min(case.size, 1 + case.seed % 9)
+    stream = datasets.Dataset.from_dict({"x": list(range(case.size))}).to_iterable_dataset(num_shards=shards)
+    if case.data == "hub shuffled":
+        stream = stream.shuffle(seed=case.seed, buffer_size=1 + case.seed % 11)
+    if case.data == "hub interleaved":
+        others = datasets.Dataset.from_dict({"x": list(range(1000, 1000 + case.size))}).to_iterable_dataset(shards)
+        stream = datasets.concatenate_datasets([stream, others]).shuffle(seed=1, buffer_size=5)
+    if case.data == "hub mapped":
+        stream = stream.map(lambda row: {"x": row["x"] + 500}, batched=False).filter(lambda row: row["x"] % 7 != 3)
+    return stream.map(lambda row: {"noise": noise(case.augment)})
+
+
+def plain_samples(case: Case) -> list[int] | None:
+    """What plain torch reads in one epoch, sorted; None where it draws with replacement."""
+    if case.data == "weighted":
+        return None
+    if case.data in HUB:
+        return sorted(row["x"] for row in hub_stream(case))
+    return sorted(range(0, case.size, 2) if case.data == "subset" else range(case.size))
+
+
+def collate(samples: Any) -> dict[str, Tensor]:
+    """Time-major first, so that rows cannot be read off the first tensor."""
+    rows = samples if isinstance(samples, list) else [samples]
+    pairs = [(row["x"], row["noise"]) if isinstance(row, dict) else row for row in rows]
+    ids = torch.tensor([pair[0] for pair in pairs])
+    return {
+        "time": torch.zeros(3, len(pairs)),
+        "x": ids,
+        "noise": torch.tensor([pair[1] for pair in pairs], dtype=torch.float64) + random.random(),
+    }
+
+
+def user_loader(case: Case) -> DataLoader[Any]:
+    options: dict[str, Any] = {"num_workers": case.workers, "collate_fn": collate}
+    if case.workers:
+        options |= {"multiprocessing_context": "fork", "persistent_workers": case.persistent}
+    if case.data in HUB:
+        return DataLoader(
+            hub_stream(case), batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options
+        )
+    kinds = {"sized": Sized, "stateful": Stateful, "stateful draws": Stateful, "sharded": Sharded}
+    if case.data in STREAMS:
+        stream = kinds.get(case.data, Stream)(case.data, case.size, case.augment)
+        return DataLoader(stream, batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options)
+    items = Items(case.size, case.augment)
+    if "batch sampler" in case.data:
+        return DataLoader(items, batch_sampler=Batches(case.size, "own" in case.data), **options)
+    samplers: dict[str, Any] = {
+        "weighted": WeightedRandomSampler([1.0] * case.size, case.size),
+        "subset": SubsetRandomSampler(range(0, case.size, 2)),
+    }
+    if case.data in ("own numpy", "own python", "module generator", "counts epochs", "shuffles in place"):
+        options["sampler"] = Drawn(case.data, case.size)
+    elif case.data in samplers:
+        options["sampler"] = samplers[case.data]
+    else:
+        options["shuffle"] = case.data != "in order"
+    if case.data == "generator":
+        options["generator"] = torch.Generator().manual_seed(9)
+    return DataLoader(items, batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options)
+
+
+# -- runs -----------------------------------------------------------------------------------------------------------
+Step = tuple[int, list[int], list[float], int, bool, bool, tuple[float, ...]]
+"""(epoch, ids, noise, real rows, last, update, what the training drew)."""
+
+
+def run(ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume: bool) -> list[Step] | str:
+    """Two epochs, or their part before or after the stop, as one rank sees them; or why it was refused."""
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(100 + ctx.rank if not resume else 999)
+    MODULE_RNG.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    config = DataLoaderConfiguration(
+        split_batches=case.mode == "split",
+        dispatch_batches=case.mode == "dispatch",
+        even_batches=case.even,
+        prefetch=case.prefetch,
+        use_seedable_sampler=case.data not in ("torch's permutation", "generator"),
+        data_seed=None if case.data == "generator" else 31,
+    )
+    accelerator = Accelerator(context=ctx, dataloader_config=config, gradient_accumulation_steps=case.every)
+    loader = accelerator.prepare(user_loader(case))
+    if resume:
+        accelerator.load_state(folder)
+    steps: list[Step] = []
+    batch = None
+    try:
+        while loader.epoch < 2:
+            for batch in loader:
+                with accelerator.accumulate():
+                    update = accelerator.sync_gradients
+                steps.append(seen(accelerator, loader, batch, update, case.even))
+                if len(steps) == stop and (case.seed % 2 or not loader.cursor.at_end):
+                    accelerator.save_state(folder)
+                    return steps
+            if stop is not None and len(steps) >= stop:
+                accelerator.save_state(folder)
+                return steps
+    except DataError as error:
+        return str(error)
+    finally:
+        loader = batch = None
+        accelerator.free_memory()  # ends lasting workers
+    return steps
+
+
+Runs = tuple[list[Step] | str, int, list[Step] | str, list[Step] | str]
+"""(uninterrupted, where the other one stops, up to there, from there on)."""
+
+
+def runs(ctx: ProcessContext, case: Case, folder: Path) -> Runs:
+    """The uninterrupted run, the one that stops, and, on as many ranks, the one that goes on."""
+    whole = run(ctx, case, folder, None, False)
+    if isinstance(whole, str):
+        return whole, 0, [], []
+    lengths = ctx.world.all_gather_object((len(whole), sum(step[0] == 0 for step in whole)))
+    stop = stop_of(case, lengths)
+    if stop == 0:
+        return whole, 0, [], []
+    first = run(ctx, case, folder, stop, False)
+    return whole, stop, first, run(ctx, case, folder, None, True) if case.new_world == case.world else []
+
+
+def seen(accelerator: Accelerator, loader: Any, batch: dict[str, Tensor], update: bool, even: bool) -> Step:
+    ids, cursor = batch["x"], loader.cursor
+    real = len(ids) if cursor.num_real is None else cursor.num_real
+    if even:  # every rank has a batch
+        kept = accelerator.gather_for_metrics(batch["x"])
+        flat = accelerator.gather_for_metrics(batch["x"].repeat_interleave(3))
+        assert torch.equal(flat, kept.repeat_interleave(3)), "flattened outputs are cut alike"
+        everyone = accelerator.gather_object([ids[:real].tolist()])
+        assert kept.tolist() == [one for part in everyone for one in part], "padding is counted or samples are lost"
+    drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
+    return loader.epoch, ids.tolist(), batch["noise"].tolist(), real, cursor.at_end, update, drawn
+
+
+def real_ids(ranks: list[list[Step]], epoch: int) -> list[int]:
+    """The samples of an epoch that are not padding, over all ranks."""
+    return [one for steps in ranks for step in steps if step[0] == epoch for one in step[1][: step[3]]]
+
+
+def in_global_order(ranks: list[list[Step]], epoch: int) -> list[int]:
+    """The same, step after step: the order the ranks read together."""
+    columns = [[step for step in steps if step[0] == epoch] for steps in ranks]
+    longest = max(map(len, columns))
+    return [
+        one for at in range(longest) for steps in columns if at < len(steps) for one in steps[at][1][: steps[at][3]]
+    ]
+
+
+def check(case: Case, pool: Pool) -> str:
+    """Compare with plain torch, and the interrupted run with the uninterrupted one."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = pool.run(runs, case.world, case, Path(folder), timeout_s=PATIENCE_S)
+        whole, first, rest = ([one[part] for one in done] for part in (0, 2, 3))
+        stop = done[0][1]
+        if any(isinstance(steps, str) for steps in whole):
+            return refused_by_all(whole, ("gave no sample", "cannot be split over"))
+        for epoch in (0, 1):
+            compare_with_torch(case, real_ids(whole, epoch))
+        if stop == 0:
+            return "too short to stop"
+        assert first == [steps[:stop] for steps in whole], "two runs of one program differ"
+        if case.new_world != case.world:
+            rest = pool.run(run, case.new_world, case, Path(folder), None, True, timeout_s=PATIENCE_S)
+    inside = not whole[0][stop - 1][4]
+    if inside and case.refused:
+        return refused_by_all(rest, ("Resume on",))
+    assert not any(isinstance(steps, str) for steps in rest), f"refused: {rest}"
+    if case.new_world == case.world:
+        for rank, (got, steps) in enumerate(zip(rest, whole, strict=True)):
+            assert got == steps[stop:], f"rank {rank} after {stop} steps:\n{got}\ninstead of\n{steps[stop:]}"
+        return "exact"
+    for epoch in (0, 1):
+        compare_with_torch(case, real_ids(first, epoch) + real_ids(rest, epoch))
+        if not case.workers and not case.drop_last and not case.own_shards(case.world):
+            both = in_global_order(first, epoch) + in_global_order(rest, epoch)
+            assert both == in_global_order(whole, epoch), f"epoch {epoch} goes on in another order: {both}"
+    return "each sample once on another world"
+
+
+def refused_by_all(ranks: list[Any], reasons: tuple[str, ...]) -> str:
+    assert all(isinstance(one, str) for one in ranks), f"refused on some ranks only, or not at all: {ranks}"
+    assert any(reason in one for one in ranks for reason in reasons), ranks
+    return "refused"
+
+
+def compare_with_torch(case: Case, ids: list[int]) -> None:
+    plain = plain_samples(case)
+    if plain is None:
+        assert len(ids) == case.size or (case.drop_last and len(ids) < case.size), f"{len(ids)} draws"
+    elif case.drop_last and case.batch:
+        assert len(set(ids) & set(plain)) == len(ids), f"repeated or unknown: {sorted(ids)}"
+    else:
+        assert sorted(ids) == plain, f"{sorted(ids)} instead of {plain}"
+
+
+def stop_of(case: Case, lengths: list[tuple[int, int]]) -> int:
+    """After how many steps to stop: anywhere, or where all ranks still have batches when they end alone.
+
+    `lengths` are the steps of each rank, of the whole run and of its first epoch.
+    """
+    if case.even:
+        return min(int(case.stop * lengths[0][0]) + 1, lengths[0][0])
+    shortest = min(length for _, length in lengths)
+    return min(int(case.stop * shortest), shortest - 1) if shortest > 1 else 0
+
+
+# -- the table in docs/checkpoints.md ---------------------------------------------------------------------------------
+DOCS: Final = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+BEGIN: Final = "<!-- written by tests/laws/test_data_laws.py -->\n"
+END: Final = "<!-- end -->\n"
+
+
+def table() -> str:
+    """What resumes how: the verdicts that `check` holds every case to."""
+    lines = ["| data | on as many processes | on another number |", "|---|---|---|"]
+    for kind, words in {**ORDERS, **STREAMS, **HUB}.items():
+        case = replace(draw(0), data=kind, mode="shard", batch=2, size=40, world=2, new_world=3, seed=8)
+        once = "each draw once" if kind == "weighted" else "each sample once"
+        other = "refused inside an epoch; with `dispatch_batches=True` each sample once"
+        lines.append(f"| {words} | exact | {other if case.refused else once} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_of_what_resumes_is_current() -> None:
+    text = DOCS.read_text()
+    assert text.split(BEGIN)[1].split(END)[0] == table(), "run: python tests/laws/test_data_laws.py --table"
+
+
+def test_a_seed_draws_one_case() -> None:
+    assert draw(17) == draw(17)
+    assert {draw(seed).data for seed in range(500)} == {*ORDERS, *STREAMS, *HUB}, "every kind is drawn"
+
+
+def law(pool: Pool) -> Law[Case]:
+    return Law(draw, lambda case: check(case, pool))
+
+
+def test_random_loaders_resume_exactly_or_are_refused(rank_pool: Pool) -> None:
+    tally = law(rank_pool).search(range(10_000), seconds=15)
+    assert tally.verdicts["exact"], str(tally)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, help="run this case alone")
+    parser.add_argument("--start", type=int, default=0, help="first seed")
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--table", action="store_true", help="write the table into docs/checkpoints.md")
+    given = parser.parse_args()
+    if given.table:
+        before, rest = DOCS.read_text().split(BEGIN)
+        DOCS.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+        sys.exit()
+    seeds = range(given.start, given.start + given.cases) if given.seed is None else [given.seed]
+    with Pool() as workers:
+        found = law(workers).search(seeds, tell=sys.stderr.write)
+    sys.stdout.write(f"{found}\n")
+    sys.exit(bool(found.broken))

@@ -1,0 +1,151 @@
+"""Hooks by hand: alignment of devices, models taking turns, layerwise casting, single tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hasten
+from hasten.bigmodel.turns import CpuOffload
+from hasten.errors import PrepareError
+from hasten.modules.hooks import hook_of
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+        return {"y": self.last(self.norm(torch.relu(self.first(x))))}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm() -> None:
+    """Let torch's kernels open what they keep open for the life of the process."""
+    with torch.no_grad():
+        nn.Linear(16, 48)(torch.zeros(3, 4, 16))
+
+
+def build() -> Net:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("preload", [None, ["Net"]])
+def test_hooks_bring_weights_and_take_them_away(buffers: bool, preload: list[str] | None) -> None:
+    model, reference = build(), build()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()} if preload is None else None
+    hasten.attach_align_device_hook(
+        model, "cpu", offload=True, weights_map=weights, offload_buffers=buffers, preload_module_classes=preload
+    )
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.norm.running_mean is not None
+    assert model.norm.running_mean.is_meta == buffers
+    assert hasten.has_offloaded_params(model if preload else model.first)
+    for _ in range(2):
+        assert torch.equal(model(X)["y"], reference(X)["y"])
+    assert all(parameter.is_meta for parameter in model.parameters())
+    hasten.remove_hook_from_submodules(model)
+    assert torch.equal(model(X)["y"], reference(X)["y"])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_blocks_get_their_own_devices() -> None:
+    model, reference = build(), build()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    places = {"first": "cpu", "norm": "cpu", "last": "cpu"}
+    hasten.attach_align_device_hook_on_blocks(model, places, {"last": True}, weights_map=weights)
+    assert model.last.weight.is_meta
+    assert not model.first.weight.is_meta
+    assert torch.equal(model(X)["y"], reference(X)["y"])
+    hook = hook_of(model)
+    assert isinstance(hook, hasten.AlignDevicesHook)
+    assert hook.io_same_device
+    hasten.remove_hook_from_submodules(model)
+    assert hook_of(model) is None
+
+
+def test_offloaded_weights_change_inside_the_block_that_aligns_them() -> None:
+    for attach in (
+        lambda m: hasten.attach_align_device_hook(m, "cpu", offload=True),
+        lambda m: hasten.cpu_offload(m, "cpu"),
+        lambda m: m,
+    ):
+        model, reference = build(), build()
+        model(X)
+        attach(model)  # type: ignore[no-untyped-call]
+        model(X)
+        with torch.no_grad(), hasten.align_module_device(model.last, "cpu"):
+            model.last.weight.data += 1
+            reference.last.weight.data += 1
+        assert torch.equal(model(X)["y"], reference(X)["y"])
+        hasten.remove_hook_from_submodules(model)
+
+
+def test_models_take_turns() -> None:
+    first, second = build(), build()
+    first, handle = hasten.cpu_offload_with_hook(first, "cpu")  # type: ignore[assignment]
+    second, last = hasten.cpu_offload_with_hook(second, "cpu", prev_module_hook=handle)  # type: ignore[assignment]
+    reference = build()
+    assert torch.equal(second(first(X)["y"].new_tensor(X.tolist()))["y"], reference(X)["y"])
+    hook = last.hook
+    assert isinstance(hook, CpuOffload)
+    assert hook.prev_module_hook is handle
+    handle.offload()
+    handle.remove()
+    last.remove()
+    assert hook_of(first) is None
+
+
+def test_the_model_before_is_sent_back_when_the_next_one_is_called() -> None:
+    sent: list[str] = []
+
+    class Handle:
+        def offload(self) -> None:
+            sent.append("back")
+
+    hook = CpuOffload("cpu", Handle())  # type: ignore[arg-type]
+    hook.execution_device = torch.device("meta")  # another device than the one the model is on
+    model = build()
+    hook.pre_forward(model)
+    hook.pre_forward(model)
+    assert sent == ["back"]
+    assert next(model.parameters()).is_meta
+
+
+def test_layers_are_kept_small_and_computed_large() -> None:
+    model, reference = build(), build()
+    hasten.attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32, skip_modules_pattern="last")
+    assert model.first.weight.dtype is torch.float8_e4m3fn
+    assert model.last.weight.dtype is model.norm.weight.dtype is torch.float32
+    small = reference.first.weight.detach().to(torch.float8_e4m3fn).float()
+    reference.first.weight.data = small
+    assert reference.first.bias is not None
+    reference.first.bias.data = reference.first.bias.data.to(torch.float8_e4m3fn).float()
+    assert torch.equal(model(X)["y"], reference(X)["y"])
+    assert model.first.weight.dtype is torch.float8_e4m3fn
+
+
+def test_single_tensors_are_set() -> None:
+    model = build()
+    hasten.set_module_tensor_to_device(model, "first.weight", "meta")
+    assert model.first.weight.is_meta
+    with pytest.raises(PrepareError, match="give `value`"):
+        hasten.set_module_tensor_to_device(model, "first.weight", "cpu")
+    with pytest.raises(PrepareError, match="has shape"):
+        hasten.set_module_tensor_to_device(model, "first.weight", "cpu", torch.zeros(2, 2))
+    with pytest.raises(PrepareError, match="no parameter or buffer"):
+        hasten.set_module_tensor_to_device(model, "first.wight", "cpu")
+    hasten.set_module_tensor_to_device(model, "first.weight", "cpu", torch.ones(6, 4), dtype="float16")
+    assert model.first.weight.dtype is torch.float16
+    assert isinstance(model.first.weight, nn.Parameter)
+    hasten.set_module_tensor_to_device(model, "norm.running_mean", "cpu", torch.ones(6))
+    assert "running_mean" in model.norm._buffers

@@ -1,0 +1,159 @@
+"""A program in which processes save side by side, and are killed; run as a script, it prints what came of every save.
+
+Each process saves again and again: into a folder of its own beside the other's, into the same folder, or into either
+while a third process kills it at random. After every save that returned, the folder is locked and read to the last byte.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.claims import take
+from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.local_locks import LocalLocks
+from hasten.checkpoint.local_store import LocalStore
+from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.writer import finish, prepare, start
+from hasten.comm.local import LocalComm
+from hasten.errors import CheckpointBusyError
+
+FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None
+FILES = 12
+
+
+def save(root: Path, name: str, number: int) -> None:
+    """One save of several files, each of which says which save it belongs to."""
+    comm = LocalComm()
+    group = start(LocalStore(root, threads=2), comm, name)
+    tree = StateTree({f"part{i}": Component({"w": torch.full((100,), number)}, None) for i in range(FILES)})
+    finish(prepare(tree, group, comm), group, comm, Manifest(number=number))
+
+
+def number_in(root: Path, name: str) -> int | None:
+    """The number of the save in a folder, after reading all of it; None when there is none."""
+    if not (root / name).is_dir():
+        return None
+    with open_checkpoint(LocalStore(root), name, LocalComm()) as checkpoint:
+        parts = [checkpoint.component(f"part{i}").pieces["w"][0].data for i in range(FILES)]
+        numbers = {int(value) for part in parts for value in part.tolist()} | {checkpoint.manifest.number}
+    assert len(numbers) == 1, f"{name} mixes {numbers}"
+    return numbers.pop()
+
+
+def undisturbed(root: Path, name: str) -> int | None:
+    """The same, while nobody may write there."""
+    while True:
+        try:
+            claim = take(LocalLocks(root / name, Disk()), name, name)
+        except CheckpointBusyError:
+            continue
+        try:
+            return number_in(root, name)
+        finally:
+            claim.release()
+
+
+class Worker:
+    """A process that saves until it is told to end, and writes a line about every save."""
+
+    def __init__(self, index: int, how: str, root: Path, log: Path, until: float, serial: int) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                with log.open("ab", buffering=0) as out:
+                    self._work(
+                        index, how, root, lambda *words: out.write((json.dumps(words) + "\n").encode()), until, serial
+                    )
+            except BaseException as error:
+                with log.open("ab", buffering=0) as out:
+                    out.write((json.dumps(["broken", f"{type(error).__name__}: {error}"]) + "\n").encode())
+            os._exit(0)
+
+    def _work(self, index: int, how: str, root: Path, say: Callable[..., object], until: float, serial: int) -> None:
+        rng, number = random.Random(serial), serial * 100_000
+        while time.monotonic() < until:
+            number += 1
+            own = how == "siblings" or (how == "kills" and rng.random() < 0.5)
+            name = f"trial_{index}" if own else "best"
+            try:
+                save(root, name, number)
+            except CheckpointBusyError as error:
+                say("busy", error.pid, str(error))
+                continue
+            except Exception as error:  # every other reason is a fault
+                say("broken", f"{type(error).__name__}: {error}")
+                continue
+            say("saved", name, number)
+            found = number_in(root, name) if own else undisturbed(root, name)
+            if found != number if own else found is None:
+                say("broken", f"{name} holds {found} after {number} was saved")
+
+
+def run(how: str, seconds: float, least: int) -> dict[str, object]:
+    """What came of all saves of two processes side by side."""
+    rng = random.Random(how)
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(dir=FAST) as folder:
+        root, log = Path(folder) / "sweep", Path(folder) / "log"
+        root.mkdir()
+        log.touch()
+        begun, pids, kills, serial = time.monotonic(), {os.getpid()}, 0, 0
+        while True:
+            until = time.monotonic() + seconds
+            workers = [Worker(i, how, root, log, until, serial := serial + 1) for i in range(2)]
+            pids |= {worker.pid for worker in workers}
+            while how == "kills" and time.monotonic() < until:
+                time.sleep(rng.uniform(0.05, 0.4))
+                index = rng.randrange(2)
+                os.kill(workers[index].pid, signal.SIGKILL)
+                os.waitpid(workers[index].pid, 0)
+                kills += 1
+                for name in ("best", f"trial_{index}"):
+                    try:
+                        if (root / name).is_dir():
+                            undisturbed(root, name)
+                    except Exception as error:
+                        problems.append(f"after a kill: {type(error).__name__}: {error}")
+                workers[index] = Worker(index, how, root, log, until, serial := serial + 1)
+                pids.add(workers[index].pid)
+            for worker in workers:
+                os.waitpid(worker.pid, 0)
+            lines = [json.loads(line) for line in log.read_text().splitlines()]
+            counts = Counter(line[0] for line in lines)
+            if counts["saved"] >= least or time.monotonic() - begun > 10 * seconds + 60:
+                break
+        problems += [line[1] for line in lines if line[0] == "broken"]
+        problems += [line[2] for line in lines if line[0] == "busy" and line[1] not in pids]
+        for name in ("best", "trial_0", "trial_1"):
+            save(root, name, 1)
+        left = [path.name for path in root.rglob(".hasten*")]
+        problems += [f"left behind: {left}"] if left else []
+    return {
+        "how": how,
+        "counts": dict(counts),
+        "kills": kills,
+        "problems": problems[:20],
+        "num_problems": len(problems),
+    }
+
+
+def main(seconds: float, least: int) -> None:
+    torch.set_num_threads(1)
+    json.dump([run(how, seconds, least) for how in ("siblings", "same", "kills")], sys.stdout)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

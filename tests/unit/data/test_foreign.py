@@ -1,0 +1,103 @@
+"""The recognisers of other packages' classes, against the packages themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import datasets
+import pytest
+import torch.utils.data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import sampler as stateful_samplers
+
+from hasten.data.foreign import begin_anew, is_hub_stream, is_torchdata, plainly, state_loses_samples
+
+
+def base(size: int = 24, shards: int = 3) -> datasets.IterableDataset:
+    return datasets.Dataset.from_dict({"x": list(range(size))}).to_iterable_dataset(num_shards=shards)
+
+
+def other() -> datasets.IterableDataset:
+    return base(12, 2).map(lambda row: {"x": row["x"] + 100})
+
+
+PIPELINES: dict[str, Callable[[], Any]] = {  # Any: streams of `datasets`
+    "plain": base,
+    "shuffle": lambda: base().shuffle(seed=1, buffer_size=8),
+    "shuffle of one": lambda: base().shuffle(seed=1, buffer_size=1),
+    "shuffle, then map": lambda: base().shuffle(seed=1, buffer_size=8).map(lambda row: row),
+    "shuffle, then much": lambda: (
+        base().shuffle(seed=1, buffer_size=8).map(lambda r: r).filter(lambda r: True).batch(2)
+    ),
+    "map": lambda: base().map(lambda row: row),
+    "map in batches": lambda: base().map(lambda rows: rows, batched=True, batch_size=5),
+    "filter": lambda: base().filter(lambda row: row["x"] % 3),
+    "skip and take": lambda: base().skip(2).take(18),
+    "batch": lambda: base().batch(3),
+    "repeat": lambda: base().repeat(2),
+    "interleave": lambda: datasets.interleave_datasets([base(), other()]),
+    "interleave at random": lambda: datasets.interleave_datasets([base(), other()], probabilities=[0.5, 0.5], seed=3),
+    "interleave shuffled": lambda: datasets.interleave_datasets([base().shuffle(seed=3, buffer_size=6), other()]),
+    "concatenate": lambda: datasets.concatenate_datasets([base(), other()]),
+    "concatenate shuffled": lambda: datasets.concatenate_datasets([other(), base().shuffle(seed=2, buffer_size=4)]),
+    "torch format": lambda: base().with_format("torch"),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_state_that_loses_samples_is_known_beforehand(name: str) -> None:
+    build = PIPELINES[name]
+    whole = [str(row) for row in build()]
+    exact = True
+    for stop in range(1, len(whole), 2):
+        stream = build()
+        elements = iter(stream)
+        for _ in range(stop):
+            next(elements)
+        resumed = build()
+        resumed.load_state_dict(stream.state_dict())
+        exact = exact and [str(row) for row in resumed] == whole[stop:]
+    assert state_loses_samples(build()) is not exact
+    assert is_hub_stream(build())
+
+
+class Wrapper(IterableDataset[Any]):
+    """A dataset of the user's around a stream."""
+
+    def __init__(self, inner: Any) -> None:
+        self.parts = [inner]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.parts[0])
+
+
+def test_a_buffer_inside_a_dataset_of_the_users_is_found() -> None:
+    assert state_loses_samples(Wrapper(base().shuffle(seed=1, buffer_size=8)))
+    assert not state_loses_samples(Wrapper(base()))
+    assert not is_hub_stream(Wrapper(base()))
+
+
+def test_a_stream_begins_anew_after_a_state_was_loaded() -> None:
+    stream = base()
+    elements = iter(stream)
+    for _ in range(5):
+        next(elements)
+    stream.load_state_dict(stream.state_dict())
+    assert next(iter(stream)) == {"x": 5}
+    begin_anew(stream)
+    assert [row["x"] for row in stream] == list(range(24))
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")
+def test_torchdata_classes_stand_for_those_of_torch() -> None:
+    data = list(range(4))
+    loader: Any = StatefulDataLoader(data, batch_size=2, shuffle=True)
+    assert is_torchdata(loader)
+    assert plainly(loader.batch_sampler, BatchSampler)
+    assert plainly(loader.sampler, RandomSampler)
+    assert plainly(stateful_samplers.RandomSampler(data), RandomSampler)
+    assert not is_torchdata(DataLoader(data))  # type: ignore[arg-type]
+    assert plainly(torch.utils.data.SequentialSampler(data), SequentialSampler)
+    assert not plainly(type("Mine", (RandomSampler,), {})(data), RandomSampler)
