@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hasten.bigmodel.ties import find_tied_parameters as find_tied_parameters
     from hasten.bigmodel.ties import retie_parameters as retie_parameters
     from hasten.bigmodel.turns import cpu_offload_with_hook as cpu_offload_with_hook
+    from hasten.checkpoint.model_state import LoadReport as LoadReport
     from hasten.cli.basic import write_basic_config as write_basic_config
     from hasten.config.checkpoint import ProjectConfiguration as ProjectConfiguration
     from hasten.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from hasten.config.tracking import ProfileKwargs as ProfileKwargs
     from hasten.config.tracking import TrackingConfig as TrackingConfig
     from hasten.data.skip import skip_first_batches as skip_first_batches
+    from hasten.errors import HastenError as HastenError
+    from hasten.errors import HastenWarning as HastenWarning
     from hasten.launch.notebook import debug_launcher as debug_launcher
     from hasten.launch.notebook import notebook_launcher as notebook_launcher
     from hasten.modules.hooks import LayerwiseCastingHook as LayerwiseCastingHook
@@ -86,6 +89,7 @@ if TYPE_CHECKING:
     from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
+    from hasten.runtime.axes import Axis as Axis
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
@@ -127,6 +131,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "find_tied_parameters": "hasten.bigmodel.ties",
         "retie_parameters": "hasten.bigmodel.ties",
         "cpu_offload_with_hook": "hasten.bigmodel.turns",
+        "LoadReport": "hasten.checkpoint.model_state",
         "write_basic_config": "hasten.cli.basic",
         "ProjectConfiguration": "hasten.config.checkpoint",
         "TorchDynamoPlugin": "hasten.config.compiling",
@@ -155,6 +160,8 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "ProfileKwargs": "hasten.config.tracking",
         "TrackingConfig": "hasten.config.tracking",
         "skip_first_batches": "hasten.data.skip",
+        "HastenError": "hasten.errors",
+        "HastenWarning": "hasten.errors",
         "debug_launcher": "hasten.launch.notebook",
         "notebook_launcher": "hasten.launch.notebook",
         "LayerwiseCastingHook": "hasten.modules.hooks",
@@ -169,6 +176,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
+        "Axis": "hasten.runtime.axes",
         "get_logger": "hasten.runtime.logs",
         "set_seed": "hasten.runtime.seeding",
         "synchronize_rng_states": "hasten.runtime.seeding",

@@ -590,6 +590,13 @@ class Accelerator:
         if self._writes:
             export.save_object(obj, f, safe_serialization)
 
+    def load(self, f: str | Path, allow_pickle: bool = False) -> Any:  # Any: the user's object
+        """The object that `save` wrote, its tensors on the CPU; a `.safetensors` file gives a dict of tensors. Ranks: any.
+
+        Raises: UnsafeCheckpointError for a file that runs code when it is unpickled, unless `allow_pickle`.
+        """
+        return export.load_object(f, allow_pickle)
+
     @property
     def _writes(self) -> bool:
         return self.is_local_main_process if self.config.project.save_on_each_node else self.is_main_process

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob, Component, Format
 from hasten.checkpoint.disk import BlobWriter, Disk
-from hasten.checkpoint.formats import encode_safetensors, read_tensors
+from hasten.checkpoint.formats import encode_safetensors, load_torch, read_tensors
 from hasten.checkpoint.layout import Sizes, hub_index, plan_component
 from hasten.checkpoint.manifest import MANIFEST_NAME, inside
 from hasten.checkpoint.paths import check_path
@@ -189,6 +191,25 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         device.sync_folder(target.parent)
     finally:
         hidden.unlink(missing_ok=True)
+
+
+def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: whatever was saved
+    """What `save_object` wrote, on the CPU; a safetensors file gives a dict of tensors.
+
+    Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.
+    """
+    path = Path(file).expanduser().absolute()
+    with path.open("rb") as opened:
+        begins = opened.read(9)
+    try:
+        if begins[8:] == b"{" and not begins.startswith(b"PK"):  # the length of a JSON header, then the header
+            return load_file(path)
+        return load_torch(path, allow_pickle)
+    except (SafetensorError, RuntimeError, ValueError, TypeError, EOFError) as error:
+        raise CorruptCheckpointError(
+            f"{path}: not a file that save() wrote, or damaged ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Nothing was loaded; use another copy of the file."
+        ) from error
 
 
 def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:

@@ -36,6 +36,8 @@ def gather(tree: Tree, comm: Comm) -> Tree:
         return trees.map_tensors(_rows, tree)
     met = _meet("gather", tree, comm, carry=True)
     if met.inside is not None:
+        if isinstance(tree, Tensor):  # the common metric
+            return _taken_out([tree], met)[0]
         return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met))
     return trees.map_tensors(lambda x: comm.all_gather(_rows(x)).flatten(0, 1), tree)
 
@@ -149,8 +151,8 @@ class _Met(NamedTuple):
 
 def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: bool = False) -> _Met:
     """Raise unless all ranks bring the same thing; with `carry`, small tensors travel along."""
-    found = trees.tensors(tree)
-    sizes = [_size(x, free_dim) for x in found]
+    found = [tree] if isinstance(tree, Tensor) else trees.tensors(tree)
+    sizes = [1] * len(found) if free_dim is None else [_size(x, free_dim) for x in found]
     if comm.size == 1:
         return _Met([(size,) for size in sizes])
     described = _describe(op, tree, free_dim)
@@ -172,10 +174,11 @@ def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: b
 
 def _content(found: Sequence[Tensor]) -> bytes | None:
     """The tensors' bytes one after the other, or None when they do not fit or lie on an accelerator."""
-    if any(type(x) not in _PLAIN or x.device.type != "cpu" or x.layout != torch.strided for x in found):
-        return None
-    if sum(x.numel() * x.element_size() for x in found) > _ROOM:
-        return None
+    left = _ROOM
+    for x in found:
+        left -= x.nbytes
+        if left < 0 or type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided:
+            return None
     return b"".join([_raw(x).numpy().tobytes() for x in found])
 
 

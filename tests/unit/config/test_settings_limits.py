@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hasten.cli.main import main
-from hasten.config import files, marked
+from hasten.config import files, yaml_text
 from hasten.errors import ConfigError, ConfigFileError
 
 SIZE: Final = files.MOST_BYTES
@@ -63,7 +63,7 @@ def test_a_file_larger_than_settings_is_refused(tmp_path: Path) -> None:
 )
 def test_deep_nesting_is_an_error_and_no_crash(text: str) -> None:
     with pytest.raises(ConfigFileError, match="nested too deeply"):
-        marked.parse(text, "c.yaml")
+        yaml_text.parse(text, "c.yaml")
 
 
 def test_many_keys_do_not_take_long() -> None:
@@ -86,7 +86,7 @@ def test_many_keys_do_not_take_long() -> None:
 
 def test_libyaml_is_used_where_it_is() -> None:
     assert yaml.__with_libyaml__  # PyYAML's wheels hold it
-    assert marked._LOADER is yaml.CBaseLoader
+    assert yaml_text._LOADER is yaml.CBaseLoader
 
 
 def test_the_command_says_it_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
