@@ -27,7 +27,7 @@ def quantize_weights(
     """
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
     names = [name for name, part in model.named_modules() if _wanted(name, part, skip_modules)]
-    empty = [name for name in names if model.get_submodule(name).weight.is_meta]  # type: ignore[union-attr]
+    empty = [name for name in names if model.get_submodule(name).weight.is_meta]
     if empty:
         raise PrepareError(f"{empty[0]} is on the meta device and has no weights to quantize. Load them first.")
     chosen = set(names)
@@ -44,6 +44,7 @@ def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any
         return quantization.Int8WeightOnlyConfig(group_size=group_size)
     if kind == "int4":
         return quantization.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=need("torchao.quantization.granularity").PerGroup(group_size or 128)
+            weight_dtype=getattr(torch, kind),
+            granularity=need("torchao.quantization.granularity").PerGroup(group_size or 128),
         )
     raise ConfigError(f"weights cannot be kept in {kind!r}; choose 'int8' or 'int4'.")
