@@ -40,7 +40,7 @@ from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
 from hasten.comm import ops
 from hasten.optim import clip
-from hasten.optim.clock import Key
+from hasten.optim.window import Key
 from hasten.runtime.axes import BATCH
 
 __all__ = ["LOGGER_TYPE_TO_CLASS", "MODEL_NAME", "PROFILE_PATTERN_NAME", "SCALER_NAME", "WEIGHTS_NAME", "Accelerator"]

@@ -9,7 +9,8 @@ from types import TracebackType
 from torch import nn
 
 from hasten.errors import StepError
-from hasten.optim.clock import Key, StepClock
+from hasten.optim.clock import StepClock
+from hasten.optim.window import Key
 from hasten.strategies.base import Strategy
 
 

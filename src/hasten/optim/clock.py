@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,66 +14,15 @@ from torch import Tensor
 from hasten.errors import ConfigError, StepError
 from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
+from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, checked_weight
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
 
 __all__ = ["LoaderCursor", "StepClock"]
 
-Key = tuple[int, ...]
-Number = int | float | Tensor
 _RECENT: Final = 16
 """Updates after which an optimizer that nobody has called counts as not taking part in training."""
-
-
-class Holder(Protocol):
-    """An optimizer, as the clock sees it: who holds the gradients of a window."""
-
-    spent: bool
-    """Its gradients were used and not cleared since."""
-    called_at: int
-    """The clock's number of updates when its `step` or `zero_grad` was last called."""
-
-    @property
-    def parameters(self) -> list[Tensor]: ...
-
-    def settled_in(self, serial: int) -> bool:
-        """Whether its gradients have their final size for this window."""
-        ...
-
-    def note_gradients(self) -> None:
-        """Remember the gradients as they are, to tell later whether a backward has changed them."""
-        ...
-
-    def clear_late(self) -> None:
-        """Clear the gradients if `zero_grad` was put off until the window's end."""
-        ...
-
-
-@dataclass(slots=True)
-class Window:
-    """One accumulation window: the micro-steps whose gradients go into one update."""
-
-    every: int
-    serial: int
-    micro: int = 0
-    missing: int = 0
-    """Micro-steps whose gradients were lost with an interrupted run."""
-    closed: bool = False
-    weighted: bool | None = None
-    """None until the first backward of the window."""
-    losses: int = 0
-    """Losses whose gradients no optimizer has used yet."""
-    before: int = 0
-    """The same number when the current micro-step began."""
-    turn: int = 0
-    """Losses of the current micro-step so far: the place of the next one among them."""
-    weights: list[Number] = field(default_factory=list)
-    """The total weight of the first, second, ... loss of the micro-steps, on this rank."""
-    factors: dict[int, float | Tensor] = field(default_factory=dict)
-    """Their corrections, once the ranks have agreed on them."""
-    lanes: Lanes | None = None
-    """The gradients of the second and further weighted losses, kept apart until the window's end."""
 
 
 @dataclass(slots=True)
@@ -246,7 +195,7 @@ class StepClock:
         window = self._current
         if window.weighted:
             if 0 not in window.factors:
-                self._agree_on_factors(window, [0])
+                agree_on_factors(window, self.unit, self.comm, [0])
             return window.factors[0]
         length = window.micro - window.missing
         return None if window.micro == 0 or length in (0, window.every) else window.every / length
@@ -346,18 +295,7 @@ class StepClock:
         return window
 
     def _weigh_in(self, window: Window, loss: Tensor, weight: Number) -> Tensor:
-        if isinstance(weight, Tensor):
-            if weight.numel() != 1:
-                raise ConfigError(
-                    f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
-                    f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
-                )
-            weight = weight.detach().reshape(())
-        elif not (weight >= 0 and math.isfinite(weight)):
-            raise ConfigError(
-                f"backward(weight={weight}) is not a count; it would turn the mean into something else. "
-                f"Pass the number of tokens or samples the loss was averaged over."
-            )
+        weight = checked_weight(weight)
         if self.unit is None:
             self.unit = self._agree_on_unit(weight)
         place = window.turn if window.micro > 0 or window.every == 1 else 0
@@ -382,7 +320,9 @@ class StepClock:
         known here, so that they can be corrected for it; in a longer one their gradients go into lanes of their own.
         """
         if window.lanes is None and self.boundary and window.before == 0:
-            self._agree_on_factors(window, [number for number in (0, place) if number not in window.factors])
+            agree_on_factors(
+                window, self.unit, self.comm, [number for number in (0, place) if number not in window.factors]
+            )
             return share * (window.factors[place] / window.factors[0])
         if window.lanes is None:
             window.lanes = Lanes()
@@ -398,7 +338,9 @@ class StepClock:
         """Give these parameters the sum of their lanes, each corrected by its own weight. Ranks: every rank."""
         window = self._current
         assert window.lanes is not None, "there are lanes to merge"
-        self._agree_on_factors(window, [number for number in range(window.turn) if number not in window.factors])
+        agree_on_factors(
+            window, self.unit, self.comm, [number for number in range(window.turn) if number not in window.factors]
+        )
         window.lanes.merge(parameters, window.factors)
 
     def _agree_on_unit(self, weight: Number) -> float:
@@ -406,28 +348,6 @@ class StepClock:
         if self.comm is not None and self.comm.size > 1:
             first = float(self.comm.all_reduce(torch.tensor(first, device=self.comm.device), "max"))
         return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
-
-    def _agree_on_factors(self, window: Window, places: list[int]) -> None:
-        """Compute what the gradients of these losses must be multiplied by, from their weights on all ranks."""
-        if not places:
-            return
-        assert self.unit is not None, "a weighted window has a unit"
-        totals, ranks = [window.weights[place] for place in places], 1
-        if self.comm is not None and self.comm.size > 1:
-            ranks = self.comm.size
-            totals = list(self.comm.all_reduce(torch.stack([_as_scalar(w, self.comm.device) for w in totals])))
-        scale = ranks * self.unit * window.every
-        for place, total in zip(places, totals, strict=True):
-            if isinstance(total, Tensor):  # a loss that weighs nothing has zero gradients: leave them
-                window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
-            else:
-                window.factors[place] = scale / total if total else 1.0
-
-
-def _as_scalar(value: Number, device: torch.device) -> Tensor:
-    """`value` as a one-element tensor on `device`, in a type that counts exactly."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.as_tensor(value, dtype=dtype, device=device)
 
 
 def check_every(every: object) -> None:

@@ -40,4 +40,4 @@ def carry_hooks(model: nn.Module, hooks: Mapping[str, list[Callable[..., Any]]])
         if name in hooks and id(parameter) not in seen:
             seen.add(id(parameter))
             for hook in hooks[name]:
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,0 +1,109 @@
+"""One accumulation window: its losses, their weights, and what their gradients must be multiplied by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError
+from hasten.optim.lanes import Lanes
+
+if TYPE_CHECKING:
+    from hasten.comm.base import Comm
+
+Key = tuple[int, ...]
+Number = int | float | Tensor
+
+
+class Holder(Protocol):
+    """An optimizer, as the clock sees it: who holds the gradients of a window."""
+
+    spent: bool
+    """Its gradients were used and not cleared since."""
+    called_at: int
+    """The clock's number of updates when its `step` or `zero_grad` was last called."""
+
+    @property
+    def parameters(self) -> list[Tensor]: ...
+
+    def settled_in(self, serial: int) -> bool:
+        """Whether its gradients have their final size for this window."""
+        ...
+
+    def note_gradients(self) -> None:
+        """Remember the gradients as they are, to tell later whether a backward has changed them."""
+        ...
+
+    def clear_late(self) -> None:
+        """Clear the gradients if `zero_grad` was put off until the window's end."""
+        ...
+
+
+@dataclass(slots=True)
+class Window:
+    """One accumulation window: the micro-steps whose gradients go into one update."""
+
+    every: int
+    serial: int
+    micro: int = 0
+    missing: int = 0
+    """Micro-steps whose gradients were lost with an interrupted run."""
+    closed: bool = False
+    weighted: bool | None = None
+    """None until the first backward of the window."""
+    losses: int = 0
+    """Losses whose gradients no optimizer has used yet."""
+    before: int = 0
+    """The same number when the current micro-step began."""
+    turn: int = 0
+    """Losses of the current micro-step so far: the place of the next one among them."""
+    weights: list[Number] = field(default_factory=list)
+    """The total weight of the first, second, ... loss of the micro-steps, on this rank."""
+    factors: dict[int, float | Tensor] = field(default_factory=dict)
+    """Their corrections, once the ranks have agreed on them."""
+    lanes: Lanes | None = None
+    """The gradients of the second and further weighted losses, kept apart until the window's end."""
+
+
+def checked_weight(weight: Number) -> Number:
+    """The weight as a number or a tensor without dimensions. Raises: ConfigError for what is no count."""
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ConfigError(
+                f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
+                f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
+            )
+        weight = weight.detach().reshape(())
+    elif not (weight >= 0 and math.isfinite(weight)):
+        raise ConfigError(
+            f"backward(weight={weight}) is not a count; it would turn the mean into something else. "
+            f"Pass the number of tokens or samples the loss was averaged over."
+        )
+    return weight
+
+
+def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:
+    """Compute what the gradients of these losses must be multiplied by, from their weights on all ranks."""
+    if not places:
+        return
+    assert unit is not None, "a weighted window has a unit"
+    totals, ranks = [window.weights[place] for place in places], 1
+    if comm is not None and comm.size > 1:
+        ranks = comm.size
+        totals = list(comm.all_reduce(torch.stack([_as_scalar(w, comm.device) for w in totals])))
+    scale = ranks * unit * window.every
+    for place, total in zip(places, totals, strict=True):
+        if isinstance(total, Tensor):  # a loss that weighs nothing has zero gradients: leave them
+            window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
+        else:
+            window.factors[place] = scale / total if total else 1.0
+
+
+def _as_scalar(value: Number, device: torch.device) -> Tensor:
+    """`value` as a one-element tensor on `device`, in a type that counts exactly."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.as_tensor(value, dtype=dtype, device=device)
