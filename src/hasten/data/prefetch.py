@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten import trees
+from hasten.data.plan import Padding
 from hasten.data.source import Item
 
 # Any in this file: batches are the user's own objects.
@@ -96,7 +97,7 @@ class Prefetch:
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
         lane = Lane(self._device, self._skip_keys)
-        queue: deque[tuple[Copied | Future[Copied], int | None, bool, Any]] = deque()
+        queue: deque[tuple[Copied | Future[Copied], Padding | None, bool, Any]] = deque()
         try:
             for batch, real, last, mark in items:
                 queue.append((lane.send(batch), real, last, mark))
@@ -123,7 +124,7 @@ class LookAhead:
         yield from queue
 
 
-def _handed(lane: Lane, queue: deque[tuple[Copied | Future[Copied], int | None, bool, Any]]) -> Item:
+def _handed(lane: Lane, queue: deque[tuple[Copied | Future[Copied], Padding | None, bool, Any]]) -> Item:
     sent, real, last, mark = queue.popleft()
     return lane.hand_over(sent), real, last, mark
 

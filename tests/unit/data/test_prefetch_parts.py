@@ -13,7 +13,9 @@ from hasten import trees
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.loader import plain_move
+from hasten.data.plan import Padding
 from hasten.data.prefetch import LookAhead, Prefetch
+from hasten.data.source import Item
 from hasten.testing.loaders import prepared
 
 
@@ -59,7 +61,9 @@ def test_the_move_is_chosen_by_device_and_setting() -> None:
 
 def test_plain_moves_keep_what_the_cursor_says() -> None:
     move = plain_move(lambda batch: batch + 1)
-    assert list(move(iter([(1, None, False, "a"), (2, 1, True, "b")]))) == [(2, None, False, "a"), (3, 1, True, "b")]
+    padded = Padding(1, 2)
+    items: list[Item] = [(1, None, False, "a"), (2, padded, True, "b")]
+    assert list(move(iter(items))) == [(2, None, False, "a"), (3, padded, True, "b")]
 
 
 def test_reading_ahead_reads_as_far_as_it_says() -> None:
