@@ -167,7 +167,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         return skip_first_batches(dataloader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
-    def accumulate(self, *models: Any) -> Accumulation:
+    def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
         """One micro-step over these models; models that were not prepared take part without a window of their own."""
         known = [model for model in models if any(model is one for one in self.prepared.models)]
         key: Key = tuple([self.prepared.index_of(model) for model in known])
@@ -254,7 +254,9 @@ class Accelerator(Mirrors, hasten.Accelerator):
         """Tensors padded along `dim` to the largest size any process has."""
         return tensor if self.num_processes == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(  # type: ignore[override] # the original names no loader
+        self, input_data: Any, use_gather_object: bool = False
+    ) -> Any:
         """The results of every process for the current batch; the last batch is cut to the samples that are left."""
         objects = use_gather_object or not trees.tensors(input_data)
         if objects:

@@ -67,11 +67,7 @@ def prepare_loader(
         ctx.mesh.size(*BATCH),
         tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
     )
-    if isinstance(loader.dataset, IterableDataset):
-        _draw_alike(loader.dataset, ctx)
-        make = _stream_parts
-    else:
-        make = _indexed_parts
+    make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config), device))
@@ -169,6 +165,7 @@ def _indexed_parts(request: _Request) -> Made:
 
 def _stream_parts(request: _Request) -> Made:
     loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
+    _draw_alike(loader.dataset, ctx)
     batch_size = loader.batch_size
     split = config.split_batches
     rows = 1 if batch_size is None else batch_size

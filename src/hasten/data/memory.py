@@ -80,7 +80,7 @@ class Memory:
     def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
         """Whether any generator was drawn from since a capture."""
         now = {path: _read(generator) for path, generator in self._generators().items()}
-        return now != (since or {}).get("generators", {})
+        return bool(now != (since or {}).get("generators", {}))
 
     def _generators(self) -> dict[str, Any]:
         return {path: value for path, value, _, _ in _walk(self._owner) if isinstance(value, _GENERATORS)}

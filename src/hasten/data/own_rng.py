@@ -95,7 +95,7 @@ class RandomStates:
         last = self._last
         if address and last and not last.has_gauss and self._raw(address) == last.raw:
             return last
-        state = np.random.get_state()
+        state: Any = np.random.get_state()
         if state[0] != "MT19937":
             raise DataError(
                 f"numpy's global generator is a {state[0]}, whose state hasten does not keep, so data could not be read "
@@ -107,7 +107,7 @@ class RandomStates:
 
     def _find(self) -> int:
         """Where numpy's generator keeps its state; 0 where it is not laid out as expected."""
-        bits: Any = np.random.get_bit_generator()
+        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
         if type(bits) is not np.random.MT19937:
             return 0
         address = int(bits.ctypes.state_address)

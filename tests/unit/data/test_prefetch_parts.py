@@ -14,7 +14,9 @@ from hasten import trees
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.loader import plain_move
+from hasten.data.plan import Padding
 from hasten.data.prefetch import InLine, LookAhead, Prefetch, Slot
+from hasten.data.source import Item
 from hasten.testing.loaders import prepared
 
 
@@ -143,7 +145,9 @@ def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
 
 def test_plain_moves_keep_what_the_cursor_says() -> None:
     move = plain_move(lambda batch: batch + 1)
-    assert list(move(iter([(1, None, False, "a"), (2, 1, True, "b")]))) == [(2, None, False, "a"), (3, 1, True, "b")]
+    padded = Padding(1, 2)
+    items: list[Item] = [(1, None, False, "a"), (2, padded, True, "b")]
+    assert list(move(iter(items))) == [(2, None, False, "a"), (3, padded, True, "b")]
 
 
 def test_reading_ahead_reads_as_far_as_it_says() -> None:

@@ -48,7 +48,7 @@ class Nested(Sampler[int]):
     def __init__(self) -> None:
         inner = random.Random(2)
         self.boxes = [self.Box()]
-        self.shuffle = lambda order: inner.shuffle(order)
+        self.shuffle: Callable[[list[int]], None] = lambda order: inner.shuffle(order)
 
     def __iter__(self) -> Iterator[int]:
         order = self.boxes[0].rng.permutation(SIZE).tolist()
@@ -96,7 +96,7 @@ class WithState(Counting):
         return iter(random.Random(next(self.hidden)).sample(range(SIZE), SIZE))
 
     def state_dict(self) -> dict[str, Any]:
-        at = self.hidden.__reduce__()[2]  # type: ignore[misc, index]
+        at = self.hidden.__reduce__()[2]
         return {"at": at, "as": (1, torch.tensor([at]))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
