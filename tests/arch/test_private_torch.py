@@ -33,6 +33,7 @@ NOT_TORCH: Final = frozenset(
         "_asdict",
         "_hf_hook",  # transformers and accelerate
         "_no_split_modules",
+        "_starting_state_dict",  # datasets
     }
 )
 

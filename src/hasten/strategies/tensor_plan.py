@@ -48,7 +48,7 @@ def decide(model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str
     """
     if not isinstance(plan, str):
         split = _matched(model, plan, "tp_plan")
-    elif carried := getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None):
+    elif carried := getattr(model, "tp_plan", None):
         split = _matched(model, carried, f"the plan {type(model).__name__} carries", lenient=True)
     else:
         split = _found(model)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor, nn
+
+_DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class ApartStream:
@@ -48,7 +52,7 @@ def _may_draw(model: nn.Module) -> bool:
     """Whether any module has a dropout rate above zero, as a layer or as a number it hands to attention."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name.lower() and isinstance(value, float)]
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUTS):
             rates.append(module.p)
         if any(rate > 0 for rate in rates):
             return True

@@ -27,6 +27,9 @@ _HELD: Final = "src/hasten/strategies/fsdp2_gradients.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/own_shards.py"
+_HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
+_META: Final = "src/hasten/bigmodel/meta.py"
+_BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 
 
@@ -79,8 +82,8 @@ NAMES: Final = (
     ),
     # DTensor
     Name(
-        "torch.distributed.tensor",
-        "_utils",
+        "torch.distributed.device_mesh:DeviceMesh",
+        "_get_root_mesh",
         ("src/hasten/checkpoint/reshard.py",),
         "sharded checkpoints fail",
     ),
@@ -97,6 +100,12 @@ NAMES: Final = (
     Name(_SCALER, "_per_optimizer_states", (_SCALING,), _SCALE),
     Name(_SCALER, "_growth_interval", (_SCALING,), _SCALE),
     Name(_SCALER, "_get_growth_tracker", (_SCALING,), _SCALE),
+    Name(_SCALER, "_unscale_grads_", (_SCALING,), _SCALE),
+    Name("torch", "_amp_foreach_non_finite_check_and_unscale_", (_SCALING,), _SCALE),
+    # gradients
+    Name("torch:Tensor", "_is_view", ("src/hasten/optim/lanes.py",), "several weighted losses in one micro-step fail"),
+    Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
+    Name("torch:Tensor", "_post_accumulate_grad_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
     # many tensors at once
     Name("torch", "_foreach_mul_", (_CLIP, "src/hasten/optim/gradients.py"), "clipping and weighted windows fail"),
     Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
@@ -104,7 +113,16 @@ NAMES: Final = (
     # modules
     Name(_MODULE, "_apply", ("src/hasten/strategies/filling.py",), "models on the meta device cannot be filled"),
     Name(_MODULE, "_buffers", ("src/hasten/strategies/filling.py",), "models on the meta device cannot be filled"),
-    Name(_MODULE, "_modules", ("src/hasten/modules/names.py",), "wrappers are not seen through"),
+    Name(
+        _MODULE,
+        "_modules",
+        ("src/hasten/modules/names.py", "src/hasten/bigmodel/device_map.py"),
+        "wrappers are not seen through, and models cannot be placed",
+    ),
+    Name(_MODULE, "_forward_pre_hooks", (_META,), "the note on weights that were never filled stays"),
+    Name(_MODULE, "_forward_pre_hooks_with_kwargs", (_META,), "the note on weights that were never filled stays"),
+    Name("torch.nn:RNNBase", "_flat_weights", (_BLOCKS,), "offloaded recurrent modules fail"),
+    Name("torch.nn:RNNBase", "_flat_weights_names", (_BLOCKS,), "offloaded recurrent modules fail"),
     Name(_MODULE, "_compiled_call_impl", ("src/hasten/strategies/compiling.py",), "compiled modules stay compiled"),
     Name(
         _MODULE,
@@ -134,9 +152,6 @@ NAMES: Final = (
         ("src/hasten/runtime/bootstrap.py",),
         "a process group that the user made cannot be used",
     ),
-    # files
-    Name("torch", "_C", ("src/hasten/checkpoint/formats.py",), "safe_serialization=False fails"),
-    Name("torch._C", "PyTorchFileReader", ("src/hasten/checkpoint/formats.py",), "safe_serialization=False fails"),
     # tests and the drop-in
     Name(
         "torch",
