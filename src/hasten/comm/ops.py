@@ -12,7 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from hasten.comm.base import Comm, ReduceKind
 from hasten.errors import CommError, MismatchError
 from hasten.trees import Tree
 
-_HEADER = struct.Struct("<16q")  # digest, whether tensors are inside, sizes
+_HEADER: Final = struct.Struct("<16q")  # digest, whether tensors are inside, sizes
 _HEADER_SIZES = 14
 _ENVELOPE_BYTES = 1024  # the same in every operation: ranks that call different ones still exchange equal sizes
 _PLAIN = (Tensor, torch.nn.Parameter)
