@@ -69,7 +69,9 @@ def test_small_batches_are_copied_in_line_until_that_holds_the_host_up(monkeypat
         moved = quick.copy(batch)
         assert [part.tolist() for part in moved] == [part.tolist() for part in batch]
     now = iter(range(1_000))
-    monkeypatch.setattr(prefetch.time, "perf_counter", lambda: float(next(now)))  # a second passes at each look
+    monkeypatch.setattr(
+        "hasten.data.prefetch.time.perf_counter", lambda: float(next(now))
+    )  # a second passes at each look
     slow = InLine(torch.device("cpu"))
     taken = 0
     while slow.takes(batch) and taken < 100:
@@ -129,7 +131,7 @@ def test_the_move_is_chosen_by_device_and_setting() -> None:
 
 def test_batches_that_workers_read_for_a_gpu_are_pinned() -> None:
     def pins(device: str | None, workers: int = 2, own: bool = False, **settings: Any) -> bool:
-        loader = DataLoader([0, 1], num_workers=workers, pin_memory=own)
+        loader: DataLoader[Any] = DataLoader(range(2), num_workers=workers, pin_memory=own)  # type: ignore[arg-type]
         place = None if device is None else torch.device(device)
         return build._pins(loader, place, DataLoaderConfiguration(**settings))
 
