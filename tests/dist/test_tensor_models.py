@@ -24,7 +24,8 @@ from hasten.testing.toys import Numbers, TinyLM, next_token_loss, seeded
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
+    build: Any = LlamaForCausalLM
+    made: nn.Module = build(
         LlamaConfig(
             hidden_size=8,
             intermediate_size=16,
@@ -36,12 +37,14 @@ def llama() -> nn.Module:
             tie_word_embeddings=True,
         )
     )
+    return made
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(
+    build: Any = BertForMaskedLM
+    made: nn.Module = build(
         BertConfig(
             hidden_size=8,
             intermediate_size=16,
@@ -53,16 +56,16 @@ def bert() -> nn.Module:
             attention_probs_dropout_prob=0.0,
         )
     )
+    return made
 
 
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(
-        T5Config(
-            d_model=8, d_kv=2, d_ff=16, num_layers=2, num_heads=4, vocab_size=16, dropout_rate=0.0, decoder_start_token_id=0
-        )
-    )
+    sizes: dict[str, Any] = {"d_model": 8, "d_kv": 2, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 16}
+    build: Any = T5ForConditionalGeneration
+    made: nn.Module = build(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    return made
 
 
 T5_PLAN = {

@@ -238,9 +238,9 @@ class Shard:
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
     """Raise when the block is called by itself: only the whole model gathers its parameters."""
-    first = next(block.parameters(), None)
-    gathered = not isinstance(first, DTensor) or first.device_mesh.mesh_dim_names == (str(Axis.TP),)
-    if not gathered:
+    first: Tensor | None = next(block.parameters(), None)
+    # the gathered parameters of split layers are DTensors too, along the tensor-parallel axis alone
+    if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):
         raise StepError(
             f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
             "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "

@@ -169,7 +169,7 @@ def _split(model: nn.Module, found: Split, mesh: DeviceMesh, device: torch.devic
         layer = model.get_submodule(name)
         dim = dict(_WEIGHT_DIMS)[style]
         _replace(layer, "weight", dim, mesh, made, device)
-        if isinstance(layer, nn.Linear) and layer.bias is not None and dim == 0:
+        if isinstance(layer, nn.Linear) and "bias" in dict(layer.named_parameters(recurse=False)) and dim == 0:
             _replace(layer, "bias", 0, mesh, made, device)
         if forwarding.find(layer, _SplitForward.tag) is None:  # one layer under two names is split once
             forwarding.replace(layer, _forward(style, group, apart))

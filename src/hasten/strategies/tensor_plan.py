@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
-from typing import Final, get_args
+from typing import Final, cast, get_args
 
 from torch import nn
 
@@ -92,7 +92,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, lenient: bo
             if style not in STYLES:
                 split.left.setdefault(name, f"{word!r} is not supported")
             elif style != "replicate":
-                split.styles.setdefault(name, style)
+                split.styles.setdefault(name, cast(TensorStyle, style))
     return split
 
 
