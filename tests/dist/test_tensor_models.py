@@ -62,9 +62,10 @@ def bert() -> nn.Module:
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes: dict[str, Any] = {"d_model": 8, "d_kv": 2, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 16}
+    config: Any = T5Config
     build: Any = T5ForConditionalGeneration
-    made: nn.Module = build(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    sizes = {"d_model": 8, "d_kv": 2, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 16}
+    made: nn.Module = build(config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
     return made
 
 

@@ -53,7 +53,6 @@ def load_checkpoint_in_model(
     device_map: Mapping[str, Place] | None = None,
     offload_folder: str | Path | None = None,
     dtype: DType = None,
-    offload_state_dict: bool = False,
     offload_buffers: bool = False,
     keep_in_fp32_modules: Collection[str] | None = None,
     strict: bool = False,
@@ -66,7 +65,7 @@ def load_checkpoint_in_model(
 
     Weights go straight to the device the map gives them, converted to `dtype` on the way (except modules that are kept in
     fp32). Those on "disk" stay in the checkpoint's own safetensors files; an index of them is written to
-    `offload_folder`. `offload_state_dict` changes nothing: host memory never holds more than a few buffers.
+    `offload_folder`. Host memory never holds more than a few buffers besides.
     Raises: CheckpointError naming what is missing or of another shape; with `strict`, also what is unexpected.
     """
     places = {"": "cpu"} if device_map is None else device_map
@@ -224,7 +223,6 @@ def load_checkpoint_and_dispatch(
     offload_folder: str | Path | None = None,
     offload_buffers: bool = False,
     dtype: DType = None,
-    offload_state_dict: bool | None = None,
     skip_keys: str | Collection[str] | None = None,
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,

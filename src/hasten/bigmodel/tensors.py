@@ -23,10 +23,8 @@ def set_module_tensor_to_device(
     device: Place,
     value: Tensor | None = None,
     dtype: DType = None,
-    fp16_statistics: Tensor | None = None,
     tied_params_map: MutableMapping[int, dict[torch.device, Tensor]] | None = None,
     non_blocking: bool = False,
-    clear_cache: bool = True,
 ) -> None:
     """Put the parameter or buffer `tensor_name` of a module on a device, with another value or dtype if given."""
     set_tensor(module, tensor_name, device_of(device), value, as_dtype(dtype), non_blocking, tied_params_map)

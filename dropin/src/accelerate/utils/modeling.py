@@ -243,10 +243,12 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one tensor of a module on a device."""
-    tensors.set_module_tensor_to_device(
-        module, tensor_name, device, value, dtype, fp16_statistics, tied_params_map, non_blocking, clear_cache
-    )
+    """Put one tensor of a module on a device; caches are never filled by it, so there is nothing to clear."""
+    if fp16_statistics is not None:
+        raise NotImplementedError(
+            "fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported yet"
+        )
+    tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
 
 
 def load_checkpoint_in_model(
@@ -270,7 +272,6 @@ def load_checkpoint_in_model(
         device_map,
         as_paths(offload_folder),
         dtype,
-        bool(offload_state_dict),
         offload_buffers,
         keep_in_fp32_modules,
         strict,
