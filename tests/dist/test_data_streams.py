@@ -51,7 +51,7 @@ def after_every_stop(ctx: ProcessContext, data: Callable[[], Any], batch: int | 
 
     training_begins()
     whole = taken(fresh())
-    for stop in range(1, len(whole)):
+    for stop in range(1, len(whole) + 1):
         first = fresh()
         training_begins()
         assert taken(first, stop) == whole[:stop]
@@ -209,3 +209,19 @@ class Stateful(IterableDataset[int]):
 @ranks(1, 2)
 def test_a_state_of_a_stream_that_draws_is_not_trusted(ctx: ProcessContext) -> None:
     after_every_stop(ctx, partial(Stateful, 19), 2)
+
+
+class Counting(Stateful):
+    """Reads in order, and begins anew after its end, as its state then says."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.read < self.size:
+            self.read += 1
+            yield self.read - 1
+        self.read = 0
+
+
+@ranks(1, 2, 3)
+def test_a_state_taken_after_the_end_does_not_begin_the_epoch_anew(ctx: ProcessContext) -> None:
+    for size in (19, 20, 24):
+        after_every_stop(ctx, partial(Counting, size), 2)

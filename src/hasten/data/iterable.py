@@ -161,7 +161,8 @@ class _Cutter:
                 full = taken == cutting.rows * self._num_shards
             if not taken or (not full and cutting.drop_last):
                 break
-            state = self._state()
+            # After its end a stream's state may mean the beginning of the next epoch: then the position is read up to.
+            state = self._state() if full else None
             position += taken
             real = len(mine)
             if self._pads and not full:
