@@ -27,7 +27,11 @@ train: $(READY) ## train the digits example on two CPU processes
 	$(BIN)/hasten launch --cpu --num_processes 2 examples/digits.py
 
 test: $(READY) ## run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not exhaustive'
+
+test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM and 1000 random cases: hours
+	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory laws
 
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
 	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/test_launch_slurm.py

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hasten.data.loader import Loader
 from hasten.errors import DataError
@@ -225,3 +225,37 @@ class Counting(Stateful):
 def test_a_state_taken_after_the_end_does_not_begin_the_epoch_anew(ctx: ProcessContext) -> None:
     for size in (19, 20, 24):
         after_every_stop(ctx, partial(Counting, size), 2)
+
+
+class OwnGenerator(IterableDataset[int]):
+    """Draws its order from a generator that lives as long as its worker."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.rng = size, np.random.default_rng(4)
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from self.rng.permutation(np.arange(first, self.size, step)).tolist()
+
+
+@ranks(1, 3)
+def test_a_worker_that_gave_nothing_yet_goes_on_from_what_it_remembered(ctx: ProcessContext) -> None:
+    """In the second epoch, between the first worker's first batch and the second worker's."""
+
+    def build() -> DataLoader[Any]:
+        return DataLoader(OwnGenerator(28), batch_size=2, persistent_workers=True, **fork(2))
+
+    for broken_off in (None, 2):
+        loader = prepared(build(), ctx=ctx)
+        taken(loader, broken_off)
+        second = [row[:3] for row in taken(loader)]
+        first = prepared(build(), ctx=ctx)
+        taken(first, broken_off)
+        taken(first, 1)
+        resumed = prepared(build(), ctx=ctx)
+        resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        if broken_off is None:  # how far a worker reads ahead of a break is a matter of its speed
+            assert [row[:3] for row in taken(resumed)] == second[1:]
+        for one in (loader, first, resumed):
+            one.parts.source.engine.__dict__["_iterator"] = None  # ends its workers

@@ -273,7 +273,7 @@ def test_a_failure_with_a_loss_scaler(ctx: ProcessContext, tmp_path: Path) -> No
     attack(ctx, tmp_path, "ddp", 16, "fp16", ("load",))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("error", [Injected, InjectedOnDisk])
 @ranks(1, 2, 3, timeout_s=7000)
@@ -283,7 +283,7 @@ def test_a_failure_at_every_call_is_raised_by_every_rank(
     assert attack(ctx, tmp_path, "ddp", None, error=error) > 500
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("error", [Injected, InjectedOnDisk])
 @ranks(1, 2, 3, timeout_s=7000, mesh={"dp_shard": -1})

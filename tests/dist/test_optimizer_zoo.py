@@ -129,7 +129,7 @@ def test_optimizers_train_as_in_plain_torch(ctx: ProcessContext, strategy: str) 
         check(*case, strategy)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -67,6 +67,12 @@ def draft_of(manifest: Manifest | None) -> str | None:
     return prefix if all(file.name.startswith(prefix) for file in manifest.files) else None
 
 
+def points_to(folder: Path, draft: Path) -> bool:
+    """Whether the checkpoint in a folder is the one whose files lie in the draft."""
+    prefix = draft_of(read_manifest(folder / MANIFEST_NAME))
+    return prefix is not None and prefix.startswith(f"{draft.name}/")
+
+
 def home(folder: Path) -> Path:
     """Where the files of the checkpoint in a folder are under their own names: the folder, or the draft in it."""
     if not any(entry.what == "draft" for _, entry in hidden_entries(folder)):
@@ -95,10 +101,14 @@ class Switch:
         before = self._folder / MANIFEST_NAME
         if before.is_file():
             self._write(_PREVIOUS, before.read_bytes())
-        self._replace_manifest(msgspec.structs.replace(manifest, files=tuple(moved)))
-        if names := absent(self._content, manifest.files):
-            self._withdraw()
-            raise missing(self._folder, names)
+        try:
+            self._replace_manifest(msgspec.structs.replace(manifest, files=tuple(moved)))
+            if names := absent(self._content, manifest.files):
+                raise missing(self._folder, names)
+        except BaseException:  # the draft is thrown away now, so nothing may point to it
+            if points_to(self._folder, self._draft):
+                self._withdraw()
+            raise
 
     def _check_names(self, manifest: Manifest) -> None:
         old = read_manifest(self._folder / MANIFEST_NAME)

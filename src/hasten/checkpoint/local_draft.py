@@ -15,7 +15,7 @@ from pathlib import Path
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.claims import Claim, take
 from hasten.checkpoint.disk import BlobWriter, ChunkReader, Disk, default_threads
-from hasten.checkpoint.inplace import Switch, absent, missing
+from hasten.checkpoint.inplace import Switch, absent, missing, points_to
 from hasten.checkpoint.local_locks import LocalLocks, hidden
 from hasten.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, FileRecord, Manifest, encode, inside
 from hasten.errors import CheckpointError
@@ -168,9 +168,10 @@ class LocalDraft:
             self._claim.release()
 
     def abort(self) -> None:
-        """Throw the draft away."""
+        """Throw the draft away, unless it has become the checkpoint: then the next save brings the rest to its end."""
         try:
-            self._disk.remove_tree(self._draft)
+            if not (self._within and points_to(self._target, self._draft)):
+                self._disk.remove_tree(self._draft)
         finally:
             self._release()
 

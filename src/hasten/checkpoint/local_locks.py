@@ -122,15 +122,17 @@ class LocalLocks:
             return Lock(token, Owner(), (path.stat().st_mtime, 0))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Whether the owner runs: by its process id, else by its flock."""
+        """Whether the owner runs and holds the lock: by its process id, and by its flock where there is one."""
         verdict = liveness(lock.owner, self._here)
-        if verdict is not Liveness.UNKNOWN or not lock.owner.locked:
+        if verdict is Liveness.DEAD or not lock.owner.locked:
             return verdict
         free = lock_is_free(self._folder / hidden("lock", name, lock.token))
         if free is False:
             return Liveness.RUNNING
         # some network file systems keep flocks within one machine
-        return Liveness.DEAD if free and lock.owner.same_machine(self._here) else Liveness.UNKNOWN
+        if free and lock.owner.same_machine(self._here):
+            return Liveness.DEAD  # also one that a running process has given back and could not remove
+        return verdict
 
     def remove(self, name: str, token: str) -> None:
         """Take a dead owner's lock away."""

@@ -47,8 +47,8 @@ class Block(NamedTuple):
     stand: Stand
     seed: int = 0
     """What the collate function's random draws begin from."""
-    blank: Literal["", "turn", "end"] = ""
-    """No batch at all. turn: it keeps the turn of a worker that had its turn before the run was resumed. end: the
+    blank: Literal["", "begin", "turn", "end"] = ""
+    """No batch at all. begin: what the dataset of a worker remembers as the epoch begins. turn: it keeps the turn of a worker that had its turn before the run was resumed. end: the
     worker's stream has ended, and this is what its dataset remembers."""
 
 
@@ -146,7 +146,9 @@ class _Cutter:
         self._drawn_from = None if self._watched is None else self._watched.capture()
 
     def blocks(self, stand: Stand, had_turn: bool, end: Memory | None) -> Iterator[Block]:
-        """The blocks from a stand on."""
+        """The blocks from a stand on; a worker first says where it stands, before any of them is handed to the user."""
+        if end is not None:
+            yield Block(None, None, self._worker, stand, blank="begin")
         if had_turn:
             yield Block(None, None, self._worker, stand, blank="turn")
         with self._rng.entered():

@@ -210,7 +210,9 @@ class StreamSource:
                 )
                 raise
             batch, padding, worker, stand, blank = block
-            if blank == "end":
+            if blank == "begin":
+                stands[worker] = stand
+            elif blank == "end":
                 self._ends[worker] = stand.origin
             if blank:
                 continue

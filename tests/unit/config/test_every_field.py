@@ -50,7 +50,8 @@ def samples(tp: Any) -> list[Any]:
             return [tuple(inner[: n + 1]) for n in range(min(4, len(inner)))]
         return [(True, False, True), (False, False, True)]
     if origin is not None and issubclass(origin, Mapping):
-        return [{"a": n} for n in range(1, 5)]
+        number = (get_args(tp) or (str, Any))[1] is not str
+        return [{"a": n if number else str(n)} for n in range(1, 5)]
     if origin is not None and issubclass(origin, Callable):  # type: ignore[arg-type]
         return []  # only code can give one
     if tp is Any:

@@ -143,6 +143,7 @@ def test_banner() -> None:
         "  sampler       train: shard 1 of 4\n"
         "  accumulation  4 (one update every 4 batches)\n"
         "  precision     bf16\n"
+        "  weights       trained in float32 (master_weights=fp32)\n"
         "  note          RANK was set by hand"
     )
     alone = StartUp(rank=0, world_size=1, local_rank=0, node_rank=0, source="single", device="cpu")
