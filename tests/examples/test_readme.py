@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Final
 
@@ -46,7 +47,7 @@ def test_the_three_lines_are_those_of_the_script() -> None:
 
 def test_every_command_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()]
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     script = tmp_path / "train.py"
     script.write_text("", "utf-8")
     for line in lines:
@@ -57,6 +58,11 @@ def test_every_command_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[st
             assert main([*words[:-1], "--dry-run", str(script)]) == 0
         elif program == "hasten":
             assert main([*words, "--help"]) == 0
+        elif program == "pip":
+            extras = set(re.findall(r"[a-z0-9]+", line.partition("[")[2]))
+            assert extras <= set(
+                tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+            )
         else:
             assert line == "python train.py"
     capsys.readouterr()
