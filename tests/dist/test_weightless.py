@@ -55,9 +55,7 @@ def test_a_mean_over_nothing_adds_exactly_nothing(ctx: ProcessContext, strategy:
             for ours, theirs in zip(accelerator.unwrap_model(model).parameters(), reference.parameters(), strict=True):
                 grad: Any = ours.grad  # Any: a tensor or a shard
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                torch.testing.assert_close(
-                    grad, theirs.grad, rtol=1e-6, atol=1e-7, msg=lambda t, name=name, every=every: f"{name} {every} {t}"
-                )
+                torch.testing.assert_close(grad, theirs.grad, rtol=1e-6, atol=1e-7, msg=f"{name} {every} {{}}".format)
 
 
 class Tempered(nn.Module):
@@ -84,9 +82,7 @@ def test_a_rank_without_weight_gets_the_others_gradient_of_a_scalar(ctx: Process
         optimizer.step()
         torch.autograd.backward(loss_of(reference(x), torch.ones(3)))
         got = accelerator.unwrap_model(model).temperature.grad
-        torch.testing.assert_close(
-            got, reference.temperature.grad, rtol=1e-6, atol=1e-7, msg=lambda t, name=name: f"{name} {t}"
-        )
+        torch.testing.assert_close(got, reference.temperature.grad, rtol=1e-6, atol=1e-7, msg=f"{name} {{}}".format)
 
 
 @ranks(1)

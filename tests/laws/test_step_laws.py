@@ -14,7 +14,7 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +39,7 @@ from hasten.testing.toys import TinyLM, seeded
 # Any in this file: settings of many kinds, and what `prepare` returns.
 TENSOR_KINDS: Final = ("lm", "tied", "scalar")
 KINDS: Final = (*TENSOR_KINDS, "perceptron", "dropout")
-OPTIMIZERS: Final = {
+OPTIMIZERS: Final[dict[str, Callable[[Any], Optimizer]]] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
     "nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.8, nesterov=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
@@ -239,7 +239,7 @@ class Run:
 
 def settings(layout: tuple[str, int]) -> dict[str, Any]:
     strategy, world = layout
-    sizes: dict[str, dict[str, int]] = {
+    sizes: dict[str, dict[str, Any]] = {
         "hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2},
         "tp": {"tp_size": world},
         "tp+ddp": {"tp_size": 2, "dp_replicate_size": 2},
@@ -444,7 +444,7 @@ def compare_with_torch(case: Case, steps: Sequence[Sequence[Micro]], end: Run) -
         assert end.weights.keys() == expected.keys()
         for name, value in end.weights.items():
             torch.testing.assert_close(
-                value.double(), expected[name], rtol=0, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+                value.double(), expected[name], rtol=0, atol=tolerance, msg=f"{name}: {{}}".format
             )
 
 
