@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,34 @@ def test_a_mean_over_nothing_adds_exactly_nothing(ctx: ProcessContext, strategy:
             for ours, theirs in zip(accelerator.unwrap_model(model).parameters(), reference.parameters(), strict=True):
                 grad: Any = ours.grad  # Any: a tensor or a shard
                 grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-                torch.testing.assert_close(grad, theirs.grad, rtol=1e-6, atol=1e-7, msg=lambda t: f"{name} {every} {t}")
+                torch.testing.assert_close(grad, theirs.grad, rtol=1e-6, atol=1e-7, msg=f"{name} {every} {{}}".format)
+
+
+class Tempered(nn.Module):
+    """A network with a scalar, whose gradient FSDP2 does not reduce itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.temperature = net(), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.temperature  # type: ignore[no-any-return]
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_a_rank_without_weight_gets_the_others_gradient_of_a_scalar(ctx: ProcessContext, strategy: str) -> None:
+    for name, loss_of in LOSSES.items():
+        accelerator = Accelerator(strategy=strategy)
+        model, x = Tempered(), torch.randn(3, 3, generator=torch.Generator().manual_seed(1))
+        reference = copy.deepcopy(model)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        mask = torch.full((3,), float(ctx.rank == 0))
+        accelerator.backward(loss_of(model(x), mask), weight=mask.sum())
+        optimizer.step()
+        torch.autograd.backward(loss_of(reference(x), torch.ones(3)))
+        got = accelerator.unwrap_model(model).temperature.grad
+        torch.testing.assert_close(got, reference.temperature.grad, rtol=1e-6, atol=1e-7, msg=f"{name} {{}}".format)
 
 
 @ranks(1)

@@ -12,7 +12,8 @@ from torch.autograd.graph import Node
 
 _DEPTH: Final = 4
 """How far from the loss a division by a count on the device is looked for."""
-_PREHOOK = Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]
+_Gradients = tuple[Tensor | None, ...]
+_LEAF: Final = "AccumulateGrad"
 
 
 def zero_if_weightless(loss: Tensor, weight: float | Tensor) -> AbstractContextManager[None]:
@@ -28,29 +29,30 @@ def zero_if_weightless(loss: Tensor, weight: float | Tensor) -> AbstractContextM
         return _hooked(loss.grad_fn, None, _zeros) if float(weight) == 0 else nullcontext()
     counts = weight.detach().reshape(()) != 0
 
-    def guarded(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def guarded(grads: _Gradients) -> _Gradients:
         return tuple(g if g is None else torch.where(counts.to(g.device), g, torch.zeros_like(g)) for g in grads)
 
     return _hooked(loss.grad_fn, _DEPTH, guarded)
 
 
-def _zeros(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def _zeros(grads: _Gradients) -> _Gradients:
     return tuple(None if grad is None else torch.zeros_like(grad) for grad in grads)
 
 
 @contextmanager
-def _hooked(root: Node, depth: int | None, hook: _PREHOOK) -> Iterator[None]:
-    """Put the hook before every node behind the root, down to some depth, as long as the block runs.
+def _hooked(root: Node, depth: int | None, change: Callable[[_Gradients], _Gradients]) -> Iterator[None]:
+    """Change what every node from the root on hands back, down to some depth, as long as the block runs.
 
-    Hooks are removed afterwards: the nodes that collect parameters' gradients live longer than this graph.
+    Not what parameters receive: their own hooks come in between, and one that averages over ranks brings gradients of
+    ranks whose loss does weigh something.
     """
     handles: list[Any] = []  # Any: torch names no type for them
     level, seen = [root], {root}
     try:
         while level and depth != 0:
-            handles += [node.register_prehook(hook) for node in level]
+            handles += [node.register_hook(lambda handed, _: change(handed)) for node in level]
             behind = dict.fromkeys(after for node in level for after, _ in node.next_functions if after is not None)
-            level = [node for node in behind if node not in seen]
+            level = [node for node in behind if node not in seen and not node.name().endswith(_LEAF)]
             seen.update(level)
             depth = None if depth is None else depth - 1
         yield
