@@ -17,6 +17,6 @@ for client in trainer lora sft; do
 done
 try $python "$here/record_tutorials.py" "$out/tutorials"
 $python -c "
-import importlib.metadata as m, json
+import importlib.metadata as m, json, platform
 names = ['torch', 'transformers', 'peft', 'trl', 'datasets', 'evaluate', 'accelerate']
-print(json.dumps({name: m.version(name) for name in names}))" > "$out/versions.json"
+print(json.dumps({name: m.version(name) for name in names} | {'machine': platform.machine()}))" > "$out/versions.json"

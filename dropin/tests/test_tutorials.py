@@ -40,7 +40,7 @@ def test_prints_what_it_prints_on_the_original(
     done = warm.run(tmp_path, [str(HERE / "tutorials" / f"{name}.py")], processes, env)
     assert not done.failed, done.err
     recorded = (HERE / "golden" / "tutorials" / f"{name}_{processes}.txt").read_text()
-    assert parity.text_differences(recorded, done.out[0]) == []
+    assert parity.text_differences(recorded, done.out[0], parity.recorded_tolerance()) == []
     assert done.out[1:] == [""] * (processes - 1)
 
 
@@ -62,4 +62,4 @@ def test_the_launcher_starts_the_course_on_two_processes(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     recorded = (HERE / "golden" / "tutorials" / "course_mrpc_2.txt").read_text()
-    assert parity.text_differences(recorded, done.stdout) == []
+    assert parity.text_differences(recorded, done.stdout, parity.recorded_tolerance()) == []
