@@ -144,8 +144,10 @@ def compare(first: Path, second: Path) -> bool:
     for file in files:
         if file.name == "versions.json":
             continue
-        texts = [(folder / file).read_text() for folder in (first, second)]
-        found = text_differences(*texts) if file.suffix == ".txt" else unexplained(*map(json.loads, texts))
+        one, other = ((folder / file).read_text() for folder in (first, second))
+        found = (
+            text_differences(one, other) if file.suffix == ".txt" else unexplained(json.loads(one), json.loads(other))
+        )
         print(f"{file}: " + ("\n".join(found) or "equal"))
         different = different or bool(found)
     return different

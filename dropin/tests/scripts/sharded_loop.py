@@ -68,7 +68,9 @@ def start(**plugin):
     GradientState._reset_state()
     before = dict(os.environ)
     accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**plugin) if plugin else None)
-    now = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}  # of the group's transport
+    now = {
+        name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")
+    }  # of the group's transport
     assert now.items() <= before.items()  # settings given in code stay there
     assert accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     return accelerator
