@@ -62,32 +62,6 @@ class _Split(torch.autograd.Function):
         return _joined(grad, ctx.dim, ctx.group), None, None
 
 
-class _GatherAndSum(torch.autograd.Function):
-    """Parts of one dimension joined on every rank; the gradients of all ranks are summed, and each gets its part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _joined(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _reduced_part(grad, ctx.dim, ctx.group), None, None
-
-
-class _SumAndSplit(torch.autograd.Function):
-    """This rank's part of the sum over the group; the gradient is joined from all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _reduced_part(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _joined(grad, ctx.dim, ctx.group), None, None
-
-
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x`, equal on every rank, at the input of a layer of which each rank computes a part. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Enter, x, group)
@@ -106,16 +80,6 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of `dim` of an input that is equal on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Split, x, dim, group)
-
-
-def gather_and_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts of `dim` joined, for a layer of which each rank computes a part. Ranks: the group."""
-    return x if group.size() == 1 else _apply(_GatherAndSum, x, dim, group)
-
-
-def sum_and_split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of the sum of partial results. Ranks: the group."""
-    return x if group.size() == 1 else _apply(_SumAndSplit, x, dim, group)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
@@ -139,10 +103,3 @@ def _joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     width = x.shape[dim] // group.size()
     return x.narrow(dim, group.rank() * width, width).contiguous()
-
-
-def _reduced_part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    pieces = [piece.contiguous() for piece in x.chunk(group.size(), dim)]
-    mine = torch.empty_like(pieces[0])
-    dist.reduce_scatter(mine, pieces, group=group)
-    return mine
