@@ -72,6 +72,7 @@ class Claim:
         self.token = token
         self._there = there
         self._signs = _Signs(beat)
+        self._let_go = let_go
         self._end = weakref.finalize(self, _end, self._signs, let_go, os.getpid())
 
     def keep(self, every_s: float) -> None:
@@ -89,7 +90,11 @@ class Claim:
 
     def release(self) -> None:
         """Take the lock away; harmless to repeat."""
-        self._end()
+        try:
+            self._end()
+        except BaseException:  # whatever happens, a run must not keep itself from saving again
+            self._let_go()
+            raise
 
 
 class _Signs:
@@ -121,11 +126,13 @@ class _Signs:
 def _end(signs: _Signs, let_go: Callable[[], None], pid: int) -> None:
     if os.getpid() != pid:  # a forked copy: the claim is the parent's
         return
-    signs.stop()
     try:
-        let_go()
-    except OSError as error:  # the lock of a process that has ended counts for nothing
-        log.warning("a lock could not be removed: %s", error)
+        signs.stop()
+    finally:
+        try:
+            let_go()
+        except OSError as error:  # the lock of a process that has ended, or has given it back, counts for nothing
+            log.warning("a lock could not be removed: %s", error)
 
 
 def take(locks: Locks, name: str, place: str) -> Claim:
@@ -142,10 +149,14 @@ def take(locks: Locks, name: str, place: str) -> Claim:
             continue
         token = secrets.token_hex(6)
         claim = locks.put(name, token)
-        rival = _seen(locks, name, token)
-        if rival is None:
-            claim.keep(locks.patience.beat_s)
-            return claim
+        try:
+            rival = _seen(locks, name, token)
+            if rival is None:
+                claim.keep(locks.patience.beat_s)
+                return claim
+        except BaseException:
+            claim.release()
+            raise
         claim.release()
     assert rival is not None, "a claim without a rival was returned"
     raise busy(place, rival.owner, locks.here)

@@ -93,13 +93,20 @@ class LocalLocks:
                 os.utime(path)
             return there
 
+        held = [fd]  # emptied when it is given back: a number that is closed may be somebody else's by then
+
         def let_go() -> None:
             try:
                 self._disk.remove_file(path)
             finally:
-                unlock(fd)
+                if held:
+                    unlock(held.pop())
 
-        return Claim(token, path.exists, let_go, beat)
+        try:
+            return Claim(token, path.exists, let_go, beat)
+        except BaseException:
+            let_go()
+            raise
 
     def _content(self, locked: bool) -> bytes:
         return encode_owner(msgspec.structs.replace(self._here, locked=locked))
