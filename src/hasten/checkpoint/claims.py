@@ -7,9 +7,9 @@ over and nothing is overwritten, so that this needs no more of a file system tha
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-import random
 import secrets
 import threading
 import time
@@ -143,9 +143,11 @@ def take(locks: Locks, name: str, place: str) -> Claim:
     rival = None
     for attempt in range(_TRIES):
         if attempt:
-            time.sleep(random.uniform(0.005, 0.02) * attempt)
+            time.sleep((5 + secrets.randbelow(15)) / 1000 * attempt)  # not from the generators that training draws from
         rival = _running(locks, name, place)
         if rival is not None:
+            if rival.owner.pid == locks.here.pid:  # of a save that failed, perhaps, and is only waiting to be collected
+                gc.collect()
             continue
         token = secrets.token_hex(6)
         claim = locks.put(name, token)
