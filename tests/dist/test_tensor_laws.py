@@ -6,6 +6,8 @@ bf16 keeps 8 bits of every product and the reference is float32 (5e-2).
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,7 +78,7 @@ def hasten_losses(accelerator: Accelerator, steps: int, tied: bool = False) -> l
     return torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).mean(0).tolist()
 
 
-ON_FOUR: dict[str, dict[str, int]] = {
+ON_FOUR: dict[str, dict[str, Any]] = {
     "pairs": {"tp_size": 2},
     "pairs in shards": {"tp_size": 2, "dp_shard_size": 2},
     "pairs in replicas": {"tp_size": 2, "dp_replicate_size": 2},
@@ -84,7 +86,7 @@ ON_FOUR: dict[str, dict[str, int]] = {
 }
 
 
-def compare(sizes: dict[str, int], plan: str, precision: str, steps: int, tolerance: float) -> None:
+def compare(sizes: dict[str, Any], plan: str, precision: str, steps: int, tolerance: float) -> None:
     config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else FULL)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, steps, plan == "tied"))

@@ -24,7 +24,7 @@ def refuse_later_hooks(model: nn.Module) -> None:
     """Make `register_hook` of the sharded parameters raise from now on."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            parameter.register_hook = _refused  # type: ignore[assignment]  # an attribute of this one parameter
+            parameter.register_hook = _refused  # type: ignore[method-assign]  # an attribute of this one parameter
 
 
 def _refused(hook: Callable[..., Any]) -> None:
