@@ -76,14 +76,14 @@ parity: $(READY) ## run the drop-in's scripts under the original package too, an
 OLDEST := 2.11.0
 test-oldest: ## run the suite against the oldest supported torch
 	@test -x .torch-oldest/bin/python || $(PYTHON) -m venv .torch-oldest
-	@grep -v '^torch==' constraints.txt > .torch-oldest/constraints.txt
+	@grep -vE '^(torch|setuptools)==' constraints.txt > .torch-oldest/constraints.txt
 	@.torch-oldest/bin/python -m pip install --quiet --constraint .torch-oldest/constraints.txt 'torch==$(OLDEST)' \
 		--editable '.[dev,clients]' --editable ./dropin
 	.torch-oldest/bin/python -m pytest -m 'not exhaustive'
 
 test-newest: ## run the suite against the newest torch there is
 	@test -x .torch-newest/bin/python || $(PYTHON) -m venv .torch-newest
-	@grep -v '^torch==' constraints.txt > .torch-newest/constraints.txt
+	@grep -vE '^(torch|setuptools)==' constraints.txt > .torch-newest/constraints.txt
 	@.torch-newest/bin/python -m pip install --quiet --upgrade --constraint .torch-newest/constraints.txt torch
 	@.torch-newest/bin/python -m pip install --quiet --constraint .torch-newest/constraints.txt \
 		--editable '.[dev,clients]' --editable ./dropin
