@@ -30,7 +30,7 @@ test: $(READY) ## run the whole test suite
 	$(BIN)/python -m pytest -m 'not exhaustive'
 
 test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM and 1000 random cases: hours
-	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest
+	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0
 	@$(MAKE) --no-print-directory laws
 
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
