@@ -1,0 +1,424 @@
+"""Pipeline parallelism: the layers of a model divided over ranks, batches passing through in micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hasten import trees
+from hasten.comm.agreement import agree, vote
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.config.parallel import PipelineParallelConfig
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import PrepareError, StepError
+from hasten.modules import forwarding
+from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import named_parameters
+from hasten.modules.stages import TAG
+from hasten.precision.base import Precision
+from hasten.runtime.axes import AXES, LOSS, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import LoopState, Spread, Stage, Wish
+from hasten.strategies.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.pipeline_cut import Cut, decide, part_of, shared, work
+from hasten.strategies.pipeline_gradients import SharedWeights, average, groups_of
+from hasten.strategies.pipeline_pass import Line, Pass, Seen, StageForward, as_plain, from_plain
+from hasten.strategies.pipeline_schedule import Learnt, LossOf, Stepper
+from hasten.strategies.pipeline_split import check_microbatches, check_rows, default_microbatches, placement
+from hasten.strategies.pipeline_travel import Wire, share
+from hasten.trees import Tree
+
+log = logging.getLogger(__name__)
+
+Signature = tuple[Any, ...]  # Any: shapes and dtypes
+
+
+class Pipeline:
+    """Cuts models into stages, runs batches through them, and keeps the gradients of the stages right.
+
+    It is the spread of its strategy: `within` spreads the part of the model that a stage holds.
+    """
+
+    stage = Stage.SPREAD
+
+    def __init__(
+        self, config: PipelineParallelConfig, fsdp: FullyShardedDataParallelPlugin, ctx: ProcessContext, within: Spread
+    ) -> None:
+        self._config = config
+        self._within = within
+        self._fsdp = fsdp
+        comm = ctx.groups(Axis.PP)
+        assert isinstance(comm, ProcessGroupComm), "a pipeline has several ranks"
+        self._comm = comm
+        self._ctx = ctx
+        self._peers = ctx.groups(*LOSS)
+        others = ctx.groups(*(axis for axis in AXES if axis is not Axis.PP))
+        self._stage_ctx = replace(ctx, world=others)
+        self._place = placement(config.schedule, comm.size, config.stages_per_rank)
+        self._count = config.num_microbatches or default_microbatches(config.schedule, comm.size)
+        check_microbatches(config.schedule, comm.size, self._count)
+        self._shared = WeakKeyDictionary[nn.Module, SharedWeights]()
+        self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()  # Any: torch's process groups
+        self._learnt = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
+        self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, Stepper]]()
+        self._copies = WeakValueDictionary[int, nn.Parameter]()
+        self._quiet = False
+
+    def __deepcopy__(self, memo: object) -> Pipeline:
+        return self  # a copied model runs through the same ranks
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def cut(self, model: nn.Module) -> nn.Module:
+        """Keep this rank's stages of the model. Ranks: every rank."""
+        if forwarding.find(model, TAG) is not None:
+            return model
+        ctx, rank = self._ctx, self._comm.rank
+        with agree(ctx.world, f"cutting {type(model).__name__} into pipeline stages"):
+            cut = decide(model, self._config, self._place)
+            _refuse(model)
+        source = source_of(model, self._fsdp, ctx)
+        if source is Source.RANK_0:
+            _materialise(model, ctx.device)
+        if source is not Source.NOBODY:
+            copy_from_rank_0(model, ctx)
+        ties = shared(model, cut)
+        held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}
+        groups = groups_of(list(held.values()))
+        if ctx.is_main:
+            log.info(_account(model, cut, ties))
+        line = Line(model, cut, part_of(model, cut, rank), rank, ctx.device)
+        forwarding.replace(model, StageForward(line, self._call))
+        self._ties[model] = {name: groups[ranks] for name, ranks in held.items()}
+        return model
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        spread = self._within.apply(model, wish, self._stage_ctx, precision)
+        line = self._line(spread)
+        if spread not in self._shared:
+            line.attach(spread)
+            ties, part = self._ties.get(spread, {}), line.part
+            weights = SharedWeights()
+            for name, parameter in named_parameters(spread):
+                whole = part.whole_name(name)
+                if whole in ties:
+                    weights.members.append((parameter, ties[whole]))
+                if whole in part.copies:
+                    self._copies[id(parameter)] = parameter
+            self._shared[spread] = weights
+        return spread
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return self._within.undo(model)
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank's copy of a parameter is the one that counts in a norm."""
+        return id(parameter) not in self._copies
+
+    def _line(self, model: nn.Module) -> Line:
+        forward = forwarding.find(model, TAG)
+        if not isinstance(forward, StageForward):
+            raise PrepareError(
+                f"a {type(model).__name__} was given that this Accelerator has not cut into pipeline stages; pass what "
+                "prepare() returned."
+            )
+        return forward.line
+
+    # -- training -------------------------------------------------------------------------------------------------
+    def forward_backward(
+        self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Forward and backward of one batch in micro-batches; its loss, the same on every stage. Ranks: every rank."""
+        line, count = self._line(model), self._count
+        rows = check_rows(trees.batch_size(batch), count)
+        total = rows * count
+        micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
+        kind = ("train", model.training, *_signature(micros[0]))
+        stepper = self._steppers.setdefault(model, {}).get(kind)
+        if stepper is None:
+            learnt = self._learn(model, kind, lambda: loss_of(model, micros[0]))
+            stepper = Stepper(model, line, learnt, count, self._config.schedule, self._comm)
+            self._steppers[model][kind] = stepper
+        factor = weigh(torch.ones((), device=self._ctx.device)) / count
+        weights = self._shared[model]
+        weights.set_aside()
+        loss = stepper.step(micros, loss_of, factor)
+        weights.exchange()
+        if not self._quiet and not self._spreads_itself:
+            average(model.parameters(), self._peers)
+        mine = torch.zeros((), device=self._ctx.device) if loss is None else loss
+        return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
+
+    @property
+    def _spreads_itself(self) -> bool:
+        return self._ctx.mesh.size(Axis.DP_SHARD) > 1
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        before, self._quiet = self._quiet, True
+        try:
+            with self._within.no_sync(model):
+                yield
+        finally:
+            self._quiet = before
+
+    # -- forward only ---------------------------------------------------------------------------------------------
+    def _call(self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the whole model, on every stage. Ranks: every rank of the pipeline."""
+        model, line = forward.module, forward.line
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"{type(model).__name__} was called with gradients enabled, but its layers lie on {self._comm.size} pipeline "
+                "ranks, and a backward would end at the stage's first block. Train with accelerator.forward_backward("
+                "model, batch, loss_of), and call the model under torch.no_grad()."
+            )
+        rows = trees.batch_size((args, kwargs))
+        size = max(1, -(-(rows or 1) // self._count))
+        cuts = [slice(start, start + size) for start in range(0, rows or 1, size)]
+        micros = [trees.slice_rows((args, kwargs), cut, rows) for cut in cuts] if rows else [(args, kwargs)]
+        for micro in micros:
+            kind = ("forward", model.training, *_signature(micro))
+            self._learn(model, kind, lambda micro=micro: forward.through(*micro))  # type: ignore[misc]  # bound at once
+        outputs = self._run_through(model, line, forward, micros)
+        last = self._place.rank_of(self._place.stages - 1)
+        result = (
+            _joined(outputs, [min(cut.stop, rows or 1) - cut.start for cut in cuts])
+            if self._comm.rank == last
+            else None
+        )
+        return share(result, self._comm, last)
+
+    def _run_through(
+        self, model: nn.Module, line: Line, forward: StageForward, micros: list[Any]
+    ) -> list[Any]:  # Any: arguments and outputs of the model
+        """The outputs of all micro-batches, on the rank of the last stage."""
+        wire, rank_of, here = Wire(self._comm), self._place.rank_of, self._comm.rank
+        local: dict[tuple[int, int], Tensor | None] = {}
+        outputs: list[Any] = []
+        for stage in line.stages:
+            for number, (args, kwargs) in enumerate(micros):
+                received = None
+                if stage:
+                    sender = rank_of(stage - 1)
+                    received = local.pop((stage - 1, number)) if sender == here else wire.receive(sender)
+                kind = ("forward", model.training, *_signature((args, kwargs)))
+                at = line.begin(stage, received, self._learnt[model][kind].seen)
+                out = line.run(at, lambda args=args, kwargs=kwargs: forward.through(args, kwargs))  # type: ignore[misc]  # bound at once
+                if at.final:
+                    outputs.append(out)
+                elif rank_of(stage + 1) == here:
+                    local[stage, number] = out
+                else:
+                    wire.send(out, rank_of(stage + 1))
+        wire.settle()
+        return outputs
+
+    # -- learning the shapes --------------------------------------------------------------------------------------
+    def _learn(self, model: nn.Module, kind: Signature, call: Callable[[], Any]) -> Learnt:
+        """One forward of one micro-batch through all stages, from which shapes are known. Ranks: the whole pipeline.
+
+        What fails here fails on every rank of the pipeline. Buffers and random numbers stay as they were.
+        """
+        known = self._learnt.setdefault(model, {})
+        if kind in known:
+            return known[kind]
+        line, devices = self._line(model), [self._ctx.device] if self._ctx.device.type == "cuda" else []
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            learnt = self._first_pass(line, call)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        known[kind] = learnt
+        return learnt
+
+    def _first_pass(self, line: Line, call: Callable[[], Any]) -> Learnt:
+        rank_of, here, wire = self._place.rank_of, self._comm.rank, Wire(self._comm)
+        error: Exception | None = None
+        hidden: Tensor | None = None
+        learnt = Learnt(Seen())
+        if 0 in line.stages:
+            line.recording = True
+            try:
+                hidden = self._checked(line, line.begin(0, None, learnt.seen), call)
+            except Exception as problem:  # every rank of the pipeline has to hear of it; it is raised below
+                error = problem
+            line.recording = False
+        told = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
+        if told is not None:
+            learnt.seen = from_plain(told)
+            for stage in line.stages:
+                if stage:
+                    hidden = hidden if rank_of(stage - 1) == here else wire.receive(rank_of(stage - 1))
+                    error, hidden = self._try_stage(line, stage, hidden, learnt, call, error)
+                elif hidden is not None:
+                    learnt.outputs[0] = _shape_only(hidden)
+                if stage + 1 < self._place.stages and rank_of(stage + 1) != here:
+                    wire.send(hidden, rank_of(stage + 1))
+            wire.settle()
+        vote(self._comm, error, "the first batch through the pipeline")
+        return learnt
+
+    def _try_stage(
+        self,
+        line: Line,
+        stage: int,
+        received: Tensor | None,
+        learnt: Learnt,
+        call: Callable[[], Any],
+        error: Exception | None,
+    ) -> tuple[Exception | None, Any]:
+        if received is None or error is not None:
+            return error, None
+        learnt.inputs[stage] = _shape_only(received)
+        try:
+            out = self._checked(line, line.begin(stage, received, learnt.seen), call)
+        except Exception as problem:  # every rank of the pipeline has to hear of it; the caller raises it
+            return problem, None
+        learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
+        return None, out
+
+    def _checked(self, line: Line, at: Pass, call: Callable[[], Any]) -> Any:
+        """What a stage hands on. Raises: PrepareError when it depends on what only another stage computes."""
+        out = line.run(at, call)
+        if at.stage and _has_nan(out):
+            again = line.begin(at.stage, at.received, at.seen)
+            again.fill = 0.0
+            if not _has_nan(line.run(again, call)):
+                raise PrepareError(
+                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, and only "
+                    "the hidden state of the blocks passes between stages. Give blocks what they need through the hidden "
+                    "state, compute it from the batch, or do not cut this model (pp_size=1)."
+                )
+        return out
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        """Whole tensors of all stages in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        part = self._line(model).part
+        own: dict[str, Any] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            if is_dtensor(value):
+                value = value.full_tensor()
+            own[key] = value.detach() if isinstance(value, Tensor) else value
+        found: dict[str, Any] = {}
+        for position in range(self._comm.size):
+            theirs = share({key: own[key] for key in own if key in part.own_keys}, self._comm, position)
+            if self._ctx.is_main:
+                found |= {key: value.cpu() if isinstance(value, Tensor) else value for key, value in theirs.items()}
+        for first, *others in part.ties:
+            found |= {name: found[first] for name in others if first in found}
+        return {key: found[key] for key in part.state_keys} if self._ctx.is_main else {}
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        raise PrepareError(
+            f"mark_forward_method({name!r}) is not possible under pipeline parallelism: only the forward of the model passes "
+            "through the stages. Call the model itself."
+        )
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        raise StepError(
+            "join_uneven_inputs() is not possible under pipeline parallelism: every stage must take part in every batch. Use "
+            "even_batches=True (the default), which gives every rank the same number of batches."
+        )
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return self._within.unsettled(model)
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        return self._within.loop_state(model, names, open_window)
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        return self._within.restore_loop_state(model, names, state)
+
+
+class CutStages:
+    """The transform that keeps this rank's stages of a model."""
+
+    stage = Stage.SPLIT
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        return self._pipeline.cut(model)
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raise for what a stage cannot run, and switch off what it must not."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise PrepareError(
+            f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
+            "begin. Call model.gradient_checkpointing_disable() and set fsdp.activation_checkpointing=True or recompute."
+        )
+    config = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False
+        log.info("%s: use_cache is switched off, because a stage keeps no keys of other stages", type(model).__name__)
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _signature(micro: Tree) -> Signature:
+    return tuple((tuple(x.shape), x.dtype) for x in trees.tensors(micro))
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    floating = tensor.is_floating_point()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=floating)
+
+
+def _has_nan(out: Tree) -> bool:
+    return any(x.is_floating_point() and bool(torch.isnan(x).any()) for x in trees.tensors(out))
+
+
+def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
+    """One output of several micro-batches: rows after rows; numbers without rows are averaged by rows."""
+    if len(outputs) == 1:
+        return outputs[0]
+
+    def join(*parts: Tensor) -> Tensor:
+        if parts[0].ndim:
+            return torch.cat(parts)
+        share = torch.tensor(rows, dtype=torch.float32, device=parts[0].device)
+        return (torch.stack(parts) * share).sum() / share.sum()
+
+    return trees.zip_tensors(join, *outputs)
+
+
+def _account(model: nn.Module, cut: Cut, ties: Mapping[str, tuple[int, ...]]) -> str:
+    """Which blocks each stage holds, on which rank, with its share of the estimated work."""
+    blocks = list(model.get_submodule(cut.container).children())
+    before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (cut.first, cut.last))
+    costs = [sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges]
+    costs[0] += before
+    costs[-1] += after
+    total = sum(costs) or 1.0
+    prefix = f"{cut.container}." if cut.container else ""
+    lines = []
+    for stage, (start, stop) in enumerate(cut.ranges):
+        held = [*(cut.first if stage == 0 else ()), f"{prefix}{cut.blocks[start]}"]
+        held[-1] += f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
+        held += cut.last if stage == len(cut.ranges) - 1 else ()
+        lines.append(
+            f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(held)}, {costs[stage] / total:.0%} of the work"
+        )
+    text = f"{type(model).__name__} is cut into {len(cut.ranges)} stages: " + "; ".join(lines)
+    if ties:
+        text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
+    return text
