@@ -97,3 +97,20 @@ def check(schedule: PipelineSchedule, tied: bool, precision: str, steps: int, to
 def test_every_schedule_trains_like_plain_torch(ctx: ProcessContext, schedule: PipelineSchedule) -> None:
     check(schedule, True, "no", STEPS, 1e-5, pp_size=2)
     check(schedule, False, "bf16", 8, 5e-2, pp_size=2)
+
+
+@ranks(4)
+@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}], ids=str)
+def test_stages_combine_with_other_axes(ctx: ProcessContext, sizes: dict[str, int]) -> None:
+    check("1f1b", True, "no", 8, 1e-5, pp_size=2, **sizes)
+    check("1f1b", False, "bf16", 4, 5e-2, pp_size=2, **sizes)
+
+
+@ranks(4)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("sizes", [{"dp_replicate_size": 2}, {"dp_shard_size": 2}, {"tp_size": 2}], ids=str)
+def test_every_schedule_combines_with_other_axes(
+    ctx: ProcessContext, schedule: PipelineSchedule, sizes: dict[str, int]
+) -> None:
+    check(schedule, True, "no", 8, 1e-5, pp_size=2, **sizes)
