@@ -30,7 +30,7 @@ from hasten.strategies.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.pipeline_cut import Cut, decide, part_of, shared, work
 from hasten.strategies.pipeline_gradients import SharedWeights, average, groups_of
 from hasten.strategies.pipeline_pass import Line, Pass, Seen, StageForward, as_plain, from_plain
-from hasten.strategies.pipeline_schedule import Learnt, LossOf, Stepper
+from hasten.strategies.pipeline_schedule import Learnt, LossOf, Stepper, checked_loss
 from hasten.strategies.pipeline_split import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline_travel import Wire, share
 from hasten.trees import Tree
@@ -142,7 +142,7 @@ class Pipeline:
         kind = ("train", model.training, *_signature(micros[0]))
         stepper = self._steppers.setdefault(model, {}).get(kind)
         if stepper is None:
-            learnt = self._learn(model, kind, lambda: loss_of(model, micros[0]))
+            learnt = self._learn(model, kind, lambda: checked_loss(loss_of(model, micros[0])))
             stepper = Stepper(model, line, learnt, count, self._config.schedule, self._comm)
             self._steppers[model][kind] = stepper
         factor = weigh(torch.ones((), device=self._ctx.device)) / count
@@ -359,7 +359,7 @@ def _refuse(model: nn.Module) -> None:
             f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
             "begin. Call model.gradient_checkpointing_disable() and set fsdp.activation_checkpointing=True or recompute."
         )
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)  # Any: transformers' settings of the model
     if getattr(config, "use_cache", False):
         config.use_cache = False
         log.info("%s: use_cache is switched off, because a stage keeps no keys of other stages", type(model).__name__)

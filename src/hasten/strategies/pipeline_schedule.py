@@ -138,7 +138,7 @@ class Stepper:
 def _made(
     schedule: PipelineSchedule, stages: list[Any], count: int
 ) -> Any:  # Any: torch's classes share a private base
-    options = {"n_microbatches": count, "loss_fn": _itself, "scale_grads": False}
+    options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _itself, "scale_grads": False}
     match schedule:
         case "gpipe":
             return ScheduleGPipe(stages[0], **options)
