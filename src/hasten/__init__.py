@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
+    from hasten.strategies.pipeline_measure import balanced_split_points as balanced_split_points
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
@@ -180,6 +181,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "get_logger": "hasten.runtime.logs",
         "set_seed": "hasten.runtime.seeding",
         "synchronize_rng_states": "hasten.runtime.seeding",
+        "balanced_split_points": "hasten.strategies.pipeline_measure",
         "read_metrics": "hasten.tracking.backends.jsonl",
         "Entry": "hasten.tracking.base",
         "Run": "hasten.tracking.base",
