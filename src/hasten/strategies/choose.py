@@ -115,12 +115,12 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     within: Spread = Alone()
     if sharded:
-        fsdp2 = import_module("hasten.strategies.fsdp2")
+        fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor
         within = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     else:
         transforms.append(Place())
     if ctx.mesh.size(Axis.TP) > 1:
-        tensor = import_module("hasten.strategies.tensor")
+        tensor = import_module("hasten.strategies.tensor")  # likewise
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import trees
-from hasten.comm.agreement import agree, vote
+from hasten.comm.agreement import agree
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.parallel import PipelineParallelConfig
 from hasten.config.sharding import FullyShardedDataParallelPlugin
@@ -29,15 +30,14 @@ from hasten.strategies.base import LoopState, Spread, Stage, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.pipeline_cut import Cut, decide, part_of, shared, work
 from hasten.strategies.pipeline_gradients import SharedWeights, average, groups_of
-from hasten.strategies.pipeline_pass import Line, Pass, Seen, StageForward, as_plain, from_plain
-from hasten.strategies.pipeline_schedule import Learnt, LossOf, Stepper, checked_loss
+from hasten.strategies.pipeline_learn import Learner, Signature, signature
+from hasten.strategies.pipeline_pass import Line, Seen, StageForward
+from hasten.strategies.pipeline_schedule import LossOf, Stepper, checked_loss
 from hasten.strategies.pipeline_split import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline_travel import Wire, share
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
-
-Signature = tuple[Any, ...]  # Any: shapes and dtypes
 
 
 class Pipeline:
@@ -66,7 +66,7 @@ class Pipeline:
         check_microbatches(config.schedule, comm.size, self._count)
         self._shared = WeakKeyDictionary[nn.Module, SharedWeights]()
         self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()  # Any: torch's process groups
-        self._learnt = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
+        self._learner = Learner(comm, self._place, ctx.device)
         self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, Stepper]]()
         self._copies = WeakValueDictionary[int, nn.Parameter]()
         self._quiet = False
@@ -139,10 +139,10 @@ class Pipeline:
         rows = check_rows(trees.batch_size(batch), count)
         total = rows * count
         micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
-        kind = ("train", model.training, *_signature(micros[0]))
+        kind = ("train", model.training, *signature(micros[0]))
         stepper = self._steppers.setdefault(model, {}).get(kind)
         if stepper is None:
-            learnt = self._learn(model, kind, lambda: checked_loss(loss_of(model, micros[0])))
+            learnt = self._learner.learn(model, line, kind, lambda: checked_loss(loss_of(model, micros[0])))
             stepper = Stepper(model, line, learnt, count, self._config.schedule, self._comm)
             self._steppers[model][kind] = stepper
         factor = weigh(torch.ones((), device=self._ctx.device)) / count
@@ -182,10 +182,12 @@ class Pipeline:
         size = max(1, -(-(rows or 1) // self._count))
         cuts = [slice(start, start + size) for start in range(0, rows or 1, size)]
         micros = [trees.slice_rows((args, kwargs), cut, rows) for cut in cuts] if rows else [(args, kwargs)]
+        seen: list[Seen] = []
         for micro in micros:
-            kind = ("forward", model.training, *_signature(micro))
-            self._learn(model, kind, lambda micro=micro: forward.through(*micro))  # type: ignore[misc]  # bound at once
-        outputs = self._run_through(model, line, forward, micros)
+            kind = ("forward", model.training, *signature(micro))
+            call = partial(forward.through, *micro)
+            seen.append(self._learner.learn(model, line, kind, call).seen)
+        outputs = self._run_through(line, forward, micros, seen)
         last = self._place.rank_of(self._place.stages - 1)
         result = (
             _joined(outputs, [min(cut.stop, rows or 1) - cut.start for cut in cuts])
@@ -195,7 +197,7 @@ class Pipeline:
         return share(result, self._comm, last)
 
     def _run_through(
-        self, model: nn.Module, line: Line, forward: StageForward, micros: list[Any]
+        self, line: Line, forward: StageForward, micros: list[Any], seen: list[Seen]
     ) -> list[Any]:  # Any: arguments and outputs of the model
         """The outputs of all micro-batches, on the rank of the last stage."""
         wire, rank_of, here = Wire(self._comm), self._place.rank_of, self._comm.rank
@@ -207,9 +209,8 @@ class Pipeline:
                 if stage:
                     sender = rank_of(stage - 1)
                     received = local.pop((stage - 1, number)) if sender == here else wire.receive(sender)
-                kind = ("forward", model.training, *_signature((args, kwargs)))
-                at = line.begin(stage, received, self._learnt[model][kind].seen)
-                out = line.run(at, lambda args=args, kwargs=kwargs: forward.through(args, kwargs))  # type: ignore[misc]  # bound at once
+                at = line.begin(stage, received, seen[number])
+                out = line.run(at, partial(forward.through, args, kwargs))
                 if at.final:
                     outputs.append(out)
                 elif rank_of(stage + 1) == here:
@@ -218,84 +219,6 @@ class Pipeline:
                     wire.send(out, rank_of(stage + 1))
         wire.settle()
         return outputs
-
-    # -- learning the shapes --------------------------------------------------------------------------------------
-    def _learn(self, model: nn.Module, kind: Signature, call: Callable[[], Any]) -> Learnt:
-        """One forward of one micro-batch through all stages, from which shapes are known. Ranks: the whole pipeline.
-
-        What fails here fails on every rank of the pipeline. Buffers and random numbers stay as they were.
-        """
-        known = self._learnt.setdefault(model, {})
-        if kind in known:
-            return known[kind]
-        line, devices = self._line(model), [self._ctx.device] if self._ctx.device.type == "cuda" else []
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            learnt = self._first_pass(line, call)
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        known[kind] = learnt
-        return learnt
-
-    def _first_pass(self, line: Line, call: Callable[[], Any]) -> Learnt:
-        rank_of, here, wire = self._place.rank_of, self._comm.rank, Wire(self._comm)
-        error: Exception | None = None
-        hidden: Tensor | None = None
-        learnt = Learnt(Seen())
-        if 0 in line.stages:
-            line.recording = True
-            try:
-                hidden = self._checked(line, line.begin(0, None, learnt.seen), call)
-            except Exception as problem:  # every rank of the pipeline has to hear of it; it is raised below
-                error = problem
-            line.recording = False
-        told = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
-        if told is not None:
-            learnt.seen = from_plain(told)
-            for stage in line.stages:
-                if stage:
-                    hidden = hidden if rank_of(stage - 1) == here else wire.receive(rank_of(stage - 1))
-                    error, hidden = self._try_stage(line, stage, hidden, learnt, call, error)
-                elif hidden is not None:
-                    learnt.outputs[0] = _shape_only(hidden)
-                if stage + 1 < self._place.stages and rank_of(stage + 1) != here:
-                    wire.send(hidden, rank_of(stage + 1))
-            wire.settle()
-        vote(self._comm, error, "the first batch through the pipeline")
-        return learnt
-
-    def _try_stage(
-        self,
-        line: Line,
-        stage: int,
-        received: Tensor | None,
-        learnt: Learnt,
-        call: Callable[[], Any],
-        error: Exception | None,
-    ) -> tuple[Exception | None, Any]:
-        if received is None or error is not None:
-            return error, None
-        learnt.inputs[stage] = _shape_only(received)
-        try:
-            out = self._checked(line, line.begin(stage, received, learnt.seen), call)
-        except Exception as problem:  # every rank of the pipeline has to hear of it; the caller raises it
-            return problem, None
-        learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
-        return None, out
-
-    def _checked(self, line: Line, at: Pass, call: Callable[[], Any]) -> Any:
-        """What a stage hands on. Raises: PrepareError when it depends on what only another stage computes."""
-        out = line.run(at, call)
-        if at.stage and _has_nan(out):
-            again = line.begin(at.stage, at.received, at.seen)
-            again.fill = 0.0
-            if not _has_nan(line.run(again, call)):
-                raise PrepareError(
-                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, and only "
-                    "the hidden state of the blocks passes between stages. Give blocks what they need through the hidden "
-                    "state, compute it from the batch, or do not cut this model (pp_size=1)."
-                )
-        return out
 
     # -- state ----------------------------------------------------------------------------------------------------
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
@@ -372,19 +295,6 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
     model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _signature(micro: Tree) -> Signature:
-    return tuple((tuple(x.shape), x.dtype) for x in trees.tensors(micro))
-
-
-def _shape_only(tensor: Tensor) -> Tensor:
-    floating = tensor.is_floating_point()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=floating)
-
-
-def _has_nan(out: Tree) -> bool:
-    return any(x.is_floating_point() and bool(torch.isnan(x).any()) for x in trees.tensors(out))
 
 
 def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs

@@ -41,7 +41,7 @@ def average(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 
 def _part(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if is_dtensor(tensor) else tensor.detach()
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def _give(parameter: nn.Parameter, part: Tensor) -> None:

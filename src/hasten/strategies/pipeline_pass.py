@@ -267,7 +267,7 @@ class Line:
         hidden = [i for i in self._blocks if not at.start <= i < at.stop]
         names = self.cut.blocks
         for index in hidden:
-            self._container._modules[names[index]] = self._stand_ins[index]
+            self._container.register_module(names[index], self._stand_ins[index])
         stream, self.at = self._streams[at.stage], at
         stream.begin(self._blocks[at.start])
         try:
@@ -278,7 +278,7 @@ class Line:
             stream.end()
             self.at = None
             for index in hidden:
-                self._container._modules[names[index]] = self._blocks[index]
+                self._container.register_module(names[index], self._blocks[index])
 
     def begin(self, stage: int, received: Tensor | None, seen: Seen) -> Pass:
         """A pass over a stage."""
