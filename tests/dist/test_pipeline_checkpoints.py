@@ -22,7 +22,7 @@ from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 ZBV: Final = PipelineParallelConfig(schedule="zbv_zero_bubble")
-SETTINGS: Final = MappingProxyType(
+SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
     {
         "one": {},
         "fsdp": {"strategy": "fsdp"},
@@ -44,8 +44,7 @@ def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
 
 
 def run(layout: str, seed: int, tied: bool = True) -> tuple[Accelerator, nn.Module, Optimizer]:
-    settings: dict[str, Any] = dict(SETTINGS[layout])
-    accelerator = Accelerator(**settings)
+    accelerator = Accelerator(**SETTINGS[layout])
     net: nn.Module = seeded(lambda: TinyLM(vocab=12, width=8, heads=2, depth=4, context=6, tied=tied), seed)
     groups = [{"params": [p for p in net.parameters() if p.ndim > 1]}, {"params": [p for p in net.parameters() if p.ndim < 2]}]
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(groups, lr=0.05, foreach=True))

@@ -190,7 +190,8 @@ def test_stages_draw_different_dropout_and_keep_the_stream_common(ctx: ProcessCo
     accelerator = Accelerator(parallelism_config=PP2)
     net = accelerator.prepare_model(seeded(Noisy))
     masks = []
-    for block in (net.blocks[0], net.blocks[1]):
+    blocks: Any = net.blocks
+    for block in blocks:
         if isinstance(block, nn.Sequential):
             block[1].register_forward_hook(lambda m, a, out: masks.append((out == 0).float()))
     torch.manual_seed(3)
