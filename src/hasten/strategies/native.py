@@ -78,7 +78,7 @@ class NativeStrategy:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (pp_size > 1). Replace the "
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
-                "loss_of(model, batch) gives the loss."
+                "loss_of takes the model and a batch and returns the loss."
             )
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 

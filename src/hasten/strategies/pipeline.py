@@ -280,7 +280,7 @@ def _refuse(model: nn.Module) -> None:
     if getattr(model, "is_gradient_checkpointing", False):
         raise PrepareError(
             f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
-            "begin. Call model.gradient_checkpointing_disable() and set fsdp.activation_checkpointing=True or recompute."
+            "begin. Switch its gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
     config: Any = getattr(model, "config", None)  # Any: transformers' settings of the model
     if getattr(config, "use_cache", False):

@@ -80,8 +80,7 @@ def checked_loss(loss: Any) -> Tensor:  # Any: what the user's function returned
         return loss.reshape(())
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
     raise StepError(
-        f"loss_of returned {what}, but there is one loss per micro-batch. Return the mean over its samples, as in "
-        "loss_of=lambda model, batch: model(**batch).loss."
+        f"loss_of returned {what}, but there is one loss per micro-batch. Return the mean over its samples."
     )
 
 
