@@ -111,6 +111,13 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     pipeline = import_module("hasten.strategies.pipeline")  # loads torch.distributed.pipelining
     _refuse_with_stages(config)
     sharded = ctx.mesh.size(Axis.DP_SHARD) > 1
+    schedule = config.parallelism.pp_handler.schedule
+    if sharded and schedule in ("interleaved_zero_bubble", "zbv_zero_bubble"):
+        raise ConfigError(
+            f"schedule {schedule!r} was asked for with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; it computes gradients of "
+            "weights apart from those of inputs, which torch's sharded modules do not take part in. Use '1f1b' or "
+            "'interleaved_1f1b', or replicas instead of shards."
+        )
     mesh = WorldMesh()
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     within: Spread = Alone()
