@@ -42,6 +42,7 @@ PLANS = (
     Plan("resume.py"),
     Plan("dispatch.py", ("--quick", "--ranks", "2")),
     Plan("gather.py", ("--quick",)),
+    Plan("pipeline_bubble.py", ("--quick",)),
     Plan("launch_overhead.py", ("--rounds", "3")),
     Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", str(RESULTS))),
     Plan("checkpoint.py", ("--rounds", "1"), ("--cpu",), "checkpoint_cpu.md"),

@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
     from hasten.strategies.base import Wish as Wish
+    from hasten.strategies.pipeline_measure import balanced_split_points as balanced_split_points
     from hasten.testing.pool import Pool as Pool
     from hasten.testing.pool import ranks as ranks
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
@@ -194,6 +195,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Strategy": "hasten.strategies.base",
         "Transform": "hasten.strategies.base",
         "Wish": "hasten.strategies.base",
+        "balanced_split_points": "hasten.strategies.pipeline_measure",
         "Pool": "hasten.testing.pool",
         "ranks": "hasten.testing.pool",
         "read_metrics": "hasten.tracking.backends.jsonl",

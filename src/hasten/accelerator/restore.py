@@ -18,6 +18,7 @@ from hasten.checkpoint.model_state import LoadReport, ModelPlan, plan_model
 from hasten.checkpoint.optimizer_state import OptimizerPlan, parameter_names, plan_optimizer
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import Copy, local_tensor
+from hasten.checkpoint.stages import names_elsewhere
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
 from hasten.runtime.logs import get_logger
@@ -184,12 +185,13 @@ def plan_restore(
     saved_world = checkpoint.manifest.world_size
     plan = Restore(parts, same_world=saved_world == world_size)
     names = parameter_names(parts.plain_models())
+    elsewhere = names_elsewhere(parts.plain_models(), names)
     for index, model in enumerate(models):
         if model is not None:
             plan.models.append(plan_model(model, checkpoint.component(numbered_name("model", index)), strict))
     for index, optimizer in enumerate(parts.objects.optimizers):
         found = checkpoint.component(numbered_name("optimizer", index))
-        plan.optimizers.append(plan_optimizer(optimizer, names, found, strict))
+        plan.optimizers.append(plan_optimizer(optimizer, names, found, strict, elsewhere))
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
         log.warning("%s was converted: counters, data positions and random states begin anew", checkpoint.folder)

@@ -40,6 +40,7 @@ from hasten.checkpoint.places import (
 )
 from hasten.checkpoint.reader import Checkpoint, open_checkpoint
 from hasten.checkpoint.retention import Retention
+from hasten.checkpoint.stages import over_stages
 from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
 from hasten.comm.base import Comm
 from hasten.config.checkpoint import ProjectConfiguration
@@ -188,6 +189,9 @@ class Saving:
         weights = self._run_save_hooks(group)
         fmt: Format = "safetensors" if safe_serialization else "torch"
         tree = collect(self._parts, fmt, weights)
+        if self._ctx.mesh.size(Axis.PP) > 1:
+            first = self._ctx.mesh.index(self._ctx.rank, *(axis for axis in Axis if axis is not Axis.PP)) == 0
+            tree = over_stages(tree, self._parts.plain_models(), self._ctx.groups(Axis.PP), first)
         if self._whole:
             tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
         return with_own_state(tree, self._parts, together)

@@ -78,6 +78,7 @@ def plan_gradients(
     """
     live = {names[id(p)]: p for model in models for p in model.parameters()}
     saved_world = checkpoint.manifest.world_size
+    _refuse_other_stages(checkpoint.manifest.mesh, here.mesh)
     if saved_world == here.world_size:
         mine = checkpoint.component("gradients", here.rank)
         if _fits(mine, live, checkpoint, here):
@@ -137,6 +138,15 @@ def _same_slice(piece: Piece, parameter: DTensor) -> bool:
     if own.data.numel() == 0:
         return piece.data.numel() == 0
     return (tuple(piece.shape), tuple(piece.offset)) == (own.shape, own.offset) and piece.data.shape == own.data.shape
+
+
+def _refuse_other_stages(saved: Mapping[str, int], here: Mapping[str, int]) -> None:
+    if max(saved.get("pp", 1), here.get("pp", 1)) > 1 and dict(saved) != dict(here):
+        raise CheckpointError(
+            f"the checkpoint was saved inside an accumulation window with pp_size={saved.get('pp', 1)}, and this run has "
+            f"pp_size={here.get('pp', 1)} or another mesh; gradients of a window in progress do not move between pipeline "
+            "stages. Nothing was loaded. Resume on the same mesh, or save where a window ends (accelerator.sync_gradients)."
+        )
 
 
 def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from hasten.checkpoint.reshard import Copy, as_stored, plan_copies, whole
 from hasten.errors import CheckpointError
 from hasten.modules.dtensors import is_dtensor
 from hasten.modules.names import plain_name
+from hasten.modules.stages import stage_part
 
 
 def model_component(
@@ -59,6 +60,18 @@ class ModelPlan:
             self.model.load_state_dict(self.by_method, strict=False)
 
 
+def model_names(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
+    """Each model with the name of its component and the prefix of its parameters in optimizer state."""
+    for index, model in enumerate(models):
+        yield (f"model_{index}", f"model_{index}.", model) if index else ("model", "", model)
+
+
+def names_of_other_stages(model: nn.Module) -> frozenset[str]:
+    """State of the whole model that this rank's pipeline stage does not hold."""
+    part = stage_part(model)
+    return frozenset() if part is None else frozenset(part.state_keys) - {plain_name(key) for key in model.state_dict()}
+
+
 def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan:
     """Check the model against a checkpoint and plan the copies.
 
@@ -72,7 +85,7 @@ def plan_model(model: nn.Module, found: Found, strict: bool = True) -> ModelPlan
     stored = found.keys() - tensor_keys(extra_data)
     extra_names = set(extra_data)
     plan.report.missing = sorted(names.keys() - stored - extra_names)
-    plan.report.unexpected = sorted((stored | extra_names) - names.keys())
+    plan.report.unexpected = sorted((stored | extra_names) - names.keys() - names_of_other_stages(model))
     if strict and (plan.report.missing or plan.report.unexpected):
         raise CheckpointError(
             f"{found.name}: the checkpoint lacks {_few(plan.report.missing)} and has {_few(plan.report.unexpected)}, "

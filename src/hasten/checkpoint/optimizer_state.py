@@ -11,21 +11,23 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Slice
 from hasten.checkpoint.formats import Piece
-from hasten.checkpoint.model_state import empty_like_parameter
+from hasten.checkpoint.model_state import empty_like_parameter, model_names
 from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.names import plain_name
+from hasten.modules.stages import stage_part
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:
     """Canonical names by the identity of the parameter; models after the first are told apart by their number."""
     names: dict[int, str] = {}
-    for index, model in enumerate(models):
-        prefix = f"model_{index}." if index else ""
+    for _, prefix, model in model_names(models):
+        part = stage_part(model)
         for name, parameter in model.named_parameters():
-            names.setdefault(id(parameter), prefix + plain_name(name))
+            known = plain_name(name) if part is None else part.whole_name(plain_name(name))
+            names.setdefault(id(parameter), prefix + known)
     return names
 
 
@@ -99,10 +101,15 @@ class OptimizerPlan:
 
 
 def plan_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], found: Found, strict: bool = True
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    found: Found,
+    strict: bool = True,
+    elsewhere: frozenset[str] = frozenset(),
 ) -> OptimizerPlan:
     """Check the optimizer against a checkpoint and plan the copies into its (new or existing) state.
 
+    `elsewhere` are parameters that other pipeline stages hold; their state is left alone.
     Raises: CheckpointError when groups or shapes differ.
     """
     groups = _group_names(optimizer, names)
@@ -111,11 +118,11 @@ def plan_optimizer(
     index = {name: i for i, name in enumerate(flat)}
     plan = OptimizerPlan(optimizer, {}, dict(enumerate(live)))
     by_place = {str(i): p for i, p in enumerate(live)}  # state that other tools saved by position
-    rooms = _Rooms(optimizer, {**by_place, **dict(zip(flat, live, strict=True))}, found, plan.copies)
+    rooms = _Rooms(optimizer, {**by_place, **dict(zip(flat, live, strict=True))}, plan.copies, elsewhere)
     saved = unpack(found.data, rooms.of(found))
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict) or "param_groups" not in saved:
         raise CorruptCheckpointError(f"{found.name}: holds no optimizer state. Nothing was loaded.")
-    saved = by_name(saved, flat)
+    saved = _here(by_name(saved, flat), elsewhere)
     _check_groups(found.name, saved["param_groups"], groups)
     options = [
         {**saved_group, "params": [index[name] for name in group]}
@@ -132,6 +139,20 @@ def plan_optimizer(
         "param_groups": options,
     }
     return plan
+
+
+def _here(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
+    """A state dict without the parameters that other pipeline stages hold."""
+    if not elsewhere or not isinstance(saved["param_groups"], list):
+        return saved
+    groups = [
+        {**group, "params": [name for name in group["params"] if name not in elsewhere]}
+        if isinstance(group, dict) and isinstance(group.get("params"), list)
+        else group
+        for group in saved["param_groups"]
+    ]
+    state = {name: values for name, values in saved["state"].items() if name not in elsewhere}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
@@ -173,8 +194,13 @@ class _Rooms:
     """Tensors the state will be read into: those the optimizer holds already where they fit, else new ones."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], found: Found, copies: list[Copy]
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, Tensor],
+        copies: list[Copy],
+        elsewhere: frozenset[str],
     ) -> None:
+        self._elsewhere = elsewhere
         self._optimizer = optimizer
         self._parameters = parameters
         self._copies = copies
@@ -189,6 +215,9 @@ class _Rooms:
         """Room for every stored tensor, with the copies that will fill it."""
         rooms: dict[str, Tensor | Slice] = {}
         for key, pieces in found.pieces.items():
+            if self._is_elsewhere(key):
+                rooms[key] = torch.empty(tuple(pieces[0].shape), dtype=pieces[0].data.dtype, device="meta")
+                continue
             room = self._room(key, pieces)
             rooms[key] = room
             self._copies += plan_copies(f"{found.name}: {key}", as_stored(room), pieces)
@@ -207,6 +236,14 @@ class _Rooms:
         if shape == () and id(parameter) not in self._on_device:
             return torch.empty(shape, dtype=dtype)  # step counters stay on the host
         return empty_like_parameter(parameter, shape, dtype)
+
+    def _is_elsewhere(self, key: str) -> bool:
+        name = key.removeprefix("state/").rpartition("/")[0] if key.startswith("state/") else ""
+        while name and self._elsewhere:
+            if name in self._elsewhere:
+                return True
+            name = name.rpartition("/")[0]
+        return False
 
     def _owner(self, key: str) -> tuple[Tensor | None, str]:
         if not key.startswith("state/"):

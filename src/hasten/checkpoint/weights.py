@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.export import read_model
-from hasten.checkpoint.model_state import LoadReport
+from hasten.checkpoint.model_state import LoadReport, names_of_other_stages
 from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.reshard import as_stored, local_tensor
 from hasten.errors import CheckpointError
@@ -30,7 +30,10 @@ def load_weights(model: nn.Module, folder: str | Path, strict: bool = True, allo
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, Tensor)
     }
-    report = LoadReport(missing=sorted(live.keys() - stored.keys()), unexpected=sorted(stored.keys() - live.keys()))
+    report = LoadReport(
+        missing=sorted(live.keys() - stored.keys()),
+        unexpected=sorted(stored.keys() - live.keys() - names_of_other_stages(model)),
+    )
     if strict and (report.missing or report.unexpected):
         raise CheckpointError(
             f"{folder}: the files lack {_few(report.missing)} and have {_few(report.unexpected)}, which the model does "

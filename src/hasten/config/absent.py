@@ -14,7 +14,7 @@ from hasten.config.source import Entry, Path, shown
 from hasten.errors import ConfigError
 
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
-_DATA: Final = "this version spreads models over the data-parallel and tensor-parallel axes"
+_DATA: Final = "this version spreads models over the data-parallel, tensor-parallel and pipeline axes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,6 @@ ABSENT: Final[tuple[Absent, ...]] = (
     Absent("parallelism.tp_handler", "this option of tensor parallelism", "leave it out to split layers without it"),
     Absent("parallelism.cp_size", "context parallelism", _DATA),
     Absent("parallelism.cp_handler", "context parallelism", _DATA),
-    Absent("parallelism.pp_size", "pipeline parallelism", _DATA),
-    Absent("parallelism.pp_handler", "pipeline parallelism", _DATA),
     Absent("parallelism.sp_size", "DeepSpeed's sequence parallelism", _DATA),
     Absent("parallelism.sp_handler", "DeepSpeed's sequence parallelism", _DATA),
     Absent("fp8.te.interval", "an interval between scaling factors", "Transformer Engine computes them in every step"),

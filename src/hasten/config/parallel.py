@@ -63,7 +63,16 @@ class PipelineParallelConfig(Section):
     schedule: PipelineSchedule = setting("1f1b", "order of forward and backward passes over micro-batches")
     num_microbatches: int | None = setting(None, "micro-batches per step (default: one per stage)", minimum=1)
     split_points: tuple[str, ...] | None = setting(
-        None, "names of the modules that begin a new stage (default: even split)"
+        None, "names of the blocks that begin a new stage (default: stages of equal work)"
+    )
+    stages_per_rank: int | None = setting(
+        None, "stages on each process under interleaved schedules (default: 2)", minimum=1
+    )
+    first_stage: tuple[str, ...] = setting(
+        (), "modules that run before the blocks, where they are registered after them"
+    )
+    last_stage: tuple[str, ...] = setting(
+        (), "modules that run after the blocks, where they are registered before them"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,15 +33,19 @@ def clip_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     across: Comm | None = None,
+    counts: Callable[[Tensor], bool] | None = None,
 ) -> Tensor:
     """Scale the gradients so that their norm is at most `max_norm`; the norm they had, over all ranks.
 
-    `across` are the ranks that hold other parameters of the same model (pipeline stages).
+    `across` are the ranks that hold other parameters of the same model (pipeline stages); `counts` is false for a
+    parameter that another of them holds too and counts.
     Ranks: every rank, when a parameter is spread over ranks or `across` is given.
     Raises: StepError when `error_if_nonfinite` and the norm is not finite.
     """
-    grads = gradients(as_list(parameters))
-    total = global_norm(grads, norm_type, foreach=foreach, across=across)
+    chosen = as_list(parameters)
+    grads = gradients(chosen)
+    counted = grads if counts is None else gradients([parameter for parameter in chosen if counts(parameter)])
+    total = global_norm(counted, norm_type, foreach=foreach, across=across)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise StepError(
             f"the gradient norm is {float(total)}; clipping by it would make every gradient "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hasten.errors import PrepareError
 from hasten.modules.dtensors import is_dtensor, placements
 from hasten.modules.names import plain_name
+from hasten.modules.stages import stage_part
 
 Convert = Callable[[str, str, Tensor, Tensor], Tensor]
 """(parameter name, state key, old value, new parameter) -> the value for the new parameter."""
@@ -50,9 +51,11 @@ class OptimizerRecord:
         Raises: PrepareError naming a parameter that is gone.
         """
         parameters = dict(named(models))
-        fresh = [[_find(name, parameters, optimizer) for name in group] for group in self.groups]
+        away = _elsewhere(models, parameters)
+        fresh = [[_find(name, parameters, optimizer) for name in group if name not in away] for group in self.groups]
         old = [p for group in optimizer.param_groups for p in group["params"]]
-        if all(a is b for a, b in zip(old, (p for group in fresh for p in group), strict=True)):
+        now = [p for group in fresh for p in group]
+        if len(old) == len(now) and all(a is b for a, b in zip(old, now, strict=True)):
             _move_state(optimizer)
             return
         for group, members in zip(optimizer.param_groups, fresh, strict=True):
@@ -60,6 +63,8 @@ class OptimizerRecord:
         for parameter in old:
             optimizer.state.pop(parameter, None)
         for name, values in self.state.items():
+            if name in away:
+                continue
             parameter = parameters[name]
             optimizer.state[parameter] = _converted(name, values, parameter, convert or convert_state)
         if "_params" in optimizer.__dict__:  # LBFGS keeps its one group's parameters a second time
@@ -69,8 +74,17 @@ class OptimizerRecord:
 def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     """Every parameter under every name, led by its model's number and free of wrappers' additions."""
     for index, model in enumerate(models):
+        part = stage_part(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             yield f"{index}.{plain_name(name)}", parameter
+            if part is not None and (whole := part.whole_name(plain_name(name))) != plain_name(name):
+                yield f"{index}.{whole}", parameter
+
+
+def _elsewhere(models: Sequence[nn.Module], here: Mapping[str, Tensor]) -> set[str]:
+    """The parameters, by their recorded names, that other pipeline stages hold."""
+    parts = ((index, stage_part(model)) for index, model in enumerate(models))
+    return {f"{index}.{name}" for index, part in parts if part is not None for name in part.parameters} - here.keys()
 
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hasten.bundle import Bundle
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
+from hasten.trees import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class Caps:
 class Stage(IntEnum):
     """The fixed order in which transforms act on a model."""
 
-    SPLIT = 0
-    TENSOR = 1
+    TENSOR = 0
+    SPLIT = 1
     CONTEXT = 2
     PLACE = 3
     CONVERT = 4
@@ -143,6 +144,20 @@ class Strategy(KeepsLoopState, Protocol):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backpropagate. Any: torch's own keywords."""
+        ...
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: Callable[[nn.Module, Tree], Tensor],
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Compute the loss of a batch and backpropagate what `weigh` makes of it; the loss. Ranks: every rank."""
+        ...
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank's copy of a parameter counts in a norm over all ranks; false for a copy counted elsewhere."""
         ...
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:

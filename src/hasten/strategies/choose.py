@@ -7,6 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import assert_never
 
+from hasten.config.base import given
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.runtime.axes import LOSS, Axis, MeshSpec
@@ -46,12 +47,14 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
     """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
-    for axis in (Axis.PP, Axis.CP):
+    for axis in (Axis.CP,):
         if ctx.mesh.size(axis) > 1:
             raise ConfigError(
                 f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
                 f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
             )
+    if ctx.mesh.size(Axis.PP) > 1:
+        return _pipelined(config, ctx)
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
             return _sharded(config, ctx)
@@ -102,6 +105,65 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)
+
+
+def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
+    pipeline = import_module("hasten.strategies.pipeline")  # loads torch.distributed.pipelining
+    _refuse_with_stages(config)
+    sharded = ctx.mesh.size(Axis.DP_SHARD) > 1
+    schedule = config.parallelism.pp_handler.schedule
+    if sharded and schedule in ("interleaved_zero_bubble", "zbv_zero_bubble"):
+        raise ConfigError(
+            f"schedule {schedule!r} was asked for with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; it computes gradients of "
+            "weights apart from those of inputs, which torch's sharded modules do not take part in. Use '1f1b' or "
+            "'interleaved_1f1b', or replicas instead of shards."
+        )
+    mesh = WorldMesh()
+    transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
+    within: Spread = Alone()
+    if sharded:
+        fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor
+        within = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
+    else:
+        transforms.append(Place())
+    if ctx.mesh.size(Axis.TP) > 1:
+        tensor = import_module("hasten.strategies.tensor")  # likewise
+        transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
+    if config.fsdp.activation_checkpointing and not config.recompute:
+        find = partial(blocks_to_recompute, config=config.fsdp)
+        transforms.append(
+            Recompute(find, "fsdp.activation_checkpointing", config.fsdp.activation_checkpointing_offload)
+        )
+    stages = pipeline.Pipeline(config.parallelism.pp_handler, config.fsdp, ctx, within)
+    transforms.append(pipeline.CutStages(stages))
+    caps = Caps(sharded_state=sharded, hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1)
+    return NativeStrategy("pipeline", stages, transforms, caps, stages)
+
+
+def _refuse_with_stages(config: Config) -> None:
+    """Raise for settings that pipeline stages would ignore."""
+    sizes = f"pp_size={config.parallelism.pp_size}"
+    if config.strategy not in ("auto", "ddp", "fsdp"):
+        raise ConfigError(
+            f"strategy={config.strategy!r} was asked for with {sizes}, which it cannot provide; use strategy='auto'."
+        )
+    if config.dynamo.backend != "no":
+        raise ConfigError(
+            f"dynamo.backend={config.dynamo.backend!r} was asked for with {sizes}; torch's compiler cannot follow a forward "
+            "that is entered and left at pipeline stages. Set dynamo_backend='no'."
+        )
+    if config.mixed_precision == "fp8":
+        raise ConfigError(f"mixed_precision='fp8' is not in this version with {sizes}; use 'bf16'.")
+    if given(config.ddp):
+        raise ConfigError(
+            f"ddp.{sorted(given(config.ddp))[0]} was set with {sizes}, where gradients are averaged once after all "
+            "micro-batches and DistributedDataParallel does not take part. Leave the options of DDP out."
+        )
+    if config.fsdp.state_dict_type == "FULL_STATE_DICT":
+        raise ConfigError(
+            f"fsdp.state_dict_type='FULL_STATE_DICT' was asked for with {sizes}, where each stage writes its own part of a "
+            "checkpoint. Leave it out; save_model() writes whole weights."
+        )
 
 
 def _common(config: Config) -> list[Transform]:

@@ -4,25 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten.bundle import Bundle, Item, is_factory
-from hasten.errors import PrepareError
+from hasten.errors import PrepareError, StepError
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Wish
 from hasten.strategies.own_shards import refuse_unshardable, update_own_shards
+from hasten.trees import Tree
+
+
+class RunsStages(Protocol):
+    """A spread whose models are run by itself, because no rank holds a whole one."""
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: Callable[[nn.Module, Tree], Tensor],
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Forward and backward of one batch; its loss."""
+        ...
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank's copy of a parameter is the one that counts."""
+        ...
 
 
 class NativeStrategy:
     """Any combination of transforms; the same class for one process, DDP and sharded data parallel."""
 
-    def __init__(self, name: str, spread: Spread, transforms: Sequence[Transform], caps: Caps) -> None:
+    def __init__(
+        self,
+        name: str,
+        spread: Spread,
+        transforms: Sequence[Transform],
+        caps: Caps,
+        stages: RunsStages | None = None,
+    ) -> None:
         self.name = name
+        self._stages = stages
         self.caps = caps
         self._spread = spread
         self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
@@ -47,7 +74,29 @@ class NativeStrategy:
         return self._spread.no_sync(model)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
+        if self._stages is not None:
+            raise StepError(
+                "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (pp_size > 1). Replace the "
+                "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
+                "loss_of takes the model and a batch and returns the loss."
+            )
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: Callable[[nn.Module, Tree], Tensor],
+        weigh: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        if self._stages is not None:
+            return self._stages.forward_backward(model, batch, loss_of, weigh)
+        loss = loss_of(model, batch)
+        self.backward(weigh(loss))
+        return loss.detach()
+
+    def counts(self, parameter: Tensor) -> bool:
+        return self._stages is None or self._stages.counts(parameter)
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         kept = {Stage.RECOMPUTE, Stage.PLACE}

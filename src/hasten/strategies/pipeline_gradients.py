@@ -1,0 +1,100 @@
+"""Gradients of a pipeline stage: averaged over data-parallel ranks, summed over the stages that share a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten.comm.base import Comm
+from hasten.modules.dtensors import is_dtensor
+
+
+@torch.no_grad()
+def average(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
+    """Replace every gradient by its mean over the ranks of `comm`, one message for each dtype.
+
+    A rank that has no gradient of a parameter takes part with zeros. Ranks: every rank of the group.
+    """
+    if comm.size == 1:
+        return
+    by_kind: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for same in by_kind.values():
+        parts = [_part(p.grad) if p.grad is not None else torch.zeros_like(_part(p)) for p in same]
+        there = parts[0].new_tensor([float(p.grad is not None) for p in same])
+        joined = comm.all_reduce(torch.cat([there, *(part.reshape(-1) for part in parts)]), "mean")
+        flags = joined[: len(same)].tolist()
+        offset = len(same)
+        for parameter, part, flag in zip(same, parts, flags, strict=True):
+            if flag:
+                part.copy_(joined[offset : offset + part.numel()].view_as(part))
+                if parameter.grad is None:
+                    _give(parameter, part)
+            offset += part.numel()
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _give(parameter: nn.Parameter, part: Tensor) -> None:
+    if is_dtensor(parameter):
+        parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a DTensor's own
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        parameter.grad = part
+
+
+@dataclass(slots=True)
+class SharedWeights:
+    """The parameters of one model that this rank and others hold copies of, such as tied embeddings.
+
+    Each copy gets the gradient of its own stage's uses; their sum is the gradient of the one weight they stand for.
+    """
+
+    members: list[tuple[nn.Parameter, Any]] = field(default_factory=list)  # Any: torch's process group
+    _aside: list[Tensor | None] = field(default_factory=list)
+
+    def set_aside(self) -> None:
+        """Keep what was summed before apart from what comes now."""
+        self._aside = [parameter.grad for parameter, _ in self.members]
+        for parameter, _ in self.members:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Sum the gradients since `set_aside` over the ranks with a copy. Ranks: every rank with one."""
+        for (parameter, group), earlier in zip(self.members, self._aside, strict=True):
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                _give(parameter, torch.zeros_like(_part(parameter)))
+            assert parameter.grad is not None, "given just now"
+            part = _part(parameter.grad).contiguous()
+            dist.all_reduce(part, group=group)
+            _part(parameter.grad).copy_(part)
+            if earlier is not None:
+                _part(parameter.grad).add_(_part(earlier))
+        self._aside = []
+
+
+def groups_of(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:  # Any: torch's process groups
+    """A process group for each set of global ranks. Ranks: the members of each set, in the same order."""
+    made: dict[tuple[int, ...], Any] = {}
+    for ranks in holders:
+        if ranks not in made:
+            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
