@@ -64,8 +64,6 @@ ABSENT: Final[tuple[Absent, ...]] = (
     ),
     Absent("megatron", "Megatron-LM", _FSDP),
     Absent("parallelism.tp_handler", "this option of tensor parallelism", "leave it out to split layers without it"),
-    Absent("parallelism.cp_size", "context parallelism", _DATA),
-    Absent("parallelism.cp_handler", "context parallelism", _DATA),
     Absent("parallelism.pp_size", "pipeline parallelism", _DATA),
     Absent("parallelism.pp_handler", "pipeline parallelism", _DATA),
     Absent("parallelism.sp_size", "DeepSpeed's sequence parallelism", _DATA),

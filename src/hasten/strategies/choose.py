@@ -46,12 +46,18 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
     """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
-    for axis in (Axis.PP, Axis.CP):
+    for axis in (Axis.PP,):
         if ctx.mesh.size(axis) > 1:
             raise ConfigError(
                 f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
                 f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
             )
+    if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
+        raise ConfigError(
+            f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "
+            f"{config.dynamo.backend!r} compiles it once; the compiled model would attend within each rank's part only. "
+            "Set dynamo_backend=no, or cp_size=1."
+        )
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
             return _sharded(config, ctx)

@@ -148,9 +148,11 @@ class TinyLM(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the next token at every position."""
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[-1], device=tokens.device))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The logits of the next token at every position; `positions` says which these are, by default the first."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        x = self.embed(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]

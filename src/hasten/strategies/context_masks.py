@@ -1,0 +1,87 @@
+"""What an attention mask means when its sequence is spread over ranks: causal, a mask of keys, or refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hasten.errors import StepError
+from hasten.strategies.context_layout import SequenceLayout
+
+
+class MaskReader:
+    """Reads the masks of one block; layers share a mask, so each is read once.
+
+    A mask that a model makes from its part of a sequence knows nothing of the other parts. Two kinds can be
+    completed: the causal mask (its part has the pattern of one), and one that hides keys from all queries alike.
+    """
+
+    def __init__(self, layout: SequenceLayout, wholes: list[tuple[Tensor, int]]) -> None:
+        self._layout = layout
+        self._wholes = wholes
+        self._read: tuple[Tensor, Literal["causal"] | Tensor] | None = None
+
+    def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
+        """`causal`, or this rank's part of a mask of keys with one row.
+
+        Raises: StepError for every other mask.
+        """
+        if self._read is not None and self._read[0] is mask:
+            return self._read[1]
+        meaning = self._meaning(mask, queries, keys)
+        self._read = (mask, meaning)
+        return meaning
+
+    def _meaning(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
+        if mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
+            if mask.shape[-2] == 1 or mask.stride(-2) == 0 or bool((mask == mask[..., :1, :]).all()):
+                return mask[..., :1, :]
+            if queries == keys and (allowed := _allowed(mask)) is not None:
+                lower = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
+                if bool((allowed == lower).all()):
+                    return "causal"
+                if self._layout.chunks_per_rank == 2 and bool((allowed == _two_chunks(lower)).all()):
+                    self._refuse_packed()
+                    return "causal"  # made from positions that jump between the rank's two chunks
+        raise StepError(
+            f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
+            "rank, made without the rest of the sequence; nothing tells what it hides on other ranks. Under context "
+            "parallelism use is_causal=True (with padding on the right it needs no mask: set the labels of padding to "
+            "-100 and leave attention_mask out), or a mask of keys that is the same for all queries."
+        )
+
+    def _refuse_packed(self) -> None:
+        for whole, dim in self._wholes:
+            if _restarts(whole, dim):
+                raise StepError(
+                    "positions start again inside a sequence, so several sequences are packed into one; context "
+                    "parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
+                )
+
+
+def _allowed(mask: Tensor) -> Tensor | None:
+    """Where the mask lets attention through, or None if it does more than hide."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask == 0 if bool((hidden | (mask == 0)).all()) else None
+
+
+def _two_chunks(lower: Tensor) -> Tensor:
+    """Causal within each half, with no attention between the halves."""
+    half = lower.shape[0] // 2
+    made = lower.clone()
+    made[half:, :half] = False
+    return made
+
+
+def _restarts(whole: Tensor, dim: int) -> bool:
+    """Whether these are positions, counted from zero, that begin anew somewhere."""
+    if whole.is_floating_point() or whole.dtype == torch.bool:
+        return False
+    values = whole.movedim(dim, -1)
+    first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
+    counted = bool((first == 0).all()) and bool(((rest == before + 1) | (rest == 0)).all())
+    return counted and bool((rest == 0).any()) and int(values.max()) > 1
