@@ -18,7 +18,7 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.context_attention import Sharing
 from hasten.strategies.context_layout import SequenceLayout
-from hasten.strategies.context_masks import MaskReader
+from hasten.strategies.context_masks import MaskReader, refuse_packed
 from hasten.strategies.context_ops import collect
 from hasten.strategies.context_patch import AttentionPatch
 from hasten.strategies.context_sdpa import SequenceAttention, Way
@@ -97,6 +97,7 @@ class ContextParallel:
         group = comm.group
         kept = {id(tensor) for tensor in keep_sharded}
         wholes = [(tensor.data, dim) for tensor, dim in chosen]
+        refuse_packed(wholes)
         counted = self._labels(chosen, labels)
         try:
             for tensor, dim in chosen:
@@ -106,7 +107,7 @@ class ContextParallel:
                 Sharing(group, self._layout, "ring" if self._way == "ring" else "gather"),
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in chosen),
-                MaskReader(self._layout, wholes),
+                MaskReader(self._layout),
             )
             self._clock.share = None if counted is None else self._share(counted, comm)
             with self._patch.replaced(attention):

@@ -18,9 +18,8 @@ class MaskReader:
     completed: the causal mask (its part has the pattern of one), and one that hides keys from all queries alike.
     """
 
-    def __init__(self, layout: SequenceLayout, wholes: list[tuple[Tensor, int]]) -> None:
+    def __init__(self, layout: SequenceLayout) -> None:
         self._layout = layout
-        self._wholes = wholes
         self._read: tuple[Tensor, Literal["causal"] | Tensor] | None = None
 
     def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
@@ -43,7 +42,6 @@ class MaskReader:
                 if bool((allowed == lower).all()):
                     return "causal"
                 if self._layout.chunks_per_rank == 2 and bool((allowed == _two_chunks(lower)).all()):
-                    self._refuse_packed()
                     return "causal"  # made from positions that jump between the rank's two chunks
         raise StepError(
             f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
@@ -51,14 +49,6 @@ class MaskReader:
             "parallelism use is_causal=True (with padding on the right it needs no mask: set the labels of padding to "
             "-100 and leave attention_mask out), or a mask of keys that is the same for all queries."
         )
-
-    def _refuse_packed(self) -> None:
-        for whole, dim in self._wholes:
-            if _restarts(whole, dim):
-                raise StepError(
-                    "positions start again inside a sequence, so several sequences are packed into one; context "
-                    "parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
-                )
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
@@ -77,11 +67,22 @@ def _two_chunks(lower: Tensor) -> Tensor:
     return made
 
 
-def _restarts(whole: Tensor, dim: int) -> bool:
+def refuse_packed(wholes: list[tuple[Tensor, int]]) -> None:
+    """Return unless a tensor holds the positions of several sequences that are packed into one.
+
+    Raises: StepError, because the parts of different sequences would attend to each other.
+    """
+    numbers = [(t, dim) for t, dim in wholes if not t.is_floating_point() and t.dtype != torch.bool]
+    if numbers and bool(torch.stack([_restarts(t, dim) for t, dim in numbers]).any()):
+        raise StepError(
+            "a buffer counts up from 0 and starts again, as the positions of several sequences do that are packed "
+            "into one; context parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
+        )
+
+
+def _restarts(whole: Tensor, dim: int) -> Tensor:
     """Whether these are positions, counted from zero, that begin anew somewhere."""
-    if whole.is_floating_point() or whole.dtype == torch.bool:
-        return False
     values = whole.movedim(dim, -1)
     first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
-    counted = bool((first == 0).all()) and bool(((rest == before + 1) | (rest == 0)).all())
-    return counted and bool((rest == 0).any()) and int(values.max()) > 1
+    counted = (first == 0).all() & ((rest == before + 1) | (rest == 0)).all()
+    return counted & (rest == 0).any() & (values.max() > 1)
