@@ -336,7 +336,7 @@ class Accelerator:
         if weight is None:
             self.strategy.backward(weighed, **kwargs)
         else:
-            with zero_if_weightless(loss, weight):
+            with zero_if_weightless(loss, weight, self.clock.joined):
                 self.strategy.backward(weighed, **kwargs)
 
     def context_parallel(

@@ -110,11 +110,12 @@ class ContextParallel:
                 MaskReader(self._layout),
             )
             self._clock.share = None if counted is None else self._share(counted, comm)
+            self._clock.joined = True
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)
         finally:
-            self._clock.share = None
+            self._clock.share, self._clock.joined = None, False
             for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True):
                 if id(tensor) not in kept:
                     _restore(tensor, whole, dim)
