@@ -63,7 +63,11 @@ ABSENT: Final[tuple[Absent, ...]] = (
         ),  # of its launcher, which starts ranks
     ),
     Absent("megatron", "Megatron-LM", _FSDP),
-    Absent("parallelism.tp_handler", "this option of tensor parallelism", "leave it out to split layers without it"),
+    Absent(
+        "parallelism.tp_handler.enable_async_tp",
+        "this option of tensor parallelism",
+        "leave it out to split layers without it",
+    ),
     Absent("parallelism.pp_size", "pipeline parallelism", _DATA),
     Absent("parallelism.pp_handler", "pipeline parallelism", _DATA),
     Absent("parallelism.sp_size", "DeepSpeed's sequence parallelism", _DATA),

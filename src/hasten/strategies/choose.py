@@ -98,6 +98,13 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
+        handler = config.parallelism.tp_handler
+        if config.dynamo.backend != "no" and (handler.sequence_parallel or handler.loss_parallel):
+            raise ConfigError(
+                f"dynamo backend {config.dynamo.backend!r} was asked for with sequence_parallel or loss_parallel, which "
+                "exchange tokens and logits where compiled code has not been tried; set dynamo_backend=no, or leave "
+                "both options out."
+            )
         tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:

@@ -22,8 +22,10 @@ class Pair:
 class SequenceLayout:
     """Equal chunks of a sequence over ranks.
 
-    Balanced, every rank holds one chunk from the front and its mirror image from the back: under a causal mask late
-    tokens attend to more keys than early ones, and so each rank has the same work. Otherwise a rank holds one chunk.
+    Balanced, every rank holds one chunk from the back and its mirror image from the front: under a causal mask late
+    tokens attend to more keys than early ones, and so each rank has the same work. The late chunk comes first, so that
+    positions jump on every rank, the one whose chunks are neighbours included: a model that looks at positions does
+    the same on all ranks. Otherwise a rank holds one chunk.
     """
 
     ranks: int
@@ -41,7 +43,7 @@ class SequenceLayout:
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks of the sequence that `rank` holds, in the order in which it holds them."""
-        return (rank,) if self.chunks_per_rank == 1 else (rank, self.num_chunks - 1 - rank)
+        return (rank,) if self.chunks_per_rank == 1 else (self.num_chunks - 1 - rank, rank)
 
     def order(self) -> tuple[int, ...]:
         """For each chunk of the sequence, its place when the ranks' parts are joined in order of rank."""
