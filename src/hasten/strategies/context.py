@@ -18,7 +18,7 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.context_attention import Sharing
 from hasten.strategies.context_layout import SequenceLayout
-from hasten.strategies.context_masks import MaskReader, refuse_packed
+from hasten.strategies.context_masks import MaskReader, look
 from hasten.strategies.context_ops import collect
 from hasten.strategies.context_patch import AttentionPatch
 from hasten.strategies.context_sdpa import SequenceAttention, Way
@@ -97,7 +97,7 @@ class ContextParallel:
         group = comm.group
         kept = {id(tensor) for tensor in keep_sharded}
         wholes = [(tensor.data, dim) for tensor, dim in chosen]
-        refuse_packed(wholes)
+        padded = look(wholes)
         counted = self._labels(chosen, labels)
         try:
             for tensor, dim in chosen:
@@ -108,6 +108,7 @@ class ContextParallel:
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in chosen),
                 MaskReader(self._layout),
+                padded,
             )
             self._clock.share = None if counted is None else self._share(counted, comm)
             self._clock.joined = True

@@ -67,22 +67,33 @@ def _two_chunks(lower: Tensor) -> Tensor:
     return made
 
 
-def refuse_packed(wholes: list[tuple[Tensor, int]]) -> None:
-    """Return unless a tensor holds the positions of several sequences that are packed into one.
+def look(wholes: list[tuple[Tensor, int]]) -> bool:
+    """Whether there is a mask of zeros and ones that hides something.
 
-    Raises: StepError, because the parts of different sequences would attend to each other.
+    Then models may make different masks on different ranks, or none where nothing is hidden, and ranks have to agree.
+    Raises: StepError for positions of packed sequences, whose parts would attend to each other.
     """
-    numbers = [(t, dim) for t, dim in wholes if not t.is_floating_point() and t.dtype != torch.bool]
-    if numbers and bool(torch.stack([_restarts(t, dim) for t, dim in numbers]).any()):
+    numbers = [(t, dim) for t, dim in wholes if not t.is_floating_point()]
+    if not numbers:
+        return False
+    found = torch.stack([torch.stack([_restarts(t, dim), _hides(t)]) for t, dim in numbers]).any(0)
+    packed, padded = found.tolist()  # the one time a block waits for the device
+    if packed:
         raise StepError(
             "a buffer counts up from 0 and starts again, as the positions of several sequences do that are packed "
             "into one; context parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
         )
+    return bool(padded)
+
+
+def _hides(whole: Tensor) -> Tensor:
+    """Whether this is a mask of zeros and ones, with zeros."""
+    return ((whole == 0) | (whole == 1)).all() & (whole == 0).any()
 
 
 def _restarts(whole: Tensor, dim: int) -> Tensor:
     """Whether these are positions, counted from zero, that begin anew somewhere."""
-    values = whole.movedim(dim, -1)
+    values = whole.movedim(dim, -1).long()
     first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
     counted = (first == 0).all() & ((rest == before + 1) | (rest == 0)).all()
     return counted & (rest == 0).any() & (values.max() > 1)

@@ -34,6 +34,8 @@ class SequenceAttention:
     lengths: frozenset[int]
     """The lengths of this rank's parts of the sequences that were sharded."""
     masks: MaskReader
+    padded: bool
+    """Padding may give ranks different masks, or some of them none."""
     calls: int = field(default=0)
 
     def __call__(
@@ -50,11 +52,7 @@ class SequenceAttention:
         self.calls += 1
         queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
         self._check_lengths(queries, keys)
-        hidden = None
-        if attn_mask is not None:
-            meaning = self.masks.read(attn_mask, queries, keys)
-            hidden = meaning if isinstance(meaning, Tensor) else None
-            is_causal = is_causal or not isinstance(meaning, Tensor)
+        hidden, is_causal = self._read(attn_mask, is_causal, query, key)
         if is_causal and queries != keys:
             raise StepError(
                 f"causal attention of {queries} queries to {keys} keys was asked for inside a context-parallel block; "
@@ -78,6 +76,52 @@ class SequenceAttention:
         shape = query.shape
         query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
         return blockwise(query, key, value, self.sharing, manner).reshape(*shape[:-1], value.shape[-1])
+
+    def _read(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+        """This rank's part of a mask of keys, if any rank has one, and whether attention is causal."""
+        problem: StepError | None = None
+        meaning: Tensor | Literal["causal"] | None = None
+        if mask is not None:
+            try:
+                meaning = self.masks.read(mask, query.shape[_LENGTH], key.shape[_LENGTH])
+            except StepError as error:
+                if not self.padded:
+                    raise
+                problem = error
+        hidden = meaning if isinstance(meaning, Tensor) else None
+        causal = causal or isinstance(meaning, str)
+        if self.padded:
+            hidden = self._agreed(hidden, causal, problem, query, key)
+        return hidden, causal
+
+    def _agreed(
+        self, hidden: Tensor | None, causal: bool, problem: StepError | None, query: Tensor, key: Tensor
+    ) -> Tensor | None:
+        """The mask of keys with the same form on every rank: what hides nothing where a rank made none.
+
+        Raises: StepError on every rank if the masks of any two say different things.
+        """
+        sizes = [0] * 6 if hidden is None else [1, hidden.dtype == torch.bool, *[1] * (4 - hidden.ndim), *hidden.shape]
+        told = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
+        everyone = torch.stack(all_parts(told, self.sharing.group)).tolist()
+        if any(row[0] for row in everyone):
+            raise problem or StepError(
+                "another rank of this sequence was given an attention mask that does not say what it hides here, so "
+                "this rank stops too; its message says what to do."
+            )
+        if any(row[5] != causal for row in everyone):
+            raise StepError(
+                "ranks of one sequence disagree whether attention is causal, because padding changes the mask the model "
+                "makes from their parts. With padding on the right a causal model needs no mask: leave attention_mask "
+                "out and set the labels of padding to -100."
+            )
+        rows = [row for row in everyone if row[1]]
+        if not rows or hidden is not None:
+            return hidden
+        shape = (max(row[3] for row in rows), max(row[4] for row in rows), 1, key.shape[_LENGTH])
+        if rows[0][2]:
+            return torch.ones(shape, dtype=torch.bool, device=query.device)
+        return torch.zeros(shape, dtype=query.dtype, device=query.device)
 
     def _check_lengths(self, queries: int, keys: int) -> None:
         wrong = next((length for length in (queries, keys) if length not in self.lengths), None)
