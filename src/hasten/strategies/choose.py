@@ -9,7 +9,7 @@ from typing import assert_never
 
 from hasten.config.root import Config
 from hasten.errors import ConfigError
-from hasten.runtime.axes import LOSS, Axis, MeshSpec
+from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.alone import Alone
@@ -23,25 +23,6 @@ from hasten.strategies.recompute import Recompute
 from hasten.strategies.wrapping import blocks_to_recompute
 
 log = logging.getLogger(__name__)
-
-
-def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
-    """The mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
-    sizes = config.parallelism
-    shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
-    if config.strategy == "fsdp" and shard is None:
-        if config.fsdp.hybrid_shard and replicate is None:
-            shard, replicate = local_world_size, -1
-        else:
-            shard = -1 if replicate != -1 else 1
-    return MeshSpec.build(
-        world_size,
-        pp=sizes.pp_size,
-        dp_replicate=replicate,
-        dp_shard=1 if shard is None else shard,
-        cp=sizes.cp_size,
-        tp=sizes.tp_size,
-    )
 
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hasten.comm.agreement import agree
 from hasten.config.parallel import ParallelismConfig, TensorStyle
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, StepError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.runtime.axes import Axis
@@ -63,12 +63,17 @@ class Colwise(_SplitForward):
     """Computes this rank's output features from the whole input."""
 
     output: Literal["part", "whole", "logits"] = "part"
+    gathered = False
+    """Whether the module around this layer has gathered the tokens already."""
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.part("weight")
         assert weight is not None, "a linear layer has a weight"
-        whole = enter(x, self.group) if self.region is None else self.region.gathered(x)
-        out = F.linear(whole, weight, self.part("bias"))
+        if self.region is None:
+            x = enter(x, self.group)
+        elif not self.gathered:
+            x = self.region.gathered(x)
+        out = F.linear(x, weight, self.part("bias"))
         if self.output == "whole":
             return gather(out, -1, self.group)
         if self.output == "logits":
@@ -86,6 +91,13 @@ class Rowwise(_SplitForward):
         weight, bias = self.part("weight"), self.part("bias")
         assert weight is not None, "a linear layer has a weight"
         if self.region is not None:
+            if x.shape[-1] != weight.shape[-1]:
+                raise StepError(
+                    f"a layer split rowwise got {x.shape[-1]} features instead of {weight.shape[-1]}: with "
+                    "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
+                    "all of them. Take the number of tokens from a projection's output, as in "
+                    "`self.q(x).unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
+                )
             out = self.region.scattered(F.linear(x, weight))
             return out if bias is None else out + enter(bias, self.group)
         self.apart.end()
@@ -194,11 +206,17 @@ def _split(
 
 
 def _forward(
-    style: TensorStyle, group: dist.ProcessGroup, apart: ApartStream, region: SequenceRegion | None, keep_logits: bool
+    style: TensorStyle,
+    group: dist.ProcessGroup,
+    apart: ApartStream,
+    place: tuple[SequenceRegion, bool] | None,
+    keep_logits: bool,
 ) -> _SplitForward:
+    region, gathered = place or (None, False)
     match style:
         case "colwise" | "colwise_gather_output":
             colwise = Colwise(group, apart, region)
+            colwise.gathered = gathered
             if style == "colwise_gather_output":
                 colwise.output = "logits" if keep_logits else "whole"
             return colwise

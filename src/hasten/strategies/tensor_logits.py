@@ -134,7 +134,9 @@ class VocabularyParts(Tensor):
                 rows = first._by_rows(func, args, kwargs)
             if rows is not None:
                 return cls.around(rows, first.group)
-        return super().__torch_function__(func, (Tensor,), _whole(args), _whole(kwargs))  # type: ignore[no-untyped-call]
+        whole_args, whole_kwargs = _whole(args), _whole(kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*whole_args, **whole_kwargs)
 
     def _shaped(self) -> Tensor:
         """A tensor of the whole's shape without memory. Inside: torch functions act on the part."""

@@ -17,6 +17,7 @@ from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.context_ops import all_parts, collect, summed_part
 from hasten.strategies.tensor_ops import enter, gather, split
 from hasten.strategies.tensor_random import ApartStream
+from hasten.strategies.wrapping import CONTAINERS
 
 # Any in this file: arguments and outputs of the user's modules, and torch's untyped autograd.Function.
 
@@ -52,16 +53,38 @@ class SequenceRegion:
 
     def gathered(self, x: Tensor) -> Tensor:
         """All tokens of a split layer's input; layers that share an input share its gathering. Ranks: the group."""
+        if self._last is not None and (x is self._last[0] or x is self._last[1]):
+            return self._last[1]
         if any(x is known for known in self._whole):
             return enter(x, self.group)
-        if self._last is None or self._last[0] is not x:
-            self._last = (x, collect(x, x.ndim - 2, self.group))
+        self._last = (x, collect(x, x.ndim - 2, self.group))
         return self._last[1]
 
     def scattered(self, x: Tensor) -> Tensor:
         """This rank's tokens of the sum of the ranks' partial results. Ranks: the group."""
         made: Tensor = _Scatter.apply(x, x.ndim - 2, self.group)  # type: ignore[no-untyped-call]  # as torch is
         return made
+
+
+class SequenceInput(forwarding.Forward):
+    """The forward of a module that holds layers split by columns: it gets all tokens, and takes its sizes from them."""
+
+    tag = "sequence input"
+
+    def __init__(self, region: SequenceRegion) -> None:
+        self.region = region
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        hidden = next((value for value in tensors if value.is_floating_point()), None)
+        if hidden is None:
+            return self.inner(*args, **kwargs)
+
+        def whole(value: Any) -> Any:
+            alike = isinstance(value, Tensor) and value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1]
+            return self.region.gathered(value) if alike and value.is_floating_point() else value
+
+        return self.inner(*(whole(value) for value in args), **{key: whole(value) for key, value in kwargs.items()})
 
 
 class SequenceBlock(forwarding.Forward):
@@ -172,17 +195,32 @@ def install(
     styles: Mapping[str, TensorStyle],
     group: dist.ProcessGroup,
     apart: ApartStream,
-) -> dict[str, SequenceRegion]:
-    """Replace the forwards of blocks and of their whole layers; the region of each split layer, by name."""
-    regions: dict[str, SequenceRegion] = {}
+) -> dict[str, tuple[SequenceRegion, bool]]:
+    """Replace the forwards of blocks, of what holds split layers and of whole layers.
+
+    For each split layer, its region and whether its input is gathered before: a block that holds split layers itself
+    goes on with its own tokens beside them, so each of them gathers its input.
+    """
+    regions: dict[str, tuple[SequenceRegion, bool]] = {}
     for stack in stacks:
         region = SequenceRegion(group)
         for index, (name, block) in enumerate(stack):
-            for part, layer in block.named_modules():
-                where = f"{name}.{part}" if part else name
+            parts = {f"{name}.{part}" if part else name: layer for part, layer in block.named_modules()}
+            holders = {where: _holder(where, parts) for where in parts if styles.get(where) == "colwise"}
+            for where, layer in parts.items():
                 if where in styles:
-                    regions[where] = region
+                    regions[where] = region, holders.get(where, name) != name
                 elif dict(layer.named_parameters(recurse=False)):
                     forwarding.replace(layer, PerToken(group))
+                elif where != name and where in holders.values():
+                    forwarding.replace(layer, SequenceInput(region))
             forwarding.replace(block, SequenceBlock(region, apart, index == 0, index == len(stack) - 1))
     return regions
+
+
+def _holder(where: str, parts: Mapping[str, nn.Module]) -> str:
+    """The module that calls a layer: the innermost around it that is no mere list of modules."""
+    above = where.rpartition(".")[0]
+    while isinstance(parts[above], CONTAINERS):
+        above = above.rpartition(".")[0]
+    return above
