@@ -114,7 +114,6 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
         (["--strategy=megatron", "--num_processes=2"], "Megatron-LM is not in this version"),
         (["--strategy=xla"], "training on TPUs is not in this version"),
         (["--tpu"], "training on TPUs is not in this version"),
-        (["--num_processes=2", "--cp_size=2"], "context parallelism is not in this version"),
         (["--deepspeed_zero_stage=3"], "DeepSpeed is not in this version"),
     ],
 )

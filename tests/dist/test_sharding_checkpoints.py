@@ -12,20 +12,25 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.parallel import ParallelismConfig, TorchContextParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 LAYOUTS: Final = (
     *((strategy, world) for strategy in ("auto", "fsdp") for world in (1, 2, 4)),
-    *(("tp", 2), ("tp+fsdp", 4), ("tp+ddp", 4)),
+    *(("tp", 2), ("tp+fsdp", 4), ("tp+ddp", 4), ("cp+fsdp", 4)),
 )
 SETTINGS: Final = MappingProxyType(
     {
         "tp": {"parallelism_config": ParallelismConfig(tp_size=2)},
         "tp+fsdp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)},
         "tp+ddp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_replicate_size=2)},
+        "cp+fsdp": {
+            "parallelism_config": ParallelismConfig(
+                cp_size=2, dp_shard_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy="ulysses")
+            )
+        },
     }
 )
 State = dict[str, Tensor]
@@ -39,8 +44,9 @@ def run(strategy: str, seed: int) -> tuple[Accelerator, nn.Module, Optimizer]:
 
 
 def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None:
-    batch = torch.arange(24).reshape(4, 6) % 11
-    accelerator.backward(next_token_loss(net(batch), batch))
+    batch, positions = torch.arange(24).reshape(4, 6) % 11, torch.arange(6)
+    with accelerator.context_parallel([batch, positions], [1, 0]):
+        accelerator.backward(next_token_loss(net(batch, positions), batch))
     optimizer.step()
     optimizer.zero_grad()
 

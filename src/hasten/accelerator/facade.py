@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ from hasten.optim.weightless import zero_if_weightless
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.strategies.context import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
 
@@ -110,6 +111,8 @@ class Accelerator:
         self._progress: ProgressMaker | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
+        sizes = parts.config.parallelism
+        self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
             parts.ctx,
@@ -331,10 +334,11 @@ class Accelerator:
         if self._progress is not None:
             self._progress.pulse.reached()
         weighed = self.precision.scale(self.clock.weigh(loss, weight))
+        weight = self.clock.share if weight is None else weight
         if weight is None:
             self.strategy.backward(weighed, **kwargs)
         else:
-            with zero_if_weightless(loss, weight):
+            with zero_if_weightless(loss, weight, self.clock.joined):
                 self.strategy.backward(weighed, **kwargs)
 
     def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
@@ -351,6 +355,28 @@ class Accelerator:
         return self.strategy.forward_backward(
             model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
         )
+
+    def context_parallel(
+        self,
+        buffers: Sequence[Tensor],
+        dims: Sequence[int],
+        labels: Tensor | Literal["auto"] | None = "auto",
+    ) -> AbstractContextManager[SequenceShards]:
+        """A block in which each buffer holds this rank's part along its dimension, and attention spans all parts.
+
+        Forward and backward belong inside; buffers are whole again after it. The loss weighs as much as this rank has
+        labels other than -100: those of `labels`, by default the buffer that has any; None weighs ranks alike.
+        """
+        return self._context.block(buffers, dims, labels=labels)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[Tensor] | None = None,
+    ) -> AbstractContextManager[SequenceShards]:
+        """Like `context_parallel`, by the established name: losses of ranks weigh alike, named buffers stay parts."""
+        return self._context.block(buffers or (), buffer_seq_dims or (), no_restore_buffers or (), labels=None)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A block that computes in this run's precision, for code outside a prepared model."""

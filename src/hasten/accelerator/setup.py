@@ -25,9 +25,10 @@ from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device, pci_address
 from hasten.runtime.logs import show_logs
+from hasten.runtime.mesh_plan import mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import choose, mesh_of
+from hasten.strategies.choose import choose
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers

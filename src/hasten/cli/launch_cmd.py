@@ -56,7 +56,7 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
     if given.dry_run:
-        sys.stdout.write(job.plan.render() + "\n")
+        sys.stdout.write(job.plan.render() + "\n" + job.mesh())
         return 0
     code: int = job.run()
     return code

@@ -63,9 +63,11 @@ ABSENT: Final[tuple[Absent, ...]] = (
         ),  # of its launcher, which starts ranks
     ),
     Absent("megatron", "Megatron-LM", _FSDP),
-    Absent("parallelism.tp_handler", "this option of tensor parallelism", "leave it out to split layers without it"),
-    Absent("parallelism.cp_size", "context parallelism", _DATA),
-    Absent("parallelism.cp_handler", "context parallelism", _DATA),
+    Absent(
+        "parallelism.tp_handler.enable_async_tp",
+        "this option of tensor parallelism",
+        "leave it out to split layers without it",
+    ),
     Absent("parallelism.sp_size", "DeepSpeed's sequence parallelism", _DATA),
     Absent("parallelism.sp_handler", "DeepSpeed's sequence parallelism", _DATA),
     Absent("fp8.te.interval", "an interval between scaling factors", "Transformer Engine computes them in every step"),

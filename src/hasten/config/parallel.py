@@ -37,8 +37,8 @@ class TorchTensorParallelConfig(Section):
 class TorchContextParallelConfig(Section):
     """Options of context parallelism (one long sequence over several processes)."""
 
-    cp_comm_strategy: Literal["allgather", "alltoall"] = setting(
-        "allgather", "how keys and values travel between ranks"
+    cp_comm_strategy: Literal["allgather", "alltoall", "ring", "ulysses"] = setting(
+        "allgather", "how attention spans ranks: keys gathered, around a ring (also: alltoall), or heads exchanged"
     )
     load_balance: bool = setting(
         True, "give every rank an equal share of a causal mask's work", flag="parallelism_config_cp_load_balance"

@@ -18,6 +18,8 @@ from hasten.launch.choose import make_plan, uses_mpi
 from hasten.launch.host import Host, look
 from hasten.launch.mpi import Mpi, kind_of, read_hostfile
 from hasten.launch.run import complete, execute
+from hasten.runtime.axes import AXES, Axis
+from hasten.runtime.mesh_plan import mesh_of, mesh_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,21 @@ class Job:
     resolved: Resolved
     host: Host
     plan: LaunchPlan
+
+    def mesh(self) -> str:
+        """The mesh of this job's processes as a table; empty where each is a replica or their number is not known yet.
+
+        Raises: ConfigError for sizes that do not fit the processes.
+        """
+        meeting, count = self.plan.meeting, sum(proc.count for proc in self.plan.procs)
+        if meeting is None or meeting.min_machines != meeting.max_machines:
+            return ""
+        spec = mesh_of(self.request.config, count, count * meeting.max_machines)
+        axes = [(axis, spec.size(axis)) for axis in AXES if spec.size(axis) > 1]
+        if not any(axis != Axis.DP_REPLICATE for axis, _ in axes):
+            return ""
+        title = f"mesh: {' x '.join(f'{axis} {size}' for axis, size in axes)} = {spec.world_size} processes"
+        return "\n".join([title, *("    " + row for row in mesh_table(spec, count)), ""])
 
     def run(self) -> int:
         """Run it to its end and return the exit code."""

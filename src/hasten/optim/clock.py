@@ -46,6 +46,10 @@ class StepClock:
     """The current window's gradients must be multiplied by `correction()` before use."""
     unit: float | None = None
     """What the run's first weight rounds to: weights are divided by it to keep scaled losses in fp16's range."""
+    share: Tensor | None = None
+    """What a loss without a weight counts for among the ranks of one sequence; None is as much as the others'."""
+    joined: bool = False
+    """Backward hands gradients from rank to rank: those of other ranks pass through this rank's graph."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
     _current: Window = field(init=False)
     cursors: Cursors = field(default_factory=Cursors)
@@ -184,6 +188,8 @@ class StepClock:
             )
         window.losses += 1
         if weight is None:
+            if self.share is not None:
+                loss = loss * self.share
             return loss if window.every == 1 else loss / window.every
         return self._weigh_in(window, loss, weight)
 

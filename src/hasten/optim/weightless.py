@@ -16,17 +16,18 @@ _Gradients = tuple[Tensor | None, ...]
 _LEAF: Final = "AccumulateGrad"
 
 
-def zero_if_weightless(loss: Tensor, weight: float | Tensor) -> AbstractContextManager[None]:
+def zero_if_weightless(loss: Tensor, weight: float | Tensor, joined: bool = False) -> AbstractContextManager[None]:
     """A block for the backward of `loss`, in which gradients are zeros where `weight` is zero.
 
     Multiplying by zero is not enough: zero times the nan of a mean over nothing is nan. A weight in host memory is
     looked at, and everything behind a loss of weight zero is set to zero. A weight on a device is not read, which would
-    wait for it; the first operations behind the loss, where means are taken, are guarded on the device.
+    wait for it; the first operations behind the loss, where means are taken, are guarded on the device. Only they are
+    guarded, too, where the graph is `joined` with those of other ranks, whose gradients pass through the rest of it.
     """
     if loss.grad_fn is None:
         return nullcontext()
     if not isinstance(weight, Tensor) or weight.device.type == "cpu":
-        return _hooked(loss.grad_fn, None, _zeros) if float(weight) == 0 else nullcontext()
+        return _hooked(loss.grad_fn, _DEPTH if joined else None, _zeros) if float(weight) == 0 else nullcontext()
     counts = weight.detach().reshape(()) != 0
 
     def guarded(grads: _Gradients) -> _Gradients:

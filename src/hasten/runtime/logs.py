@@ -129,7 +129,7 @@ class StartUp:
     source: str
     device: str
     backend: str | None = None
-    mesh: str = ""
+    mesh: Sequence[str] = ()
     wrapping: Sequence[str] = ()
     sampler: Sequence[str] = ()
     accumulation: int = 1
@@ -141,8 +141,7 @@ class StartUp:
 def banner(facts: StartUp) -> str:
     """The facts as lines to read, for the start of a run in debug mode."""
     rows: list[tuple[str, str]] = [("device", facts.device), ("backend", facts.backend or "none: one process")]
-    if facts.mesh:
-        rows.append(("mesh", facts.mesh))
+    rows += [("mesh", line) for line in facts.mesh]
     rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]
     rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
     step = "every batch" if facts.accumulation == 1 else f"every {facts.accumulation} batches"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,7 @@ from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
-from hasten.runtime.axes import AXES, Axis, MeshSpec
+from hasten.runtime.axes import AXES, SHARD, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 
 
@@ -58,6 +59,7 @@ class Groups:
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
     """Torch's DeviceMesh with every axis of `spec` by name, axes of size one included.
 
+    Ranks of one sequence hold different shards of the parameters, so `dp_shard` takes the size of `cp` in, and `cp` has size one.
     A single process without a process group gets one of its own. Ranks: every rank.
     """
     if not dist.is_initialized():
@@ -65,6 +67,7 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
         backend = "gloo" if device.type == "cpu" else None
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         atexit.register(stop)
+    spec = replace(spec, dp_shard=spec.size(*SHARD), cp=1)
     return dist.init_device_mesh(
         device.type, tuple(spec.size(axis) for axis in AXES), mesh_dim_names=tuple(str(axis) for axis in AXES)
     )

@@ -10,7 +10,7 @@ from typing import assert_never
 from hasten.config.base import given
 from hasten.config.root import Config
 from hasten.errors import ConfigError
-from hasten.runtime.axes import LOSS, Axis, MeshSpec
+from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.alone import Alone
@@ -26,33 +26,14 @@ from hasten.strategies.wrapping import blocks_to_recompute
 log = logging.getLogger(__name__)
 
 
-def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
-    """The mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
-    sizes = config.parallelism
-    shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
-    if config.strategy == "fsdp" and shard is None:
-        if config.fsdp.hybrid_shard and replicate is None:
-            shard, replicate = local_world_size, -1
-        else:
-            shard = -1 if replicate != -1 else 1
-    return MeshSpec.build(
-        world_size,
-        pp=sizes.pp_size,
-        dp_replicate=replicate,
-        dp_shard=1 if shard is None else shard,
-        cp=sizes.cp_size,
-        tp=sizes.tp_size,
-    )
-
-
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
     """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
-    for axis in (Axis.CP,):
-        if ctx.mesh.size(axis) > 1:
-            raise ConfigError(
-                f"{axis}_size={ctx.mesh.size(axis)} was asked for, but this version spreads models over the data "
-                f"parallel axes only; training would silently ignore it. Set {axis}_size=1."
-            )
+    if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
+        raise ConfigError(
+            f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "
+            f"{config.dynamo.backend!r} compiles it once; the compiled model would attend within each rank's part only. "
+            "Set dynamo_backend=no, or cp_size=1."
+        )
     if ctx.mesh.size(Axis.PP) > 1:
         return _pipelined(config, ctx)
     match config.strategy:
@@ -95,6 +76,13 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     mesh = WorldMesh()
     if ctx.mesh.size(Axis.TP) > 1:
+        handler = config.parallelism.tp_handler
+        if config.dynamo.backend != "no" and (handler.sequence_parallel or handler.loss_parallel):
+            raise ConfigError(
+                f"dynamo backend {config.dynamo.backend!r} was asked for with sequence_parallel or loss_parallel, which "
+                "exchange tokens and logits where compiled code has not been tried; set dynamo_backend=no, or leave "
+                "both options out."
+            )
         tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
@@ -110,13 +98,17 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     pipeline = import_module("hasten.strategies.pipeline")  # loads torch.distributed.pipelining
     _refuse_with_stages(config)
+    if ctx.mesh.size(Axis.CP) > 1:
+        raise ConfigError(
+            f"pp_size={ctx.mesh.size(Axis.PP)} was asked for with cp_size={ctx.mesh.size(Axis.CP)}; stages pass on whole "
+            "sequences, so parts of them would attend to themselves alone. Set cp_size=1 or pp_size=1."
+        )
     sharded = ctx.mesh.size(Axis.DP_SHARD) > 1
     schedule = config.parallelism.pp_handler.schedule
     if sharded and schedule in ("interleaved_zero_bubble", "zbv_zero_bubble"):
         raise ConfigError(
-            f"schedule {schedule!r} was asked for with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; it computes gradients of "
-            "weights apart from those of inputs, which torch's sharded modules do not take part in. Use '1f1b' or "
-            "'interleaved_1f1b', or replicas instead of shards."
+            f"schedule {schedule!r} was asked for with dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)}; zero-bubble schedules "
+            "with sharded stages are not in this version. Use '1f1b' or 'interleaved_1f1b', or replicas instead of shards."
         )
     mesh = WorldMesh()
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
@@ -154,6 +146,12 @@ def _refuse_with_stages(config: Config) -> None:
         )
     if config.mixed_precision == "fp8":
         raise ConfigError(f"mixed_precision='fp8' is not in this version with {sizes}; use 'bf16'.")
+    handler = config.parallelism.tp_handler
+    if handler.sequence_parallel or handler.loss_parallel:
+        raise ConfigError(
+            f"sequence_parallel or loss_parallel was asked for with {sizes}, where stages pass on whole tensors; leave both "
+            "out, or set pp_size=1."
+        )
     if given(config.ddp):
         raise ConfigError(
             f"ddp.{sorted(given(config.ddp))[0]} was set with {sizes}, where gradients are averaged once after all "

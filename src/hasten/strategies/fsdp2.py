@@ -150,7 +150,7 @@ class Shard:
         """Whether groups would only cost: one process frees nothing between them, unless parameters lie elsewhere."""
         config = self._config
         automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
-        if not automatic or config.cpu_offload or ctx.mesh.size(Axis.DP_SHARD, Axis.DP_REPLICATE) > 1:
+        if not automatic or config.cpu_offload or ctx.mesh.size(*LOSS) > 1:
             return False
         trained = [p for p in model.parameters() if p.requires_grad and p not in whole]
         return len({parameter.dtype for parameter in trained}) <= 1
@@ -162,7 +162,7 @@ class Shard:
             "offload_policy": self._offload(ctx),
             "ignored_params": layout.whole,
             # shards of one rank are whole already: freeing and gathering them again would only copy
-            "reshard_after_forward": ctx.mesh.size(Axis.DP_SHARD) > 1 and self._config.reshard_after_forward,
+            "reshard_after_forward": ctx.mesh.size(*SHARD) > 1 and self._config.reshard_after_forward,
         }
         for block in layout.blocks:
             fully_shard(block, mp_policy=inside, **options)
@@ -218,7 +218,6 @@ class Shard:
         if self._mesh is None:
             self._is_main = ctx.is_main
             self._replicated = ctx.mesh.size(Axis.DP_REPLICATE) > 1
-            assert ctx.mesh.size(*SHARD) == ctx.mesh.size(Axis.DP_SHARD), "context parallel shards join later"
             names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if self._replicated else (Axis.DP_SHARD,)
             self._mesh = self._world_mesh.along(ctx, *names)
         return self._mesh

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,20 @@ from torch.nn import functional as F
 from hasten.comm.agreement import agree
 from hasten.config.parallel import ParallelismConfig, TensorStyle
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, StepError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
+from hasten.strategies import tensor_sequence
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.tensor_logits import VocabularyParts
 from hasten.strategies.tensor_ops import enter, gather, leave, split
 from hasten.strategies.tensor_plan import Split, decide
 from hasten.strategies.tensor_random import ApartStream
+from hasten.strategies.tensor_sequence import SequenceRegion
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +47,11 @@ class _SplitForward(forwarding.Forward):
 
     tag = "tensor"
 
-    def __init__(self, group: dist.ProcessGroup, apart: ApartStream) -> None:
+    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, region: SequenceRegion | None = None) -> None:
         self.group = group
         self.apart = apart
+        self.region = region
+        """Where ranks hold parts of the tokens around this layer; None where every rank has all of them."""
 
     def part(self, name: str) -> Tensor | None:
         """This rank's part of a parameter, differentiable; None when the layer has none of that name."""
@@ -57,16 +62,22 @@ class _SplitForward(forwarding.Forward):
 class Colwise(_SplitForward):
     """Computes this rank's output features from the whole input."""
 
-    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, whole_output: bool) -> None:
-        super().__init__(group, apart)
-        self.whole_output = whole_output
+    output: Literal["part", "whole", "logits"] = "part"
+    gathered = False
+    """Whether the module around this layer has gathered the tokens already."""
 
     def __call__(self, x: Tensor) -> Tensor:
         weight = self.part("weight")
         assert weight is not None, "a linear layer has a weight"
-        out = F.linear(enter(x, self.group), weight, self.part("bias"))
-        if self.whole_output:
+        if self.region is None:
+            x = enter(x, self.group)
+        elif not self.gathered:
+            x = self.region.gathered(x)
+        out = F.linear(x, weight, self.part("bias"))
+        if self.output == "whole":
             return gather(out, -1, self.group)
+        if self.output == "logits":
+            return VocabularyParts.around(out, self.group)
         self.apart.begin(self.module)
         return out
 
@@ -74,16 +85,23 @@ class Colwise(_SplitForward):
 class Rowwise(_SplitForward):
     """Computes what this rank's input features add to the output; the ranks' results are summed."""
 
-    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, whole_input: bool) -> None:
-        super().__init__(group, apart)
-        self.whole_input = whole_input
+    whole_input = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.apart.end()
-        weight = self.part("weight")
+        weight, bias = self.part("weight"), self.part("bias")
         assert weight is not None, "a linear layer has a weight"
+        if self.region is not None:
+            if x.shape[-1] != weight.shape[-1]:
+                raise StepError(
+                    f"a layer split rowwise got {x.shape[-1]} features instead of {weight.shape[-1]}: with "
+                    "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
+                    "all of them. Take the number of tokens from a projection's output, as in "
+                    "`self.q(x).unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
+                )
+            out = self.region.scattered(F.linear(x, weight))
+            return out if bias is None else out + enter(bias, self.group)
+        self.apart.end()
         out = leave(F.linear(split(x, -1, self.group) if self.whole_input else x, weight), self.group)
-        bias = self.part("bias")
         return out if bias is None else out + bias
 
 
@@ -120,6 +138,7 @@ class SplitLayers:
 
     def __init__(self, config: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin, mesh: WorldMesh) -> None:
         self._config = config
+        self._handler = config.tp_handler
         self._fsdp = fsdp
         self._mesh = mesh
 
@@ -135,17 +154,20 @@ class SplitLayers:
         with agree(ctx.world, f"splitting {type(model).__name__}"):
             found = decide(model, self._config.tp_plan, self._config.tp_divide, ranks)
             _check_ties(model, found)
+            stacks = tensor_sequence.check(model, found.styles) if self._handler.sequence_parallel else []
+            if self._handler.loss_parallel:
+                _check_head(model, found)
         if source_of(model, self._fsdp, ctx) is Source.RANK_0:
             _materialise(model, ctx)
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
-        _split(model, found, mesh, ctx.device)
+        _split(model, found, mesh, ctx.device, stacks, self._handler.loss_parallel)
         for parent, names in found.attributes.items():
             module = model.get_submodule(parent)
             for name in names:
                 setattr(module, name, getattr(module, name) // ranks)
         if ctx.is_main:
-            log.info(_account(model, found, ranks))
+            log.info(_account(model, found, ranks, sum(len(stack) for stack in stacks), self._handler.loss_parallel))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -161,9 +183,17 @@ def _materialise(model: nn.Module, ctx: ProcessContext) -> None:
     model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _split(model: nn.Module, found: Split, mesh: DeviceMesh, device: torch.device) -> None:
+def _split(
+    model: nn.Module,
+    found: Split,
+    mesh: DeviceMesh,
+    device: torch.device,
+    stacks: list[list[tuple[str, nn.Module]]],
+    keep_logits: bool,
+) -> None:
     group = mesh.get_group()
     apart = ApartStream(model, group.rank())
+    regions = tensor_sequence.install(stacks, found.styles, group, apart)
     made: dict[int, nn.Parameter] = {}
     for name, style in found.styles.items():
         layer = model.get_submodule(name)
@@ -172,15 +202,28 @@ def _split(model: nn.Module, found: Split, mesh: DeviceMesh, device: torch.devic
         if isinstance(layer, nn.Linear) and "bias" in dict(layer.named_parameters(recurse=False)) and dim == 0:
             _replace(layer, "bias", 0, mesh, made, device)
         if forwarding.find(layer, _SplitForward.tag) is None:  # one layer under two names is split once
-            forwarding.replace(layer, _forward(style, group, apart))
+            forwarding.replace(layer, _forward(style, group, apart, regions.get(name), keep_logits))
 
 
-def _forward(style: TensorStyle, group: dist.ProcessGroup, apart: ApartStream) -> _SplitForward:
+def _forward(
+    style: TensorStyle,
+    group: dist.ProcessGroup,
+    apart: ApartStream,
+    place: tuple[SequenceRegion, bool] | None,
+    keep_logits: bool,
+) -> _SplitForward:
+    region, gathered = place or (None, False)
     match style:
         case "colwise" | "colwise_gather_output":
-            return Colwise(group, apart, whole_output=style == "colwise_gather_output")
+            colwise = Colwise(group, apart, region)
+            colwise.gathered = gathered
+            if style == "colwise_gather_output":
+                colwise.output = "logits" if keep_logits else "whole"
+            return colwise
         case "rowwise" | "rowwise_split_input":
-            return Rowwise(group, apart, whole_input=style == "rowwise_split_input")
+            rowwise = Rowwise(group, apart, region)
+            rowwise.whole_input = style == "rowwise_split_input"
+            return rowwise
         case "embedding_rowwise":
             return VocabularyRows(group, apart)
         case "embedding_colwise":
@@ -230,7 +273,18 @@ def _check_ties(model: nn.Module, found: Split) -> None:
             )
 
 
-def _account(model: nn.Module, found: Split, ranks: int) -> str:
+def _check_head(model: nn.Module, found: Split) -> None:
+    """Raise unless one layer, the head, gathers its output: then its logits can stay apart."""
+    heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
+    if len(heads) != 1:
+        raise ConfigError(
+            f"loss_parallel=True keeps the logits of the head apart, but the plan of {type(model).__name__} "
+            f"({found.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
+            "tp_plan={'head': 'colwise_gather_output', ...}, or set loss_parallel=False."
+        )
+
+
+def _account(model: nn.Module, found: Split, ranks: int, num_blocks: int, keep_logits: bool) -> str:
     """What was split, what was left, and the bytes a rank holds."""
     by_style: dict[str, int] = {}
     for style in found.styles.values():
@@ -243,6 +297,10 @@ def _account(model: nn.Module, found: Split, ranks: int) -> str:
         + f"; each rank holds {(split_bytes / ranks + whole_bytes) / 2**20:.1f} of "
         f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
     )
+    if num_blocks:
+        text += f"; tokens divided between the split layers of {num_blocks} blocks"
+    if keep_logits:
+        text += "; logits stay apart for the loss"
     if found.attributes:
         text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in found.attributes.items() for a in names)
     if found.left:

@@ -28,6 +28,7 @@ _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/own_shards.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
+_PIECES: Final = "src/hasten/strategies/context_blocks.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
@@ -50,6 +51,7 @@ _EXACT: Final = "degrades: resumes on more than two ranks agree to rounding, not
 _HOLDS: Final = "degrades: no save inside a window with shards and replicas; logged once"
 _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
+_RING: Final = "causal context parallelism by allgather or ring fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
@@ -189,6 +191,12 @@ NAMES: Final = (
         ("dropin/src/accelerate/parallelism_config.py",),
         "the drop-in's device meshes have no joint axes",
     ),
+    # fused attention that gives its log-sum-exp: the ring of context parallelism
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention", (_PIECES,), _RING),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _RING),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _RING),
+    Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu_backward", (_PIECES,), _RING),
+    Name("torch", "_C", ("src/hasten/strategies/tensor_logits.py",), "loss_parallel=True fails"),
 )
 
 

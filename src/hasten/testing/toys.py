@@ -121,11 +121,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The sequence after this block."""
-        batch, length, _ = x.shape
         h = self.norm1(x)
-        # -1 and not self.heads: under tensor parallelism each rank has only its share of the heads
+        # -1 and not self.heads: under tensor parallelism each rank has only its share of the heads, and h may be a part
+        # of the tokens
         q, k, v = (
-            layer(h).view(batch, length, -1, x.shape[-1] // self.heads).transpose(1, 2)
+            layer(h).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -148,9 +148,11 @@ class TinyLM(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the next token at every position."""
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[-1], device=tokens.device))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """The logits of the next token at every position; `positions` says which these are, by default the first."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        x = self.embed(tokens) + self.position(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]

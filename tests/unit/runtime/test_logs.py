@@ -126,7 +126,7 @@ def test_banner() -> None:
         source="torch",
         device="cuda:1",
         backend="nccl",
-        mesh="dp_shard=2, tp=2",
+        mesh=("dp_shard=2, tp=2",),
         wrapping=("Net: FSDP2 over 2 ranks", "Head: as it is"),
         sampler=("train: shard 1 of 4",),
         accumulation=4,

@@ -1,0 +1,94 @@
+"""Split long sequences over processes: each holds a part of every sequence, and attention spans the parts.
+
+hasten launch --num_processes 2 examples/context_parallel.py --context 8192
+hasten launch --cpu --num_processes 4 examples/context_parallel.py --cp_size 2 --steps 20 --width 64 --way ring
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from char_lm import ALPHABET, Sources, read_sources
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from hasten import Accelerator, ParallelismConfig, TorchContextParallelConfig, set_seed
+
+
+class Block(nn.Module):
+    """Attention by torch's own function, and a perceptron."""
+
+    def __init__(self, width: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sequence after this block."""
+        parts = self.mix(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Writer(nn.Module):
+    """A character model that is told which positions it sees, because a process sees a part of them."""
+
+    def __init__(self, width: int, depth: int, context: int) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(ALPHABET, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width, head_dim=16) for _ in range(depth)))
+        self.head = nn.Linear(width, ALPHABET, bias=False)
+
+    def forward(self, codes: Tensor, positions: Tensor) -> Tensor:
+        """Return the logits of the next character at every position."""
+        return self.head(self.blocks(self.embed(codes) + self.position(positions)))
+
+
+def main() -> None:
+    """Train a character model on sequences that are split over processes."""
+    parser = argparse.ArgumentParser(description="Train on sequences that are split over the processes.")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--batch_size", type=int, default=4)
+    parser.add_argument("--cp_size", type=int, default=-1, help="processes that share a sequence (-1: all)")
+    parser.add_argument("--way", choices=("allgather", "ring", "ulysses"), default="allgather")
+    args = parser.parse_args()
+    set_seed(0)
+    handler = TorchContextParallelConfig(cp_comm_strategy=args.way)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=args.cp_size, cp_handler=handler))
+
+    model = Writer(args.width, args.depth, args.context)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader(Sources(read_sources(1.0), args.context), batch_size=args.batch_size, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    first = last = 0.0
+    for step, codes in zip(range(args.steps), loader, strict=False):  # processes that share a sequence get the same
+        tokens, labels = codes[:, :-1].clone(), codes[:, 1:].clone()
+        positions = torch.arange(tokens.shape[1], device=accelerator.device)
+        optimizer.zero_grad()
+        with accelerator.context_parallel([tokens, labels, positions], [1, 1, 0]):
+            if step == 0:
+                accelerator.print(f"{tokens.shape[1]} of {codes.shape[1] - 1} tokens on each process")
+            loss = F.cross_entropy(model(tokens, positions).flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        last = accelerator.reduce(loss.detach(), "mean").item()
+        first = first or last
+        if step % 20 == 0:
+            accelerator.print(f"step {step}: loss {last:.3f} (a guess among {ALPHABET} letters is 4.852)")
+    accelerator.print(f"loss {first:.3f} -> {last:.3f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The mesh that settings and a number of processes lead to, and the table that shows it: numbers without torch."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hasten.config.root import Config
+from hasten.runtime.axes import AXES, MeshSpec
+
+_SHOWN: Final = 64
+"""Ranks a table lists; of a larger mesh the first and the last ones."""
+
+
+def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
+    """The mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
+    sizes = config.parallelism
+    shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
+    if config.strategy == "fsdp" and shard is None:
+        if config.fsdp.hybrid_shard and replicate is None:
+            shard, replicate = local_world_size, -1
+        else:
+            shard = -1 if replicate != -1 else 1
+    return MeshSpec.build(
+        world_size,
+        pp=sizes.pp_size,
+        dp_replicate=replicate,
+        dp_shard=1 if shard is None else shard,
+        cp=sizes.cp_size,
+        tp=sizes.tp_size,
+    )
+
+
+def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
+    """One line per rank: its machine and its coordinate on each axis that several ranks share, below a heading."""
+    axes = [axis for axis in AXES if mesh.size(axis) > 1]
+    rows = [["rank", "machine", *(str(axis) for axis in axes)]]
+    world = mesh.world_size
+    listed = range(world) if world <= _SHOWN else [*range(_SHOWN // 2), *range(world - _SHOWN // 2, world)]
+    for rank in listed:
+        where = mesh.coordinate(rank)
+        rows.append([str(rank), str(rank // local_world_size), *(str(where[axis]) for axis in axes)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    if world > _SHOWN:
+        lines.insert(1 + _SHOWN // 2, f"... {world - _SHOWN} more ranks")
+    return lines
