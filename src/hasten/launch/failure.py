@@ -53,6 +53,8 @@ _SECONDARY: Final = re.compile(
 
 PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
 
+STALLED: Final = 86  # hasten.debug.ending.STALLED, whose module loads torch
+
 # (what the traceback or the log says, what to do)
 _HINTS: Final = (
     (r"Address already in use|EADDRINUSE|errno: ?98\b",
@@ -189,6 +191,9 @@ def render_failure(
     With `full` (under --debug) the other ranks' tracebacks come before it. `lost` names machines that went silent.
     """
     first = first_failure(failures)
+    if first.code == STALLED:
+        words = first.summary.partition(": ")[2] or "ranks waited for each other in vain"
+        return f"the job was ended because it stalled: {words}.\nThe whole report is above; docs/trust.md tells how to read it."
     rest = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
     how = "failed first" if first.code else "left first, while other ranks still needed it"
     lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {how}: {end_words(first.code)}"]

@@ -18,6 +18,7 @@ from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
+from hasten.comm.trail import Trail
 from hasten.errors import CommError, DeviceError, TopologyError
 from hasten.runtime import env, secret, store
 from hasten.runtime.axes import MeshSpec
@@ -73,10 +74,11 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
     assert group is not None, "torch.distributed is initialised, so it has a world group"
     notes = _get_default_store()  # the only way to the store of a group somebody else has started
     proof = _credentials(settings)
-    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof)
+    trail = Trail()
+    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, trail)
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof)
-    return ProcessContext(topology, mesh, device, world, groups)
+    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, trail)
+    return ProcessContext(topology, mesh, device, world, groups, trail)
 
 
 def _credentials(settings: GroupSettings) -> Credentials:

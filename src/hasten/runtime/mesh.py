@@ -14,6 +14,7 @@ from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
+from hasten.comm.trail import Trail
 from hasten.runtime.axes import AXES, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 
@@ -29,6 +30,7 @@ class Groups:
         store: dist.Store | None,
         timeout_s: float,
         credentials: Credentials | None = None,
+        trail: Trail | None = None,
     ) -> None:
         self._mesh = mesh
         self._rank = rank
@@ -36,6 +38,7 @@ class Groups:
         self._store = store
         self._timeout_s = timeout_s
         self._credentials = credentials
+        self._trail = trail
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
@@ -52,7 +55,7 @@ class Groups:
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
-        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._credentials)
+        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._credentials, self._trail)
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
