@@ -52,16 +52,15 @@ class Bulletin:
         """What ranks have posted."""
         return {rank: msgspec.json.decode(data, type=State) for rank, data in self._read("state", ranks).items()}
 
-    def claim(self) -> bool:
-        """Whether this rank is the one that speaks: the first to ask."""
-        claimed = self._connected().compare_set(f"{self._prefix}/speaker", "", str(self._rank))
-        return bool(claimed.decode() == str(self._rank))
+    def speak(self, turn: int) -> None:
+        """Say that this rank is the one that speaks, and still there."""
+        self._connected().set(f"{self._prefix}/speaker", f"{self._rank} {turn}")
 
-    def claimed(self) -> bool:
-        """Whether some rank speaks already."""
-        return bool(self._connected().check([f"{self._prefix}/speaker"]))
+    def speaker(self) -> str:
+        """Who speaks, with a number that grows while it is there; empty if nobody does."""
+        return self._get("speaker")
 
-    def unclaim(self) -> None:
+    def be_silent(self) -> None:
         """Stop speaking."""
         self._connected().delete_key(f"{self._prefix}/speaker")
 
@@ -71,8 +70,11 @@ class Bulletin:
 
     def verdict(self) -> str:
         """Why the job ends; empty while it does not."""
+        return self._get("verdict")
+
+    def _get(self, key: str) -> str:
         store = self._connected()
-        return store.get(f"{self._prefix}/verdict").decode() if store.check([f"{self._prefix}/verdict"]) else ""
+        return store.get(f"{self._prefix}/{key}").decode() if store.check([f"{self._prefix}/{key}"]) else ""
 
     def _read(self, what: str, ranks: Sequence[int]) -> dict[int, bytes]:
         store = self._connected()

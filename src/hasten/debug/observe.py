@@ -62,6 +62,7 @@ class Observer:
         place = stacks.place_of(calls)
         now, used, moved = time.monotonic(), time.process_time(), processes.io_count()
         share = (used - self._cpu[1]) / max(now - self._cpu[0], 1e-3)
+        self._cpu = (now, used)
         if moved - self._io[1] > _REAL_IO_BYTES:
             self._io = (now, moved)
         last = self.trail.last

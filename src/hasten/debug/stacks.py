@@ -123,6 +123,9 @@ def place_of(calls: Sequence[Call]) -> Place:
     kind: Kind = "user"
     if inner:
         kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
+    outer = calls[at:]
+    if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
+        kind = "checkpoint"  # the user's own state_dict(), called by a save
     named = [call.function for call in inner if call.function not in _GENERIC]
     return Place(
         kind,
@@ -131,7 +134,7 @@ def place_of(calls: Sequence[Call]) -> Place:
         user.line,
         user.function,
         barrier=any(call.file.endswith("/hasten/comm/rollcall.py") for call in inner),
-        in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in calls[at:]),
+        in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in outer),
     )
 
 
@@ -154,8 +157,8 @@ def short(file: str) -> str:
 
 
 def source_line(file: str, line: int) -> str:
-    """The text of a line of source; empty if the file cannot be read."""
-    text = linecache.getline(file, line).strip()
+    """The text of a line of source without its comment; empty if the file cannot be read."""
+    text = linecache.getline(file, line).partition("  # ")[0].strip()
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 

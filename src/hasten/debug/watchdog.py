@@ -37,6 +37,7 @@ _TICK_S: Final = 1.0
 _PATIENCE: Final = 10.0
 _LONGER: Final = 3.0
 _FAR: Final = 8
+_SILENCE: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,12 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="hasten-watchdog", daemon=True)
         self._counts: dict[str, int] = {}
         self._quiet_since = 0.0
-        self._looked_at = 0.0
+        self._look_at = 0.0
         self._longest_s = 0.0
+        self._tick = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
         self._speaks = False
+        self._turn = 0
+        self._heard = ("", 0.0)
         self._suspect: tuple[object, ...] = ()
         self._reported: tuple[object, ...] = ()
 
@@ -105,23 +109,22 @@ class Watchdog:
         return most if self._settings.after_s is not None else max(most, self._settings.timeout_s)
 
     def _run(self) -> None:
-        tick = min(_TICK_S, self.after_s / 8)
-        look = min(_LOOK_S, self.after_s / 2)
+        tick, look = self._tick, min(_LOOK_S, self.after_s / 2)
         before = self._quiet_since = time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
             counts = self._observer.counts()
             if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
                 self._moved(counts, now)
-            elif now - self._quiet_since >= look and now >= self._looked_at:
-                self._looked_at = now + min(max(tick, 0.1 * (now - self._quiet_since)), 10.0)
+            elif now - self._quiet_since >= look and now >= self._look_at:
+                self._look_at = now + self._pause(now)
                 self._wait(now)
             before = now
 
     def _moved(self, counts: dict[str, int], now: float) -> None:
         """The rank goes on: take back what it said."""
         self._counts = counts
-        waited, self._quiet_since, self._looked_at = now - self._quiet_since, now, 0.0
+        waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
         self._longest_s = max(self._longest_s, waited)
         if self._reported:
             log.warning("the ranks go on after %.0f s", waited)
@@ -130,7 +133,7 @@ class Watchdog:
             self._bulletin.withdraw()
             if self._speaks:
                 self._speaks = False
-                self._bulletin.unclaim()
+                self._bulletin.be_silent()
         except LOST:  # the training thread loses the store, too, and says so
             return
         self._observer.start_looking()
@@ -149,15 +152,23 @@ class Watchdog:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
 
     def _takes_the_word(self, now: float) -> bool:
-        """Whether this rank speaks: rank 0, or the next that waits when those before it have said nothing for a while."""
-        if self._speaks:
-            return True
+        """Whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
         look = min(_LOOK_S, self.after_s / 2)
-        delay = 0.25 * look * min(self._observer.rank, _FAR)
-        if now - self._quiet_since < look + delay or (self._observer.rank and self._bulletin.claimed()):
-            return False
-        self._speaks = self._bulletin.claim()
+        if not self._speaks:
+            delay_s = 0.25 * look * min(self._observer.rank, _FAR)
+            heard = self._bulletin.speaker()
+            if heard != self._heard[0]:
+                self._heard = (heard, now)
+            silent_s = now - self._heard[1]
+            self._speaks = silent_s > _SILENCE * self._pause(now) if heard else now - self._quiet_since > look + delay_s
+        if self._speaks:
+            self._turn += 1
+            self._bulletin.speak(self._turn)
         return self._speaks
+
+    def _pause(self, now: float) -> float:
+        """Seconds between two looks: ever longer, the longer the wait."""
+        return min(max(self._tick, 0.1 * (now - self._quiet_since)), 10.0)
 
     def _judge(self, world: list[Seen]) -> None:
         found = diagnose(world, io_patience_s=self.after_s)
