@@ -246,7 +246,7 @@ def native() -> None:
 
 def slow_disk() -> None:
     if not main:
-        os.fsync = lambda fd: time.sleep(1000)  # at: disk
+        os.fsync = lambda fd: time.sleep(1000)
     accelerator.save_state("project/state")  # at: slow save
 
 
@@ -278,11 +278,12 @@ def long_on_one() -> None:
     if main:
         time.sleep(3 * AFTER_S)  # at: evaluation
     step()
+    time.sleep(1)  # for the watchdog to see that it goes on
 
 
 def long_save() -> None:
     def slowly(*_: object) -> None:
-        for _ in range(16):
+        for _ in range(8):
             with open("project/slow", "wb") as file:  # noqa: PTH123 - plain bytes
                 file.write(bytes(1 << 20))
             time.sleep(0.25)

@@ -74,7 +74,7 @@ CASES: Final = (
     Case("locked", r"rank 1 is in user code at .* in locked\(\), asleep", ("lock", "gather after lock"), report_only=True, quick=True),
     Case("asleep", r"rank 0 is in user code at .* in asleep\(\), asleep", ("sleep", "save after sleep"), report_only=True),
     Case("native", r"rank 1 \(pid \d+ on .*\) does not answer", ("backward",), report_only=True),
-    Case("slow_disk", r"rank 1 is in a save or load at .* read and written nothing", ("disk", "slow save"), report_only=True),
+    Case("slow_disk", r"rank 1 is in a save or load at .* read and written nothing", ("slow save",), report_only=True),
     Case("stuck_sample", r"rank 1 is in the dataset's own code", ("sample", "backward"), report_only=True),
     Case("stuck_worker", r"rank 1 waits for its next batch", ("worker", "backward"), report_only=True),
 )  # fmt: skip

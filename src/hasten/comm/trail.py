@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import Counter
@@ -14,8 +15,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-LIBRARIES: Final = (f"{Path(__file__).parents[1]}/", f"{Path(torch.__file__).parent}/")
-"""The folders of hasten and torch: a frame in them is not the user's code."""
+LIBRARIES: Final = (
+    f"{Path(__file__).parents[1]}/",
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(contextlib.__file__).parent}/",
+)
+"""The folders of hasten, torch and Python itself: a frame in them is not the user's code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class Trail:
 
 
 def caller(depth: int) -> tuple[str, int]:
-    """File and line of the innermost frame that is neither torch's nor hasten's, `depth` frames up or further."""
+    """File and line of the innermost frame that is the user's, `depth` frames up or further."""
     frame = sys._getframe(depth)
     while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
