@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -158,7 +159,7 @@ def error_in_forward() -> None:
 def error_in_backward() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     if not main:
-        x.register_hook(fail)
+        x.register_hook(fail)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     step(x)
     accelerator.wait_for_everyone()
 
@@ -282,14 +283,16 @@ def long_on_one() -> None:
 
 
 def long_save() -> None:
-    def slowly(*_: object) -> None:
-        for _ in range(8):
-            with open("project/slow", "wb") as file:  # noqa: PTH123 - plain bytes
-                file.write(bytes(1 << 20))
-            time.sleep(0.25)
-
     sync = os.fsync
-    os.fsync = lambda fd: (slowly(), sync(fd))[1] if main else sync(fd)
+
+    def slowly(fd: int) -> None:
+        """A disk that is slow, but writes."""
+        for _ in range(8 if main else 0):
+            Path("project/slow").write_bytes(bytes(1 << 20))
+            time.sleep(0.25)
+        sync(fd)
+
+    os.fsync = slowly  # type: ignore[assignment]  # it is given a descriptor here
     accelerator.save_state("project/state")
     os.fsync = sync
     step()

@@ -12,7 +12,6 @@ from typing import Any
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
-from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.debug.bulletin import Bulletin
@@ -93,9 +92,7 @@ def _context(config: Config) -> ProcessContext:
     if config.launch.enable_cpu_affinity:
         plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
         log.info("cpu affinity: %s", plan.reason)
-    return bootstrap.start(
-        topology, device, partial(mesh_of, config, topology.local_world_size), _group(config.process_group)
-    )
+    return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
 def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | None:
@@ -110,7 +107,7 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         WatchSettings(
             after_s=config.stall_after_s,
             then=config.stall,
-            timeout_s=_group(config.process_group).timeout_s,
+            timeout_s=_group(config).timeout_s,
             folder=Path(folder) if folder else env.home(env.snapshot()) / "stalls",
         ),
     )
@@ -129,11 +126,12 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     )
 
 
-def _group(config: InitProcessGroupKwargs) -> GroupSettings:
-    plain = GroupSettings()
+def _group(settings: Config) -> GroupSettings:
+    plain, config = GroupSettings(), settings.process_group
     return GroupSettings(
         backend=config.backend,
         init_method=config.init_method,
         init_timeout_s=plain.init_timeout_s if config.init_timeout is None else config.init_timeout.total_seconds(),
         timeout_s=plain.timeout_s if config.timeout is None else config.timeout.total_seconds(),
+        checked=settings.debug,
     )

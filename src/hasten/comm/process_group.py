@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.comm.base import ReduceKind
+from hasten.comm.contract import Contract
 from hasten.comm.objects import Objects
 from hasten.comm.rollcall import RollCall
 from hasten.comm.session import Credentials, Session
@@ -23,7 +24,10 @@ _NARROW: Final = (torch.int16, torch.uint16, torch.uint32)
 
 
 class ProcessGroupComm:
-    """A torch process group with the store its members can leave notes in."""
+    """A torch process group with the store its members can leave notes in.
+
+    With `checked`, the members agree over the store on every collective before it runs.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,7 @@ class ProcessGroupComm:
         timeout_s: float = 1800.0,
         credentials: Credentials | None = None,
         trail: Trail | None = None,
+        checked: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -51,6 +56,8 @@ class ProcessGroupComm:
         self._name = f"{_tag(self.ranks)}/{number}"
         notes = dist.PrefixStore(f"hasten/{self._name}", store)
         self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
+        agreed = dist.PrefixStore("contract", notes)
+        self._contract = Contract(agreed, me, self.ranks, timeout_s) if checked else None
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if x.is_complex():
@@ -60,7 +67,7 @@ class ProcessGroupComm:
             return counted.bool() if kind in ("min", "max") else counted
         if x.dtype in _NARROW:  # gloo cannot reduce these
             return self.all_reduce(x.to(torch.int64), kind).to(torch.float32 if kind == "mean" else x.dtype)
-        self.trail.note("all_reduce", x)
+        self._begin("all_reduce", x)
         buffer = self._own(x, copy=True)
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
         dist.all_reduce(buffer, op, group=self.group)
@@ -68,7 +75,7 @@ class ProcessGroupComm:
         return result.to(x.device).reshape(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.trail.note("all_gather", x)
+        self._begin("all_gather", x)
         if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
             gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
             _GATHER(gathered, x, group=self.group)
@@ -79,14 +86,14 @@ class ProcessGroupComm:
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        self.trail.note("broadcast", x)
+        self._begin("broadcast", x)
         raw = self._bytes(x).clone()
         dist.broadcast(raw, src=self._member(src), group=self.group)
         return _from_bytes(raw, x.dtype, x.shape).to(x.device)
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
         sender = self._member(src)
-        self.trail.note("scatter", like)
+        self._begin("scatter", like)
         raw = torch.empty_like(self._bytes(like))
         pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
         dist.scatter(raw, pieces, src=sender, group=self.group)
@@ -115,6 +122,12 @@ class ProcessGroupComm:
     def close(self) -> None:
         """Destroy the group. Only its owner calls this."""
         dist.destroy_process_group(self.group)
+
+    def _begin(self, op: str, x: Tensor) -> None:
+        """Remember the collective; in debug mode return only when every member is about to run it."""
+        self.trail.note(op, x)
+        if self._contract is not None and (last := self.trail.last) is not None:
+            self._contract.check(op, x, last.file, last.line)
 
     def _member(self, src: int) -> int:
         if not 0 <= src < self.size:

@@ -27,7 +27,10 @@ class Config(Section):
     )
     strategy: StrategyName = setting("auto", "how training is spread (auto: ddp with several processes, else none)")
     cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
-    debug: bool = setting(False, "show hasten's and torch's own logs, the start-up banner and whole tracebacks")
+    debug: bool = setting(
+        False,
+        "check every collective before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
+    )
     stall: Literal["abort", "report", "off"] = setting(
         "abort", "what happens when ranks wait for each other in vain: report and end the job, only report, or nothing"
     )

@@ -43,6 +43,8 @@ class GroupSettings:
     """How long a collective may take once training runs."""
     pickle_unproven: bool = False
     """Accept pickled objects from ranks that share no token with this one, as torch's own object collectives do."""
+    checked: bool = False
+    """The ranks agree on every collective before it runs, torch's own included: slow, for debug mode."""
 
 
 def start(
@@ -75,9 +77,9 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
     notes = _get_default_store()  # the only way to the store of a group somebody else has started
     proof = _credentials(settings)
     trail = Trail()
-    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, trail)
+    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, trail, settings.checked)
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, trail)
+    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, trail, settings.checked)
     return ProcessContext(topology, mesh, device, world, groups, trail)
 
 
@@ -105,6 +107,10 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
     found.set_timeout(within)
+    if settings.checked:
+        dist.set_debug_level(
+            dist.DebugLevel.DETAIL
+        )  # torch compares its collectives itself, those inside DDP and FSDP, too
     dist.init_process_group(
         settings.backend or _backend(device),
         store=dist.PrefixStore(f"hasten/{topology.restart_count}", found),

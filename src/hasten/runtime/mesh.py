@@ -31,6 +31,7 @@ class Groups:
         timeout_s: float,
         credentials: Credentials | None = None,
         trail: Trail | None = None,
+        checked: bool = False,
     ) -> None:
         self._mesh = mesh
         self._rank = rank
@@ -39,6 +40,7 @@ class Groups:
         self._timeout_s = timeout_s
         self._credentials = credentials
         self._trail = trail
+        self._checked = checked
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
@@ -55,7 +57,9 @@ class Groups:
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
-        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._credentials, self._trail)
+        return ProcessGroupComm(
+            group, self._store, self._world.device, self._timeout_s, self._credentials, self._trail, self._checked
+        )
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
