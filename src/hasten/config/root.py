@@ -29,7 +29,7 @@ class Config(Section):
     cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
     debug: bool = setting(
         False,
-        "check every collective before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
+        "check every collective of hasten before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
     )
     stall: Literal["abort", "report", "off"] = setting(
         "abort", "what happens when ranks wait for each other in vain: report and end the job, only report, or nothing"

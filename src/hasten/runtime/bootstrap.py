@@ -44,7 +44,7 @@ class GroupSettings:
     pickle_unproven: bool = False
     """Accept pickled objects from ranks that share no token with this one, as torch's own object collectives do."""
     checked: bool = False
-    """The ranks agree on every collective before it runs, torch's own included: slow, for debug mode."""
+    """The ranks agree on every collective of a Comm before it runs: slow, for debug mode."""
 
 
 def start(
@@ -107,10 +107,6 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
     found.set_timeout(within)
-    if settings.checked:
-        dist.set_debug_level(
-            dist.DebugLevel.DETAIL
-        )  # torch compares its collectives itself, those inside DDP and FSDP, too
     dist.init_process_group(
         settings.backend or _backend(device),
         store=dist.PrefixStore(f"hasten/{topology.restart_count}", found),
