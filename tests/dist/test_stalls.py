@@ -152,7 +152,8 @@ def test_nothing_is_said_where_nothing_is_wrong(
     assert launch(warm, name) == 0
     text = "".join(capfd.readouterr())
     assert "stalled" not in text
-    assert "finished 0" in text and "finished 1" in text
+    assert "finished 0" in text
+    assert "finished 1" in text
 
 
 @pytest.mark.exhaustive

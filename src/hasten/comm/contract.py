@@ -42,8 +42,8 @@ class Contract:
         if self._turn > 2:  # everybody has read the turn before the last
             self._store.delete_key(f"{self._turn - 2}/{self._rank}")
         everyone = self._read_all(what)
-        sites = tuple(text.rpartition(_BETWEEN)[2] for text in everyone.values())
-        if len(set(sites)) > 1 and sites not in self._warned:
+        sites = tuple(everyone[rank].rpartition(_BETWEEN)[2] for rank in self._ranks)
+        if len(set(sites)) > 1 and sites not in self._warned and self._rank == self._ranks[0]:  # one speaks for all
             self._warned.add(sites)
             log.warning("the ranks call the same collective from different lines, which is right only if you meant it: %s",
                         _table(everyone))  # fmt: skip

@@ -71,8 +71,8 @@ _HINTS: Final = (
      "a module is missing on this machine: install it there ({host}) as on the others, in the environment of {python}."),
     (r"Watchdog caught collective operation timeout|collective operation timeout|Timed out waiting \d+ms|"
      r"wait timeout after|Timeout waiting for key|DistStoreError.*timed? ?out|timed out after \d+",
-     "a collective waited until the timeout: another rank is stuck, slow or skipped the call. Run with --debug to see which "
-     "rank is where; if a rank works long between collectives, raise the timeout in InitProcessGroupKwargs."),
+     "a collective waited until the timeout: another rank is stuck, slow or skipped the call. The stall report above names it "
+     "(docs/trust.md); if a rank works long between collectives, raise the timeout in InitProcessGroupKwargs."),
     (r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError|ncclRemoteError",
      "NCCL failed: run again with NCCL_DEBUG=WARN for its reason; with several network cards set NCCL_SOCKET_IFNAME."),
     (r"Connection (closed|reset) by peer|Broken pipe|remote process exited|PeerFailedError",

@@ -6,13 +6,12 @@ import os
 import sys
 import threading
 import time
-
 from typing import Any
 
 import msgspec
 import pytest
 
-from hasten.comm.trail import Trail, caller
+from hasten.comm.trail import LIBRARIES, Trail, caller
 from hasten.debug import processes, stacks, words
 from hasten.debug.diagnose import diagnose
 from hasten.debug.stacks import Call, place_of
@@ -32,7 +31,7 @@ def state(
         "quiet_s": 31.0,
         "function": "main",
     }
-    return State(rank=rank, host="h", pid=100 + rank, spot=Spot(site, call, f"{call}(x)"), **{**plain, **changes})  # type: ignore[arg-type]  # mixed
+    return State(rank=rank, host="h", pid=100 + rank, spot=Spot(site, call, f"{call}(x)"), **{**plain, **changes})
 
 
 def here(*states: State) -> list[Seen]:
@@ -102,7 +101,8 @@ def test_different_calls_never_end(size: int) -> None:
     found = diagnose(here(*states))
     assert found is not None
     assert (found.cause, found.ends) == ("other call", "never")
-    assert "train.py:50" in found.sentence and "train.py:40" in found.sentence
+    assert "train.py:50" in found.sentence
+    assert "train.py:40" in found.sentence
 
 
 def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
@@ -113,32 +113,38 @@ def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
     assert (found.cause, found.ends) == ("other call", "hardly")
     ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})  # began one that the other has not
     found = diagnose(here(sender, ahead))
-    assert found is not None and found.ends == "never"
+    assert found is not None
+    assert found.ends == "never"
 
 
 def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
     barrier = state(1, "train.py:60", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
     waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
     found = diagnose(here(waiting, barrier))
-    assert found is not None and (found.cause, found.ends) == ("other call", "never")
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "never")
     busy = msgspec.structs.replace(waiting, cpu_share=0.9)
     found = diagnose(here(busy, barrier))
-    assert found is not None and (found.missing, found.ends) == ((0,), "perhaps")
+    assert found is not None
+    assert (found.missing, found.ends) == ((0,), "perhaps")
 
 
 def test_all_in_the_same_call() -> None:
     found = diagnose(here(*(state(rank) for rank in range(4))))
-    assert found is not None and (found.cause, found.ends) == ("same call", "perhaps")
+    assert found is not None
+    assert (found.cause, found.ends) == ("same call", "perhaps")
     states = [state(rank, op="all_reduce", shape=(rank,), dtype="float32") for rank in range(2)]
     found = diagnose(here(*states))
-    assert found is not None and found.cause == "other shape"
+    assert found is not None
+    assert found.cause == "other shape"
     assert "rank 1: all_reduce of [1] float32" in found.sentence
 
 
 def test_a_silent_rank_is_named_with_its_pid() -> None:
     world = [*here(state(0)), Seen(1, "silent", None, Note(1, "node7", 4711, 1))]
     found = diagnose(world)
-    assert found is not None and (found.cause, found.missing) == ("silent", (1,))
+    assert found is not None
+    assert (found.cause, found.missing) == ("silent", (1,))
     assert "pid 4711 on node7" in found.sentence
     text = words.report(found, world, 31.0, "it waits")
     assert "rank 1: does not answer" in text
@@ -154,7 +160,7 @@ def test_ranks_that_do_the_same_share_a_line() -> None:
     assert "  rank 5: is in user code at train.py:57" in text
 
 
-TORCH, HASTEN = "/x/site-packages/torch", str(stacks.LIBRARIES[0])
+TORCH, HASTEN = "/x/site-packages/torch", LIBRARIES[0]
 PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")], "collective", "all_reduce"),
     ([(f"{HASTEN}comm/ops.py", "gather"), (f"{HASTEN}accelerator/facade.py", "gather")], "collective", "gather"),
