@@ -24,6 +24,7 @@ class Bulletin:
         self._own: Store | None = None
         self._rank = rank
         self._posted = False
+        self._turn = 0
 
     def introduce(self, note: Note) -> None:
         """Say where this rank runs. Called by the training thread, at the start."""
@@ -36,7 +37,9 @@ class Bulletin:
     def post(self, state: State) -> None:
         """Say what this rank is doing."""
         self._posted = True
-        self._connected().set(f"{self._prefix}/state/{self._rank}", _text(state))
+        self._turn += 1
+        text = _text(msgspec.structs.replace(state, turn=self._turn))
+        self._connected().set(f"{self._prefix}/state/{self._rank}", text)
 
     def withdraw(self) -> None:
         """Take back what was posted: this rank goes on."""

@@ -52,6 +52,8 @@ class State(msgspec.Struct, frozen=True):
     """The newest collective of hasten, while the rank is elsewhere."""
     last_ago_s: float = 0.0
     stack: tuple[str, ...] = ()
+    turn: int = 0
+    """Grows with every post: a number that stands still is that of a process that cannot post."""
     peers: dict[int, Status] = {}
     """Ranks of the same machine that cannot speak for themselves."""
 

@@ -38,6 +38,7 @@ _PATIENCE: Final = 10.0
 _LONGER: Final = 3.0
 _FAR: Final = 8
 _SILENCE: Final = 4.0
+_STALE_S: Final = 25.0  # ranks post at least every ten seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class Watchdog:
         self._speaks = False
         self._turn = 0
         self._heard = ("", 0.0)
+        self._posts: dict[int, tuple[int, float]] = {}
         self._suspect: tuple[object, ...] = ()
         self._reported: tuple[object, ...] = ()
 
@@ -146,7 +148,7 @@ class Watchdog:
             peers = _neighbours(self._bulletin.notes(self._local), self._observer.rank)
             self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, peers))
             if self._takes_the_word(now):
-                notes, states = self._bulletin.notes(self._ranks), self._bulletin.states(self._ranks)
+                notes, states = self._bulletin.notes(self._ranks), self._fresh(self._bulletin.states(self._ranks), now)
                 self._judge(_world(self._ranks, notes, states))
         except LOST as error:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
@@ -165,6 +167,13 @@ class Watchdog:
             self._turn += 1
             self._bulletin.speak(self._turn)
         return self._speaks
+
+    def _fresh(self, states: dict[int, State], now: float) -> dict[int, State]:
+        """The states whose ranks still post: a machine that is lost leaves its last one behind."""
+        for rank, state in states.items():
+            if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
+                self._posts[rank] = (state.turn, now)
+        return {rank: state for rank, state in states.items() if now - self._posts[rank][1] < _STALE_S}
 
     def _pause(self, now: float) -> float:
         """Seconds between two looks: ever longer, the longer the wait."""
