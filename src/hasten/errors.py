@@ -13,7 +13,8 @@
     ├── CommError                         a collective cannot be carried out
     │   ├── MismatchError                 ranks disagree on the operation, structure, shape or dtype
     │   ├── MissingRanksError             some ranks never arrived
-    │   └── PeerFailedError               another rank raised
+    │   ├── PeerFailedError               another rank raised
+    │   └── StallError                    ranks waited for each other in vain
     ├── DeviceError                       the device is absent or cannot do what was asked
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
@@ -102,6 +103,10 @@ class MissingRanksError(CommError):
 
 class PeerFailedError(CommError):
     """Another rank raised while this one was waiting for it."""
+
+
+class StallError(CommError):
+    """Ranks waited for each other in vain, and the job was ended: written down for the launcher, since nothing can be raised there."""
 
 
 class DeviceError(HastenError):

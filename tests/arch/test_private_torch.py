@@ -22,6 +22,8 @@ LIST: Final = "src/hasten/testing/private_torch.py"
 NOT_TORCH: Final = frozenset(
     {
         "_exit",  # os
+        "_getframe",  # sys
+        "_current_frames",
         "_replace",  # named tuples
         "_fields",
         "_register_atexit",  # threading

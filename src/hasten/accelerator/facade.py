@@ -37,6 +37,7 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
+from hasten.debug.watchdog import watch
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.clock import check_every
@@ -129,6 +130,7 @@ class Accelerator:
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+        watch(self, parts.watchdog)
 
     # -- this process among the others ----------------------------------------------------------------------------
     @property

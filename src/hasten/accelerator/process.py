@@ -104,7 +104,8 @@ class Process:
         error: Exception | None = None
         self._ordering = label
         try:
-            yield
+            with self.ctx.trail.patience(label):
+                yield
         except Exception as caught:  # any error of the user's block has to reach the other ranks; it is re-raised
             error = caught
         finally:

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
-from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
+from hasten.debug.bulletin import Bulletin
+from hasten.debug.observe import Observer
+from hasten.debug.watchdog import Watchdog, WatchSettings
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
@@ -46,6 +49,7 @@ class Parts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
+    watchdog: Watchdog | None
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
@@ -66,7 +70,9 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         in_flight=lambda: clock.in_flight,
         sharded=strategy.caps.sharded_state,
     )
-    return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx))
+    own = context is None or given.get("stall") is not None  # who brings a context watches over it
+    watchdog = _watchdog(config, ctx, clock) if own else None
+    return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx), watchdog)
 
 
 def _settings(given: Mapping[str, Any]) -> Config:
@@ -87,8 +93,24 @@ def _context(config: Config) -> ProcessContext:
     if config.launch.enable_cpu_affinity:
         plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
         log.info("cpu affinity: %s", plan.reason)
-    return bootstrap.start(
-        topology, device, partial(mesh_of, config, topology.local_world_size), _group(config.process_group)
+    return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
+
+
+def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | None:
+    """The watchdog of this rank; None with one process, which waits for nobody."""
+    if not isinstance(ctx.world, ProcessGroupComm) or config.stall == "off":
+        return None
+    folder = config.project.logging_dir or config.project.project_dir
+    return Watchdog(
+        Observer(ctx.rank, ctx.trail, lambda: clock.num_updates, ctx.device.type),
+        Bulletin(ctx.world.store, ctx.rank),
+        ctx.topology,
+        WatchSettings(
+            after_s=config.stall_after_s,
+            then=config.stall,
+            timeout_s=_group(config).timeout_s,
+            folder=Path(folder) if folder else env.home(env.snapshot()) / "stalls",
+        ),
     )
 
 
@@ -105,11 +127,12 @@ def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> Tracker
     )
 
 
-def _group(config: InitProcessGroupKwargs) -> GroupSettings:
-    plain = GroupSettings()
+def _group(settings: Config) -> GroupSettings:
+    plain, config = GroupSettings(), settings.process_group
     return GroupSettings(
         backend=config.backend,
         init_method=config.init_method,
         init_timeout_s=plain.init_timeout_s if config.init_timeout is None else config.init_timeout.total_seconds(),
         timeout_s=plain.timeout_s if config.timeout is None else config.timeout.total_seconds(),
+        checked=settings.debug,
     )

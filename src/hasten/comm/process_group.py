@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.comm.base import ReduceKind
+from hasten.comm.contract import Contract
 from hasten.comm.objects import Objects
 from hasten.comm.rollcall import RollCall
 from hasten.comm.session import Credentials, Session
+from hasten.comm.trail import Trail
 from hasten.errors import CommError
 
 # torch<2.13 knows the call under its older name only; 2.13 warns about that one
@@ -22,7 +24,10 @@ _NARROW: Final = (torch.int16, torch.uint16, torch.uint32)
 
 
 class ProcessGroupComm:
-    """A torch process group with the store its members can leave notes in."""
+    """A torch process group with the store its members can leave notes in.
+
+    With `checked`, the members agree over the store on every collective before it runs.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,8 @@ class ProcessGroupComm:
         device: torch.device,
         timeout_s: float = 1800.0,
         credentials: Credentials | None = None,
+        trail: Trail | None = None,
+        checked: bool = False,
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -39,14 +46,18 @@ class ProcessGroupComm:
         self.group = group
         self.store = store
         self.credentials = credentials or Credentials()
+        self.trail = trail or Trail()
         self._timeout_s = timeout_s
         self._objects = Objects(self, self.credentials)
         self._device_types = _device_types(group)
         me = self.ranks[self.rank]
         # Communicators are made in the same order on every member, so a per-rank count numbers them alike.
         number = store.add(f"hasten/made/{_tag(self.ranks)}/{me}", 1)
-        notes = dist.PrefixStore(f"hasten/{_tag(self.ranks)}/{number}", store)
+        self._name = f"{_tag(self.ranks)}/{number}"
+        notes = dist.PrefixStore(f"hasten/{self._name}", store)
         self._roll_call = RollCall(notes, me, self.ranks, timeout_s)
+        agreed = dist.PrefixStore("contract", notes)
+        self._contract = Contract(agreed, me, self.ranks, timeout_s) if checked else None
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if x.is_complex():
@@ -56,6 +67,7 @@ class ProcessGroupComm:
             return counted.bool() if kind in ("min", "max") else counted
         if x.dtype in _NARROW:  # gloo cannot reduce these
             return self.all_reduce(x.to(torch.int64), kind).to(torch.float32 if kind == "mean" else x.dtype)
+        self._begin("all_reduce", x)
         buffer = self._own(x, copy=True)
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
         dist.all_reduce(buffer, op, group=self.group)
@@ -63,6 +75,7 @@ class ProcessGroupComm:
         return result.to(x.device).reshape(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
+        self._begin("all_gather", x)
         if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
             gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
             _GATHER(gathered, x, group=self.group)
@@ -73,12 +86,14 @@ class ProcessGroupComm:
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        self._begin("broadcast", x)
         raw = self._bytes(x).clone()
         dist.broadcast(raw, src=self._member(src), group=self.group)
         return _from_bytes(raw, x.dtype, x.shape).to(x.device)
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
         sender = self._member(src)
+        self._begin("scatter", like)
         raw = torch.empty_like(self._bytes(like))
         pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
         dist.scatter(raw, pieces, src=sender, group=self.group)
@@ -95,6 +110,7 @@ class ProcessGroupComm:
         return self._objects.session()
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
+        self.trail.note("barrier", group=self._name)
         self._roll_call.wait(label, timeout_s)
 
     def twin(self) -> ProcessGroupComm:
@@ -106,6 +122,12 @@ class ProcessGroupComm:
     def close(self) -> None:
         """Destroy the group. Only its owner calls this."""
         dist.destroy_process_group(self.group)
+
+    def _begin(self, op: str, x: Tensor) -> None:
+        """Remember the collective; in debug mode return only when every member is about to run it."""
+        self.trail.note(op, x)
+        if self._contract is not None and (last := self.trail.last) is not None:
+            self._contract.check(op, x, last.file, last.line)
 
     def _member(self, src: int) -> int:
         if not 0 <= src < self.size:

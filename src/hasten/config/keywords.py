@@ -29,6 +29,8 @@ class Keywords(TypedDict, total=False):
     # single settings
     master_weights: str | None
     debug: bool | None
+    stall: str | None
+    stall_after_s: float | None
     step_scheduler_with_optimizer: bool | None
     recompute: Sequence[str] | None
     rng_types: Sequence[str] | None

@@ -27,7 +27,18 @@ class Config(Section):
     )
     strategy: StrategyName = setting("auto", "how training is spread (auto: ddp with several processes, else none)")
     cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
-    debug: bool = setting(False, "show hasten's and torch's own logs, the start-up banner and whole tracebacks")
+    debug: bool = setting(
+        False,
+        "check every collective of hasten before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
+    )
+    stall: Literal["abort", "report", "off"] = setting(
+        "abort", "what happens when ranks wait for each other in vain: report and end the job, only report, or nothing"
+    )
+    stall_after_s: float | None = setting(
+        None,
+        "seconds a rank may wait for the others before it is reported (default: by the longest wait so far, 60 to 600)",
+        minimum=0.5,
+    )
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")

@@ -53,6 +53,8 @@ _SECONDARY: Final = re.compile(
 
 PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
 
+STALLED: Final = 86  # hasten.debug.ending.STALLED, whose module loads torch
+
 # (what the traceback or the log says, what to do)
 _HINTS: Final = (
     (r"Address already in use|EADDRINUSE|errno: ?98\b",
@@ -69,8 +71,8 @@ _HINTS: Final = (
      "a module is missing on this machine: install it there ({host}) as on the others, in the environment of {python}."),
     (r"Watchdog caught collective operation timeout|collective operation timeout|Timed out waiting \d+ms|"
      r"wait timeout after|Timeout waiting for key|DistStoreError.*timed? ?out|timed out after \d+",
-     "a collective waited until the timeout: another rank is stuck, slow or skipped the call. Run with --debug to see which "
-     "rank is where; if a rank works long between collectives, raise the timeout in InitProcessGroupKwargs."),
+     "a collective waited until the timeout: another rank is stuck, slow or skipped the call. The stall report above names it "
+     "(docs/trust.md); if a rank works long between collectives, raise the timeout in InitProcessGroupKwargs."),
     (r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError|ncclRemoteError",
      "NCCL failed: run again with NCCL_DEBUG=WARN for its reason; with several network cards set NCCL_SOCKET_IFNAME."),
     (r"Connection (closed|reset) by peer|Broken pipe|remote process exited|PeerFailedError",
@@ -189,6 +191,9 @@ def render_failure(
     With `full` (under --debug) the other ranks' tracebacks come before it. `lost` names machines that went silent.
     """
     first = first_failure(failures)
+    if first.code == STALLED:
+        words = first.summary.partition(": ")[2] or "ranks waited for each other in vain"
+        return f"the job was ended because it stalled: {words}.\nThe whole report is above; docs/trust.md tells how to read it."
     rest = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
     how = "failed first" if first.code else "left first, while other ranks still needed it"
     lines = [f"rank {first.rank} on {first.host} (pid {first.pid}) {how}: {end_words(first.code)}"]

@@ -25,9 +25,10 @@ from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_fai
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
 from hasten.launch.host import Host
 from hasten.launch.report import make_report
-from hasten.launch.worker import ERROR_FILE, LAUNCHER_PID, die_with
+from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
 from hasten.runtime import secret
+from hasten.runtime.last_words import ERROR_FILE
 
 PARENT_PID: Final = "HASTEN_PARENT_PID"
 """Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""

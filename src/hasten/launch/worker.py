@@ -10,12 +10,10 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import io
-import json
 import os
 import runpy
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -26,8 +24,9 @@ from typing import Final
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.guard import SAVING
 from hasten.runtime import env as environment
+from hasten.runtime import last_words
+from hasten.runtime.last_words import ERROR_FILE
 
-ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_PID: Final = "HASTEN_LAUNCHER_PID"
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
@@ -97,17 +96,7 @@ def write_error(path: Path, error: BaseException, trace: TracebackType | None) -
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-    now = time.time()
-    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    message = {
-        "message": summary,
-        "errorCode": 1,
-        "extraInfo": {"py_callstack": text, "timestamp": str(int(now))},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({"message": message, "hasten": {"time": now, "traceback": text, "summary": summary}}))
-    draft.replace(path)
+    last_words.write(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text)
 
 
 def _enable_faulthandler() -> None:

@@ -18,6 +18,7 @@ from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
+from hasten.comm.trail import Trail
 from hasten.errors import CommError, DeviceError, TopologyError
 from hasten.runtime import env, secret, store
 from hasten.runtime.axes import MeshSpec
@@ -42,6 +43,8 @@ class GroupSettings:
     """How long a collective may take once training runs."""
     pickle_unproven: bool = False
     """Accept pickled objects from ranks that share no token with this one, as torch's own object collectives do."""
+    checked: bool = False
+    """The ranks agree on every collective of a Comm before it runs: slow, for debug mode."""
 
 
 def start(
@@ -73,10 +76,11 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
     assert group is not None, "torch.distributed is initialised, so it has a world group"
     notes = _get_default_store()  # the only way to the store of a group somebody else has started
     proof = _credentials(settings)
-    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof)
+    trail = Trail()
+    world: Comm = ProcessGroupComm(group, notes, device, settings.timeout_s, proof, trail, settings.checked)
     mesh = mesh_of(topology.world_size)
-    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof)
-    return ProcessContext(topology, mesh, device, world, groups)
+    groups = Groups(mesh, topology.rank, world, notes, settings.timeout_s, proof, trail, settings.checked)
+    return ProcessContext(topology, mesh, device, world, groups, trail)
 
 
 def _credentials(settings: GroupSettings) -> Credentials:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from hasten.comm.base import Comm
+from hasten.comm.trail import Trail
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.topology import Topology
 
@@ -22,6 +23,8 @@ class ProcessContext:
     world: Comm
     groups: Callable[..., Comm]
     """`groups(*axes)`: the peers along those mesh axes. Ranks: every rank, in the same order."""
+    trail: Trail = field(default_factory=Trail)
+    """The newest collective of this process."""
 
     @property
     def rank(self) -> int:

@@ -15,6 +15,7 @@ from hasten.comm.base import Comm
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
+from hasten.comm.trail import Trail
 from hasten.runtime.axes import AXES, SHARD, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 
@@ -30,6 +31,8 @@ class Groups:
         store: dist.Store | None,
         timeout_s: float,
         credentials: Credentials | None = None,
+        trail: Trail | None = None,
+        checked: bool = False,
     ) -> None:
         self._mesh = mesh
         self._rank = rank
@@ -37,6 +40,8 @@ class Groups:
         self._store = store
         self._timeout_s = timeout_s
         self._credentials = credentials
+        self._trail = trail
+        self._checked = checked
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
@@ -53,7 +58,9 @@ class Groups:
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
         group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
-        return ProcessGroupComm(group, self._store, self._world.device, self._timeout_s, self._credentials)
+        return ProcessGroupComm(
+            group, self._store, self._world.device, self._timeout_s, self._credentials, self._trail, self._checked
+        )
 
 
 def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:

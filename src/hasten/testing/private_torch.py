@@ -31,6 +31,7 @@ _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
 _PIECES: Final = "src/hasten/strategies/context_blocks.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
+_OBSERVE: Final = "src/hasten/debug/observe.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 
 
@@ -47,6 +48,7 @@ class Name:
     """A name with the same meaning in other versions; one of the two is enough."""
 
 
+_STALL: Final = "the stall report cannot count torch's own collectives"
 _EXACT: Final = "degrades: resumes on more than two ranks agree to rounding, not bit for bit; logged once"
 _HOLDS: Final = "degrades: no save inside a window with shards and replicas; logged once"
 _SCALE: Final = "fp16 fails"
@@ -55,6 +57,10 @@ _RING: Final = "causal context parallelism by allgather or ring fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
+    # the watchdog: how many collectives each group has begun
+    Name("torch.distributed.distributed_c10d", "_world", (_OBSERVE,), _STALL),
+    Name("torch.distributed:ProcessGroup", "_get_backend", (_OBSERVE,), _STALL),
+    Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_OBSERVE,), _STALL),
     # DDP: the order of its buckets
     Name(_DDP, "reducer", (_BUCKETS,), _EXACT),
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),

@@ -1,0 +1,83 @@
+"""Trail: the newest collective of this process, and the line of the user's code that called it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+LIBRARIES: Final = (
+    f"{Path(__file__).parents[1]}/",
+    f"{Path(torch.__file__).parent}/",
+    f"{Path(contextlib.__file__).parent}/",
+)
+"""The folders of hasten, torch and Python itself: a frame in them is not the user's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective."""
+
+    op: str
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    file: str
+    line: int
+    at_s: float
+    """When it began, on the monotonic clock."""
+
+
+class Trail:
+    """Written by the training thread at every collective, read by the watchdog when a rank waits for long."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.turns: Counter[str] = Counter()
+        """The barriers of each group so far: they use the store, so torch does not count them."""
+        self.block = ""
+        """The name of the block, such as main_process_first, in which this rank may keep the others waiting."""
+        self._last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = None
+
+    def note(self, op: str, x: Tensor | None = None, group: str = "") -> None:
+        """Remember a collective that is about to run."""
+        self.count += 1
+        if group:
+            self.turns[group] += 1
+        file, line = caller(2)
+        self._last = (op, None, None, file, line, time.monotonic())
+        if x is not None:
+            self._last = (op, x.shape, x.dtype, file, line, time.monotonic())
+
+    @property
+    def last(self) -> Step | None:
+        """The newest collective."""
+        if (last := self._last) is None:
+            return None
+        op, shape, dtype, file, line, at_s = last
+        return Step(op, None if shape is None else tuple(shape), dtype, file, line, at_s)
+
+    @contextmanager
+    def patience(self, block: str) -> Iterator[None]:
+        """A block in which the others know that they wait for this rank, for as long as it takes."""
+        before, self.block = self.block, block
+        try:
+            yield
+        finally:
+            self.block = before
+
+
+def caller(depth: int) -> tuple[str, int]:
+    """File and line of the innermost frame that is the user's, `depth` frames up or further."""
+    frame = sys._getframe(depth)
+    while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

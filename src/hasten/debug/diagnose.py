@@ -1,0 +1,257 @@
+"""Why ranks wait: a pure function from what is known of every rank to the likely cause. No clock, no store, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from hasten.debug.state import Seen, State
+from hasten.runtime.nodelist import ranks_in_words
+
+Cause = Literal[
+    "left",
+    "failed",
+    "gone",
+    "stopped",
+    "silent",
+    "other call",
+    "other shape",
+    "same call",
+    "user code",
+    "data",
+    "checkpoint",
+    "compiling",
+    "debugger",
+]
+Ends = Literal["never", "hardly", "perhaps"]
+"""It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
+_BARRIER: Final = "barrier/"
+_SLOW_IO: Final = ("checkpoint",)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Who waits for whom, and why."""
+
+    cause: Cause
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    ends: Ends
+    """Whether the wait can still end by itself."""
+    sentence: str
+    cure: str
+
+
+def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0) -> Diagnosis | None:
+    """The cause of a wait; None while nobody waits, or all who are waited for may take their time."""
+    states = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
+    ahead = _ahead(states)
+    waiting = tuple(rank for rank, state in states.items() if state.waits or (ahead[rank] and state.kind == "device"))
+    if not waiting:
+        return None
+    lost = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
+    if lost:
+        return _lost(waiting, lost)
+    working = [state for rank, state in states.items() if rank not in waiting]
+    if working:
+        return _working(waiting, working, io_patience_s)
+    silent = [seen for seen in world if seen.status == "silent"]
+    if silent:
+        return _silent(waiting, silent)
+    return _all_wait(states, ahead)
+
+
+def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
+    """For each rank the groups in which it has begun a collective that another rank has not."""
+    found: dict[int, set[str]] = {rank: set() for rank in states}
+    for group in {group for state in states.values() for group in state.counts}:
+        counts = {rank: state.counts[group] for rank, state in states.items() if group in state.counts}
+        if group.startswith(_BARRIER):
+            counts = {rank: state.counts.get(group, 0) for rank, state in states.items()}
+        for rank, count in counts.items():
+            if count > min(counts.values()):
+                found[rank].add(group)
+    return found
+
+
+def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
+    status = next(
+        status for status in ("failed", "stopped", "gone", "left") if any(seen.status == status for seen in lost)
+    )
+    those = [seen for seen in lost if seen.status == status]
+    ranks = tuple(seen.rank for seen in those)
+    named = ranks_in_words(ranks)
+    ended = next((seen.note.ended for seen in those if seen.note is not None and seen.note.ended), "")
+    match status:
+        case "stopped":
+            sentence = f"{named} {_is(ranks)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
+            cure = f"let it go on with `kill -CONT {those[0].note.pid if those[0].note else 'PID'}`, or find out who stopped it."
+        case "left":
+            sentence = f"{named} ended without an error{ended and f' {ended}'}, while other ranks still needed it"
+            cure = (
+                "let every rank do the same steps and end together: no sys.exit, return or break that depends on the rank, and "
+                "the same number of batches everywhere (prepare() the loader)."
+            )
+        case "failed":
+            sentence = f"{named} failed{ended and f': {ended}'}"
+            cure = "fix the error of that rank; the others only waited for it."
+        case _:
+            sentence = f"the process of {named} is gone, without a word"
+            cure = "it was killed or crashed: look at its last output, and at `dmesg` for the out-of-memory killer."
+    return Diagnosis(status, waiting, ranks, ends="never", sentence=sentence, cure=cure)  # type: ignore[arg-type]  # one of the four
+
+
+def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: float) -> Diagnosis | None:
+    busy = [state for state in working if not _may_take_its_time(state, io_patience_s)]
+    if not busy:
+        return None
+    state = max(busy, key=lambda state: state.quiet_s)
+    cause, doing, cure = _occupation(state)
+    last = f"; its last collective was {state.last.words()}, {state.last_ago_s:.0f} s ago" if state.last else ""
+    return Diagnosis(
+        cause,
+        waiting,
+        tuple(sorted(state.rank for state in busy)),
+        ends="perhaps",
+        sentence=f"rank {state.rank} {doing} ({state.quiet_s:.0f} s){last}",
+        cure=cure,
+    )
+
+
+def _may_take_its_time(state: State, io_patience_s: float) -> bool:
+    """Whether the others wait for this rank with its knowledge, or it visibly gets on with a file or a compilation."""
+    if state.kind in _SLOW_IO:
+        return state.io_quiet_s < io_patience_s
+    return bool(state.block) or (state.kind == "compiling" and state.quiet_s < 10 * io_patience_s)
+
+
+def _occupation(state: State) -> tuple[Cause, str, str]:
+    """The cause, what the rank is doing, and what to do about it."""
+    where = state.spot.words()
+    match state.kind:
+        case "loader":
+            return (
+                "data",
+                f"waits for its next batch at {where}",
+                "look at the dataset's slowest samples and at the DataLoader's workers (num_workers, prefetch_factor, a worker that "
+                "waits for a lock or a download).",
+            )
+        case "checkpoint":
+            return (
+                "checkpoint",
+                f"is in a save or load at {where} and has read and written nothing for {state.io_quiet_s:.0f} s",
+                "the disk or network file system does not answer: look at its mount, its quota and `dmesg`.",
+            )
+        case "compiling":
+            return "compiling", f"compiles at {where}", "raise stall_after_s if compiling takes this long."
+        case "debugger":
+            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
+    if state.in_dataset:
+        return (
+            "data",
+            f"is in the dataset's own code at {where}, called by its DataLoader",
+            "find out what keeps this sample: a lock, a download, a loop that does not end.",
+        )
+    asleep = "asleep" if state.cpu_share < 0.15 else "busy"
+    return (
+        "user code",
+        f"is in user code at {where} in {state.function}(), {asleep},",
+        "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
+        "raise stall_after_s if it takes this long.",
+    )
+
+
+def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
+    ranks = tuple(seen.rank for seen in silent)
+    pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    if all(seen.note is None for seen in silent):
+        words = f"{ranks_in_words(ranks)} has not made an Accelerator yet, or its machine is lost"
+    else:
+        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: native code that never lets Python run, or a lost machine"
+    return Diagnosis(
+        "silent",
+        waiting,
+        ranks,
+        ends="perhaps",
+        sentence=words,
+        cure="look at that process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines).",
+    )
+
+
+def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
+    """Every rank waits: for each other in different calls, or all in the same one."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, state in states.items():
+        places.setdefault((state.spot.site, state.spot.call), []).append(rank)
+    everyone = tuple(sorted(states))
+    if len(places) == 1:
+        return _same_place(states, everyone)
+    groups = sorted(places.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    first, other = states[groups[0][0]], states[groups[1][0]]
+    uneven = ""
+    if len({state.step for state in states.values()}) > 1:
+        fewest, most = (pick(states.values(), key=lambda state: state.step) for pick in (min, max))
+        uneven = f"; rank {fewest.rank} has made {fewest.step} updates and rank {most.rank} {most.step}"
+    return Diagnosis(
+        "other call",
+        everyone,
+        (),
+        ends="never" if _deadlock(states, ahead) else "hardly",
+        sentence=(
+            f"{ranks_in_words(groups[0])} waits at {first.spot.words()} while {ranks_in_words(groups[1])} waits at "
+            f"{other.spot.words()}: the ranks called different collectives{uneven}"
+        ),
+        cure=(
+            "every rank must make the same calls in the same order: move the call out of `if is_main_process:` and other "
+            "branches that depend on the rank, and give all ranks the same number of batches (prepare() the loader)."
+        ),
+    )
+
+
+def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagnosis:
+    first = states[everyone[0]]
+    shapes = {(state.op, state.shape, state.dtype) for state in states.values()}
+    if len(shapes) > 1:
+        table = "; ".join(f"rank {rank}: {_tensor(states[rank])}" for rank in everyone[:8])
+        return Diagnosis(
+            "other shape",
+            everyone,
+            (),
+            ends="perhaps",
+            sentence=f"all ranks wait at {first.spot.words()} with different tensors ({table})",
+            cure="give the same shape and dtype on every rank: pad first (pad_across_processes), or use gather_for_metrics.",
+        )
+    return Diagnosis(
+        "same call",
+        everyone,
+        (),
+        ends="perhaps",
+        sentence=f"all ranks wait in the same call, {first.spot.words()}: the data does not get through",
+        cure=(
+            "a slow or broken network, or a firewall between the machines (try `hasten test`, NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); "
+            "raise stall_after_s if the transfer is that large."
+        ),
+    )
+
+
+def _tensor(state: State) -> str:
+    return f"{state.op} of {list(state.shape) if state.shape is not None else 'no tensor'} {state.dtype}".rstrip()
+
+
+def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> bool:
+    """Whether ranks in different calls can never go on: nobody is still receiving what another has sent already."""
+    at_barrier = [rank for rank, state in states.items() if state.barrier]
+    in_group = [rank for rank in states if rank not in at_barrier]
+    if any(states[rank].kind != "collective" and not ahead[rank] for rank in in_group):
+        return False  # a backward may still compute
+    if not in_group:
+        return True
+    if at_barrier:
+        return all(any(not group.startswith(_BARRIER) for group in ahead[rank]) for rank in in_group)
+    groups = {group for state in states.values() for group in state.counts if not group.startswith(_BARRIER)}
+    return len(groups) == 1 or all(ahead[rank] for rank in in_group)
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

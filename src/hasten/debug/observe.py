@@ -1,0 +1,96 @@
+"""What a process can see of its own training thread, without disturbing it: its place, its counters, its CPU time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch.distributed import distributed_c10d as c10d
+
+from hasten.comm.trail import Trail
+from hasten.debug import processes, stacks
+from hasten.debug.state import Note, Spot, State, Status
+
+_REAL_IO_BYTES: Final = 1 << 16
+"""Looking at the kernel's files counts as reading, too; less than this is no work on a checkpoint."""
+
+
+@dataclass(slots=True)
+class Observer:
+    """Watches one thread from another."""
+
+    rank: int
+    trail: Trail
+    step: Callable[[], int]
+    device_type: str = "cpu"
+    thread_id: int = field(default_factory=threading.get_ident)
+    _cpu: tuple[float, float] = (0.0, 0.0)
+    _io: tuple[float, int] = (0.0, 0)
+
+    def note(self, ended: str = "", failed: bool = False) -> Note:
+        """Where this process runs."""
+        return Note(self.rank, socket.gethostname(), os.getpid(), processes.start_ticks(), ended, failed)
+
+    def counts(self) -> dict[str, int]:
+        """How many collectives every group of this process has begun, torch's own included."""
+        found = {f"barrier/{name}": turn for name, turn in self.trail.turns.copy().items()}
+        for group, name in dict(c10d._world.pg_names).items():
+            for kind in {"cpu", self.device_type}:
+                try:
+                    backend = group._get_backend(torch.device(kind))
+                    count = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
+                except RuntimeError:  # the group has no backend for this device, or was destroyed meanwhile
+                    continue
+                found[f"{name}/{kind}"] = count
+        return found
+
+    def start_looking(self) -> None:
+        """Begin to measure CPU time and file traffic."""
+        now = time.monotonic()
+        self._cpu = (now, time.process_time())
+        self._io = (now, processes.io_count())
+
+    def look(self, quiet_s: float, counts: Mapping[str, int], peers: Mapping[int, Status]) -> State:
+        """What the training thread is doing now."""
+        calls = stacks.calls_of(self.thread_id)
+        place = stacks.place_of(calls)
+        now, used, moved = time.monotonic(), time.process_time(), processes.io_count()
+        share = (used - self._cpu[1]) / max(now - self._cpu[0], 1e-3)
+        self._cpu = (now, used)
+        if moved - self._io[1] > _REAL_IO_BYTES:
+            self._io = (now, moved)
+        last = self.trail.last
+        handed = stacks.handed_over(self.thread_id)
+        return State(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            quiet_s=quiet_s,
+            kind=place.kind,
+            spot=Spot(place.site, place.call, stacks.source_line(place.file, place.line)),
+            function=place.function,
+            step=self.step(),
+            cpu_share=share,
+            counts=dict(counts),
+            barrier=place.barrier,
+            in_dataset=place.in_dataset,
+            block=self.trail.block,
+            io_quiet_s=now - self._io[0],
+            op=handed.op if handed else "",
+            shape=handed.shape if handed else None,
+            dtype=handed.dtype if handed else "",
+            last=None if last is None or place.kind == "collective" else _spot(last.file, last.line, last.op),
+            last_ago_s=0.0 if last is None else now - last.at_s,
+            stack=tuple(stacks.text_of(calls)),
+            peers=dict(peers),
+        )
+
+
+def _spot(file: str, line: int, op: str) -> Spot:
+    return Spot(f"{stacks.short(file)}:{line}", op, stacks.source_line(file, line))

@@ -1,0 +1,277 @@
+"""The watchdog: a sleeping thread beside the training thread that notices a wait, asks the others and says why.
+
+While collectives follow each other it wakes once a second, compares a few counters and sleeps again; the store and the group hear
+nothing from it. When this rank has begun no collective for some seconds it posts what it is doing. One of the ranks that wait, the
+lowest, reads what all have posted, and asks the kernel about those that say nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+from hasten.debug import ending, processes, words
+from hasten.debug.bulletin import LOST, Bulletin
+from hasten.debug.diagnose import Diagnosis, diagnose
+from hasten.debug.observe import Observer
+from hasten.debug.state import Note, Seen, State, Status
+from hasten.runtime.topology import Topology
+
+log = logging.getLogger(__name__)
+
+LEAST_S: Final = 60.0
+MOST_S: Final = 600.0
+_LOOK_S: Final = 5.0
+_TICK_S: Final = 1.0
+_PATIENCE: Final = 10.0
+_LONGER: Final = 3.0
+_FAR: Final = 8
+_SILENCE: Final = 4.0
+_STALE_S: Final = 25.0  # ranks post at least every ten seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """When a wait is reported, and whether the job then ends."""
+
+    after_s: float | None = None
+    """Seconds of waiting before a report; None: from the longest wait so far, 60 to 600."""
+    then: Literal["abort", "report"] = "abort"
+    timeout_s: float = 1800.0
+    """The group's own timeout."""
+    folder: Path = field(default_factory=Path)
+    """Where the report is written."""
+
+
+class Watchdog:
+    """One rank's watch. `start` begins it, `close` ends it; both are called by the training thread."""
+
+    def __init__(self, observer: Observer, bulletin: Bulletin, topology: Topology, settings: WatchSettings) -> None:
+        self._observer = observer
+        self._bulletin = bulletin
+        self._ranks = range(topology.world_size)
+        first = topology.rank - topology.local_rank
+        self._local = range(first, first + topology.local_world_size)
+        self._settings = settings
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hasten-watchdog", daemon=True)
+        self._counts: dict[str, int] = {}
+        self._quiet_since = 0.0
+        self._look_at = 0.0
+        self._longest_s = 0.0
+        self._tick = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
+        self._speaks = False
+        self._turn = 0
+        self._heard = ("", 0.0)
+        self._posts: dict[int, tuple[int, float]] = {}
+        self._suspect: tuple[object, ...] = ()
+        self._reported: tuple[object, ...] = ()
+
+    def start(self) -> None:
+        """Say where this rank runs, and begin to watch."""
+        self._bulletin.introduce(self._observer.note())
+        self._thread.start()
+
+    def close(self, ended: str = "", failed: bool = False) -> None:
+        """End the watch; with `ended`, leave word of how this rank ended."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _TICK_S)
+        if ended:
+            try:
+                self._bulletin.leave(self._observer.note(ended, failed))
+            except LOST:  # whoever serves the store has ended before: nobody is left to read it
+                return
+
+    # -- the watching thread ----------------------------------------------------------------------------------------
+    @property
+    def after_s(self) -> float:
+        """Seconds of waiting before a report."""
+        if self._settings.after_s is not None:
+            return self._settings.after_s
+        return min(MOST_S, max(LEAST_S, _LONGER * self._longest_s))
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of waiting for a rank that still works, before the job is ended."""
+        most = _PATIENCE * self.after_s
+        return most if self._settings.after_s is not None else max(most, self._settings.timeout_s)
+
+    def _run(self) -> None:
+        tick, look = self._tick, min(_LOOK_S, self.after_s / 2)
+        before = self._quiet_since = time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            counts = self._observer.counts()
+            if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
+                self._moved(counts, now)
+            elif now - self._quiet_since >= look and now >= self._look_at:
+                self._look_at = now + self._pause(now)
+                self._wait(now)
+            before = now
+
+    def _moved(self, counts: dict[str, int], now: float) -> None:
+        """The rank goes on: take back what it said."""
+        self._counts = counts
+        waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
+        self._longest_s = max(self._longest_s, waited)
+        if self._reported:
+            log.warning("the ranks go on after %.0f s", waited)
+        self._reported = self._suspect = ()
+        try:
+            self._bulletin.withdraw()
+            if self._speaks:
+                self._speaks = False
+                self._bulletin.be_silent()
+        except LOST:  # the training thread loses the store, too, and says so
+            return
+        self._observer.start_looking()
+
+    def _wait(self, now: float) -> None:
+        """This rank has begun no collective for a while: post it, and find out why if it is this rank's turn."""
+        try:
+            if verdict := self._bulletin.verdict():
+                self._end(verdict, 2.5)  # after the rank that has found out, which the launcher quotes
+            peers = _neighbours(self._bulletin.notes(self._local), self._observer.rank)
+            self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, peers))
+            if self._takes_the_word(now):
+                notes, states = self._bulletin.notes(self._ranks), self._fresh(self._bulletin.states(self._ranks), now)
+                self._judge(_world(self._ranks, notes, states))
+        except LOST as error:
+            log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
+
+    def _takes_the_word(self, now: float) -> bool:
+        """Whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
+        look = min(_LOOK_S, self.after_s / 2)
+        if not self._speaks:
+            delay_s = 0.25 * look * min(self._observer.rank, _FAR)
+            heard = self._bulletin.speaker()
+            if heard != self._heard[0]:
+                self._heard = (heard, now)
+            silent_s = now - self._heard[1]
+            self._speaks = silent_s > _SILENCE * self._pause(now) if heard else now - self._quiet_since > look + delay_s
+        if self._speaks:
+            self._turn += 1
+            self._bulletin.speak(self._turn)
+        return self._speaks
+
+    def _fresh(self, states: dict[int, State], now: float) -> dict[int, State]:
+        """The states whose ranks still post: a machine that is lost leaves its last one behind."""
+        for rank, state in states.items():
+            if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
+                self._posts[rank] = (state.turn, now)
+        return {rank: state for rank, state in states.items() if now - self._posts[rank][1] < _STALE_S}
+
+    def _pause(self, now: float) -> float:
+        """Seconds between two looks: ever longer, the longer the wait."""
+        return min(max(self._tick, 0.1 * (now - self._quiet_since)), 10.0)
+
+    def _judge(self, world: list[Seen]) -> None:
+        found = diagnose(world, io_patience_s=self.after_s)
+        key = () if found is None else (found.cause, found.waiting, found.missing)
+        if found is None or key != self._suspect:  # the second look must agree with the first
+            self._suspect = key
+            return
+        waited = max(seen.state.quiet_s for seen in world if seen.rank in found.waiting and seen.state is not None)
+        limit = {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
+        ends = self._settings.then == "abort" and waited >= limit
+        if ends or (key != self._reported and (waited >= self.after_s or found.ends == "never")):
+            self._reported = key
+            self._tell(found, world, waited, ends)
+
+    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, ends: bool) -> None:
+        text = words.report(found, world, waited_s, self._then(ends))
+        path = _write(text, self._settings.folder)
+        log.error("%s%s", text, f"\n  this report: {path}" if path else "")
+        if ends:
+            self._bulletin.set_verdict(found.sentence)
+            self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
+
+    def _then(self, ends: bool) -> str:
+        if ends:
+            return f"the job ends (exit code {ending.STALLED}); stall=report would let it wait"
+        if self._settings.then == "report":
+            return "the job goes on waiting (stall=report)"
+        return f"the job goes on waiting, and ends after {self.patience_s:.0f} s"
+
+    def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
+        """End this process, unless its training thread ends it first."""
+        if not self._over.wait(pause_s):
+            ending.end_process(summary, others)
+
+
+def watch(owner: object, dog: Watchdog | None) -> None:
+    """Start the watchdog, if there is one; it ends with `owner`, or with the process, of whose end it leaves word."""
+    if dog is None:
+        return
+    dog.start()
+    at_exit = partial(_leave_word, weakref.ref(dog), os.getpid())
+    atexit.register(at_exit)  # runs before the group is destroyed: what is registered last runs first
+    weakref.finalize(owner, _forget, dog, at_exit).atexit = False
+
+
+def _forget(dog: Watchdog, at_exit: Callable[[], None]) -> None:
+    atexit.unregister(at_exit)
+    dog.close()
+
+
+def _leave_word(ref: weakref.ref[Watchdog], pid: int) -> None:
+    dog = ref()
+    if dog is None or os.getpid() != pid:  # a fork of the rank is not the rank
+        return
+    error = getattr(sys, "last_value", None)
+    at = f"at {time.strftime('%H:%M:%S')}"
+    dog.close(at if error is None else f"{at} with {type(error).__name__}: {error}", failed=error is not None)
+
+
+def _neighbours(notes: dict[int, Note], me: int) -> dict[int, Status]:
+    """Ranks of this machine that are stopped or gone."""
+    found: dict[int, Status] = {}
+    for rank, note in notes.items():
+        if rank != me and not note.ended and _is_local(note):
+            status = processes.status_of(note.pid, note.started)
+            if status != "here":
+                found[rank] = status
+    return found
+
+
+def _is_local(note: Note) -> bool:
+    return note.host == socket.gethostname()
+
+
+def _world(ranks: range, notes: dict[int, Note], states: dict[int, State]) -> list[Seen]:
+    """Every rank as far as it is known: how it ended, what its neighbours see, what it says itself."""
+    seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
+    world = []
+    for rank in ranks:
+        note, state = notes.get(rank), states.get(rank)
+        status: Status = "here" if state is not None else "silent"
+        if note is not None and note.ended:
+            status = "failed" if note.failed else "left"
+        elif rank in seen_by_others:
+            status = seen_by_others[rank]
+        world.append(Seen(rank, status, state, note))
+    return world
+
+
+def _write(text: str, folder: Path) -> Path | None:
+    path = folder / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    except OSError:  # a full or dead disk may be what stalled: the log has the report
+        return None
+    return path

@@ -1,0 +1,233 @@
+"""The diagnosis is a function of what is known: its laws, over sizes of the world and places of the culprit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from hasten.comm.trail import LIBRARIES, Trail, caller
+from hasten.debug import processes, stacks, words
+from hasten.debug.diagnose import diagnose
+from hasten.debug.stacks import Call, place_of
+from hasten.debug.state import Note, Seen, Spot, State, Status
+
+SIZES = (2, 3, 8, 64)
+
+
+def state(
+    rank: int, site: str = "train.py:40", call: str = "gather", **changes: Any
+) -> State:  # Any: fields of every type
+    plain = {
+        "kind": "collective",
+        "step": 7,
+        "cpu_share": 0.0,
+        "counts": {"0/cpu": 10},
+        "quiet_s": 31.0,
+        "function": "main",
+    }
+    return State(rank=rank, host="h", pid=100 + rank, spot=Spot(site, call, f"{call}(x)"), **{**plain, **changes})
+
+
+def here(*states: State) -> list[Seen]:
+    return [Seen(one.rank, "here", one, Note(one.rank, "h", 100 + one.rank, 1)) for one in states]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("status", ["left", "failed", "gone", "stopped"])
+def test_a_lost_rank_is_the_cause_whatever_the_others_do(size: int, status: Status) -> None:
+    for culprit in {0, size // 2, size - 1}:
+        world = here(*(state(rank) for rank in range(size)))
+        world[culprit] = Seen(
+            culprit, status, None, Note(culprit, "h", 5, 1, "at 10:00" if status in ("left", "failed") else "")
+        )
+        found = diagnose(world)
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == (status, (culprit,), "never")
+        assert f"rank {culprit}" in found.sentence
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"kind": "user"}, "user code"),
+        ({"kind": "user", "in_dataset": True}, "data"),
+        ({"kind": "loader"}, "data"),
+        ({"kind": "checkpoint", "io_quiet_s": 61.0}, "checkpoint"),
+        ({"kind": "compiling", "quiet_s": 601.0}, "compiling"),
+        ({"kind": "debugger"}, "debugger"),
+        ({"kind": "backward", "cpu_share": 0.9}, "user code"),
+    ],
+)
+def test_a_rank_that_works_is_named_but_the_wait_may_end(size: int, changes: dict[str, Any], cause: str) -> None:
+    for culprit in {0, size - 1}:
+        states = [state(rank) if rank != culprit else state(rank, "train.py:57", "", **changes) for rank in range(size)]
+        found = diagnose(here(*states))
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == (cause, (culprit,), "perhaps")
+        assert found.sentence.startswith(f"rank {culprit} ")
+        assert "train.py:57" in found.sentence
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "user", "block": "main_process_first"},
+        {"kind": "checkpoint", "io_quiet_s": 0.5, "quiet_s": 3600.0},
+        {"kind": "compiling", "quiet_s": 300.0},
+    ],
+)
+def test_ranks_that_may_take_their_time_are_no_cause(size: int, changes: dict[str, Any]) -> None:
+    states = [state(rank) if rank else state(rank, "train.py:57", "", **changes) for rank in range(size)]
+    assert diagnose(here(*states)) is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nobody_waits_then_nothing_is_said(size: int) -> None:
+    assert diagnose(here(*(state(rank, kind="user", quiet_s=9999.0) for rank in range(size)))) is None
+    assert diagnose(here(*(state(rank, kind="backward", cpu_share=0.8) for rank in range(size)))) is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_different_calls_never_end(size: int) -> None:
+    states = [state(rank) if rank else state(rank, "train.py:50", "broadcast") for rank in range(size)]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "never")
+    assert "train.py:50" in found.sentence
+    assert "train.py:40" in found.sentence
+
+
+def test_a_rank_still_receiving_what_another_has_sent_is_given_time() -> None:
+    sender = state(0, "train.py:50", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
+    receiver = state(1, "train.py:40", "broadcast", counts={"0/cpu": 10})
+    found = diagnose(here(sender, receiver))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "hardly")
+    ahead = msgspec.structs.replace(receiver, counts={"0/cpu": 11})  # began one that the other has not
+    found = diagnose(here(sender, ahead))
+    assert found is not None
+    assert found.ends == "never"
+
+
+def test_a_backward_counts_as_waiting_only_when_it_computes_nothing() -> None:
+    barrier = state(1, "train.py:60", "wait_for_everyone", barrier=True, counts={"0/cpu": 10, "barrier/w": 1})
+    waiting = state(0, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})
+    found = diagnose(here(waiting, barrier))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "never")
+    busy = msgspec.structs.replace(waiting, cpu_share=0.9)
+    found = diagnose(here(busy, barrier))
+    assert found is not None
+    assert (found.missing, found.ends) == ((0,), "perhaps")
+
+
+def test_all_in_the_same_call() -> None:
+    found = diagnose(here(*(state(rank) for rank in range(4))))
+    assert found is not None
+    assert (found.cause, found.ends) == ("same call", "perhaps")
+    states = [state(rank, op="all_reduce", shape=(rank,), dtype="float32") for rank in range(2)]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert found.cause == "other shape"
+    assert "rank 1: all_reduce of [1] float32" in found.sentence
+
+
+def test_a_silent_rank_is_named_with_its_pid() -> None:
+    world = [*here(state(0)), Seen(1, "silent", None, Note(1, "node7", 4711, 1))]
+    found = diagnose(world)
+    assert found is not None
+    assert (found.cause, found.missing) == ("silent", (1,))
+    assert "pid 4711 on node7" in found.sentence
+    text = words.report(found, world, 31.0, "it waits")
+    assert "rank 1: does not answer" in text
+    assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
+
+
+def test_ranks_that_do_the_same_share_a_line() -> None:
+    world = here(*(state(rank) if rank != 5 else state(rank, "train.py:57", kind="user") for rank in range(64)))
+    found = diagnose(world)
+    assert found is not None
+    text = words.report(found, world, 31.0, "it waits")
+    assert "  ranks 0-4, 6-63: waits at train.py:40" in text
+    assert "  rank 5: is in user code at train.py:57" in text
+
+
+TORCH, HASTEN = "/x/site-packages/torch", LIBRARIES[0]
+PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
+    ([(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")], "collective", "all_reduce"),
+    ([(f"{HASTEN}comm/ops.py", "gather"), (f"{HASTEN}accelerator/facade.py", "gather")], "collective", "gather"),
+    ([(f"{HASTEN}comm/rollcall.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
+    ([(f"{HASTEN}checkpoint/disk.py", "write"), (f"{HASTEN}accelerator/facade.py", "save_state")], "checkpoint", "save_state"),
+    ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
+    ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
+    ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
+    ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
+    ([], "user", ""),
+    ([("/x/site-packages/requests/api.py", "get")], "user", ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("inner", "kind", "call"), PLACES)
+def test_the_place_of_a_stack(inner: list[tuple[str, str]], kind: str, call: str) -> None:
+    frames = [Call(file, 1, function) for file, function in inner]
+    place = place_of([*frames, Call("/home/me/train.py", 42, "main"), Call(f"{HASTEN}launch/worker.py", 1, "main")])
+    assert (place.kind, place.call, place.line, place.function) == (kind, call, 42, "main")
+
+
+def test_users_code_inside_a_loader_or_a_save_is_known_as_such() -> None:
+    dataset = [Call("/home/me/data.py", 9, "__getitem__"), Call(f"{TORCH}/utils/data/_utils/fetch.py", 1, "fetch")]
+    assert place_of(dataset).in_dataset
+    saving = [Call("/home/me/ema.py", 9, "state_dict"), Call(f"{HASTEN}checkpoint/writer.py", 1, "write")]
+    assert place_of(saving).kind == "checkpoint"
+
+
+def test_a_thread_is_seen_where_it_is() -> None:
+    over = threading.Event()
+
+    def waits_here() -> None:
+        over.wait()
+
+    thread = threading.Thread(target=waits_here)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while "waits_here" not in {call.function for call in stacks.calls_of(thread.ident or 0)}:
+            assert time.monotonic() < deadline
+        place = place_of(stacks.calls_of(thread.ident or 0))
+        assert (place.kind, place.function) == ("user", "waits_here")
+        assert place.line == waits_here.__code__.co_firstlineno + 1
+        assert stacks.source_line(place.file, place.line) == "over.wait()"
+    finally:
+        over.set()
+        thread.join()
+    assert stacks.calls_of(thread.ident or 0) == []
+
+
+def test_the_trail_names_the_users_line() -> None:
+    trail = Trail()
+    trail.note("barrier", group="w")
+    line = sys._getframe().f_lineno - 1
+    assert trail.last is not None
+    assert (trail.last.op, trail.last.file, trail.last.line) == ("barrier", __file__, line)
+    assert (trail.count, trail.turns["w"]) == (1, 1)
+    assert caller(1)[0] == __file__
+    with trail.patience("main_process_first"):
+        assert trail.block == "main_process_first"
+    assert trail.block == ""
+
+
+def test_the_kernel_knows_this_process() -> None:
+    started = processes.start_ticks()
+    pid = os.getpid()
+    assert processes.status_of(pid, started) == "here"
+    assert processes.status_of(pid, started + 1) == "gone"  # a later process with the same pid
+    assert processes.status_of(2**22 + 1, 0) == "gone"
+    assert processes.io_count() > 0
