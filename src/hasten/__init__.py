@@ -97,6 +97,19 @@ if TYPE_CHECKING:
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
     from hasten.tracking.base import Tracker as Tracker
+    from hasten.trainer.arguments import TrainingArguments as TrainingArguments
+    from hasten.trainer.callbacks import EarlyStoppingCallback as EarlyStoppingCallback
+    from hasten.trainer.callbacks import ProgressCallback as ProgressCallback
+    from hasten.trainer.callbacks import TrainerCallback as TrainerCallback
+    from hasten.trainer.collate import DataCollatorWithPadding as DataCollatorWithPadding
+    from hasten.trainer.collate import default_data_collator as default_data_collator
+    from hasten.trainer.evaluation import EvalPrediction as EvalPrediction
+    from hasten.trainer.evaluation import PredictionOutput as PredictionOutput
+    from hasten.trainer.loop import TrainOutput as TrainOutput
+    from hasten.trainer.schedules import get_scheduler as get_scheduler
+    from hasten.trainer.state import TrainerControl as TrainerControl
+    from hasten.trainer.state import TrainerState as TrainerState
+    from hasten.trainer.trainer import Trainer as Trainer
 
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
@@ -184,6 +197,19 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Entry": "hasten.tracking.base",
         "Run": "hasten.tracking.base",
         "Tracker": "hasten.tracking.base",
+        "TrainingArguments": "hasten.trainer.arguments",
+        "EarlyStoppingCallback": "hasten.trainer.callbacks",
+        "ProgressCallback": "hasten.trainer.callbacks",
+        "TrainerCallback": "hasten.trainer.callbacks",
+        "DataCollatorWithPadding": "hasten.trainer.collate",
+        "default_data_collator": "hasten.trainer.collate",
+        "EvalPrediction": "hasten.trainer.evaluation",
+        "PredictionOutput": "hasten.trainer.evaluation",
+        "TrainOutput": "hasten.trainer.loop",
+        "get_scheduler": "hasten.trainer.schedules",
+        "TrainerControl": "hasten.trainer.state",
+        "TrainerState": "hasten.trainer.state",
+        "Trainer": "hasten.trainer.trainer",
     }
 )
 
