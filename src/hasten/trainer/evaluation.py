@@ -119,12 +119,21 @@ def _keep(trainer: Trainer, kept: list[Any], values: Any, num_rows: int) -> None
     if values is None:
         return
     accelerator = trainer.accelerator
-    wide = trees.map_tensors(lambda x: x.reshape(1) if x.ndim == 0 else x[:num_rows], values)
+    rows = trees.map_tensors(lambda x: x.reshape(1) if x.ndim == 0 else x[:num_rows], values)
     if accelerator.num_processes > 1:
-        if any(x.ndim > 1 for x in trees.tensors(wide)):
-            wide = accelerator.pad_across_processes(wide, dim=1, pad_index=IGNORED)
-        wide = accelerator.gather_ragged(wide, axes=BATCH)
-    kept.append(trees.map_tensors(_to_numpy, wide))
+        widths = [x.shape[1] if x.ndim > 1 else 0 for x in trees.tensors(rows)]
+        most = iter(accelerator.reduce(torch.tensor(widths, device=accelerator.device), "max", axes=BATCH).tolist())
+        rows = trees.map_tensors(lambda x: _padded(x, next(most)), rows)
+        rows = accelerator.gather_ragged(rows, axes=BATCH)
+    kept.append(trees.map_tensors(_to_numpy, rows))
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    if x.ndim < 2 or x.shape[1] == width:
+        return x
+    padded = x.new_full((x.shape[0], width, *x.shape[2:]), IGNORED)
+    padded[:, : x.shape[1]] = x
+    return padded
 
 
 def _to_numpy(x: Tensor) -> Any:

@@ -35,7 +35,10 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         order = torch.randperm(len(self), generator=generator)
-        parts = [part[self._lengths[part].argsort(descending=True, stable=True)] for part in torch.split(order, self._stretch)]
+        parts = [
+            part[self._lengths[part].argsort(descending=True, stable=True)]
+            for part in torch.split(order, self._stretch)
+        ]
         if parts:
             longest = max(range(len(parts)), key=lambda index: int(self._lengths[parts[index][0]]))
             parts[0][0], parts[longest][0] = parts[longest][0].clone(), parts[0][0].clone()
