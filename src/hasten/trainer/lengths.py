@@ -21,7 +21,10 @@ class LengthGroupedSampler(Sampler[int]):
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int = 0) -> None:
         self._lengths = torch.as_tensor(lengths)
-        self._stretch = batch_size * _BATCHES_SORTED
+        quarter = len(lengths) // (
+            4 * batch_size
+        )  # fewer batches in a stretch of few samples, or all epochs would be alike
+        self._stretch = batch_size * max(1, min(quarter, _BATCHES_SORTED))
         self._seed = seed
         self._epoch = 0
 
@@ -39,10 +42,10 @@ class LengthGroupedSampler(Sampler[int]):
             part[self._lengths[part].argsort(descending=True, stable=True)]
             for part in torch.split(order, self._stretch)
         ]
-        if parts:
+        if len(self):
             longest = max(range(len(parts)), key=lambda index: int(self._lengths[parts[index][0]]))
             parts[0][0], parts[longest][0] = parts[longest][0].clone(), parts[0][0].clone()
-        return iter(torch.cat(parts).tolist() if parts else [])
+        return iter(torch.cat(parts).tolist())
 
     def state_dict(self) -> dict[str, int]:
         """The epoch that is drawn next."""

@@ -71,7 +71,7 @@ class Trainer:
         recompute: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and recompute is not None:
             recompute(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
-        self.accelerator = Accelerator(**accelerator_settings(args, model))
+        self.accelerator = self._make_accelerator()
         self.state = TrainerState(
             is_world_process_zero=self.accelerator.is_main_process,
             is_local_process_zero=self.accelerator.is_local_main_process,
@@ -89,6 +89,9 @@ class Trainer:
         own: list[Any] = [] if args.disable_tqdm else [ProgressCallback()]
         self.callbacks = CallbackList(self, [*own, *callbacks])
         self.callbacks.call("on_init_end")
+
+    def _make_accelerator(self, **changes: Any) -> Accelerator:
+        return Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
 
     # -- callbacks ------------------------------------------------------------------------------------------------
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
@@ -165,28 +168,38 @@ class Trainer:
         resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if not self.args.auto_find_batch_size:
             return self._train(self.args.per_device_train_batch_size, resume)
+        searching = self.accelerator  # told by the search how many batches make up the global one
         first = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
 
         def attempt(batch_size: int) -> TrainOutput:
             if batch_size != self.args.per_device_train_batch_size:
-                self._start_over(first)
+                self._start_over(first, searching.gradient_accumulation_steps)
             return self._train(batch_size, resume)
 
+        if any(self._given_optimizers):
+            raise ConfigError(
+                "auto_find_batch_size=True begins again with a new optimizer when memory runs out, but one was given in "
+                "optimizers, whose state cannot be taken back; leave one of them out, or override "
+                "create_optimizer_and_scheduler."
+            )
         search: Callable[[], TrainOutput] = find_executable_batch_size(
             attempt,
             starting_batch_size=self.args.per_device_train_batch_size,
-            accelerator=self.accelerator,
+            accelerator=searching,
             keep_global_batch=True,
         )
         return search()
 
-    def _start_over(self, weights: Mapping[str, Tensor]) -> None:
-        """Forget an attempt that did not fit into memory."""
+    def _start_over(self, weights: Mapping[str, Tensor], steps: int) -> None:
+        """Forget an attempt that did not fit into memory; accumulate over `steps` batches from now on."""
         if self.wrapped_model is not None:
             self.model = self.accelerator.unwrap_model(self.wrapped_model)
         self.optimizer, self.lr_scheduler = self._given_optimizers
         self.wrapped_model = self.train_loader = None
         self.accelerator.free_memory()
+        self.accelerator = self._make_accelerator(gradient_accumulation_steps=steps)
+        self.accelerator.register_for_checkpointing(self.state)
+        self._tracking = False
         self.model.load_state_dict(weights)
         self.state.load_state_dict(TrainerState().state_dict())
 
