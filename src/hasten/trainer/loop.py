@@ -35,6 +35,9 @@ class TrainingLoop:
         """Loss times weight since the last log, on this rank; a tensor, so that no step waits for the device."""
         self._weight: Tensor | float = 0.0
         self._norm: Any = None  # Any: the norm of the latest update's gradients, a tensor on the device or None
+        self._rate: Any = (
+            0.0  # Any: the learning rate of the latest update, which capturable optimizers keep as a tensor
+        )
         self._began_s = time.perf_counter()
         self._began_at = trainer.state.global_step
 
@@ -80,6 +83,7 @@ class TrainingLoop:
                     call("on_pre_optimizer_step")
                 optimizer.step()
                 if accelerator.sync_gradients:
+                    self._rate = optimizer.param_groups[0]["lr"]
                     call("on_optimizer_step")
                 scheduler.step()
                 optimizer.zero_grad()
@@ -186,7 +190,7 @@ class TrainingLoop:
         logs: dict[str, float] = {"loss": state.loss_sum / state.loss_weight}
         if self._norm is not None:
             logs["grad_norm"] = float(self._norm)
-        logs["learning_rate"] = float(trainer.lr_scheduler.get_last_lr()[0])
+        logs["learning_rate"] = float(self._rate)
         state.loss_sum = state.loss_weight = 0.0
         trainer.log(logs)
 
