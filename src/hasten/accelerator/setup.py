@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hasten.accelerator.recording import open_run_log
 from hasten.config import absent
 from hasten.config.handoff import unpack
 from hasten.config.launch import InitProcessGroupKwargs
-from hasten.config.resolve import resolve
+from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -31,6 +32,7 @@ from hasten.strategies.choose import choose, mesh_of
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
+from hasten.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,13 @@ class Parts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
+    run_log: RunLog | None
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
     """The parts for these constructor arguments. Any: settings of every type. Ranks: every rank."""
-    config = _settings(given)
+    resolved = _settings(given)
+    config = resolved.config
     ctx = context or _context(config)
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
@@ -65,10 +69,11 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         in_flight=lambda: clock.in_flight,
         sharded=strategy.caps.sharded_state,
     )
-    return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx))
+    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy.name)
+    return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx), run_log)
 
 
-def _settings(given: Mapping[str, Any]) -> Config:
+def _settings(given: Mapping[str, Any]) -> Resolved:
     variables = env.snapshot()
     handed = env.config(variables)
     resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
@@ -77,7 +82,7 @@ def _settings(given: Mapping[str, Any]) -> Config:
         show_logs()
     for note in resolved.notes:
         log.info(note)
-    return resolved.config
+    return resolved
 
 
 def _context(config: Config) -> ProcessContext:
