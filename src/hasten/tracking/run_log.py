@@ -38,6 +38,7 @@ class RunLog:
         self._rank = rank
         self._facts = facts
         self._memory = memory
+        self._began_s = time.time()
         self._stem = ""
         self._records = bytearray()
         self._events: list[bytes] = []
@@ -129,9 +130,8 @@ class RunLog:
         try:
             if not self._stem:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                now = time.time()
-                self._stem = f"rank{self._rank}-{int(now * 1000)}"
-                first = {"event": "started", "time": now, "rank": self._rank, **self._facts()}
+                self._stem = f"rank{self._rank}-{int(self._began_s * 1000)}"
+                first = {"event": "started", "time": self._began_s, "rank": self._rank, **self._facts()}
                 events = msgspec.json.encode(first) + b"\n" + events
             for ending, content in (("steps", records), ("jsonl", events)):
                 if content:

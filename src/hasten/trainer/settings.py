@@ -24,8 +24,7 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     Raises: ConfigError for a value that no setting of the facade can honour.
     """
     found: dict[str, Any] = {"project_config": _project(args), "dataloader_config": _data(args)}
-    if args.trackers:
-        found["log_with"] = args.trackers
+    found["log_with"] = list(dict.fromkeys(["jsonl", *args.trackers]))  # the curves of `hasten report`
     if args.bf16 or args.fp16:
         found["mixed_precision"] = "bf16" if args.bf16 else "fp16"
     if args.gradient_accumulation_steps > 1:
@@ -52,19 +51,22 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
 
 def _project(args: TrainingArguments) -> ProjectConfiguration:
     best = args.load_best_model_at_end or args.save_strategy == "best"
-    return ProjectConfiguration(
-        project_dir=args.output_dir,
-        logging_dir=args.logging_dir,
-        total_limit=args.save_total_limit,
-        keep_best=1 if best and args.save_total_limit else None,
-        best_metric=args.best_metric if best else None,
-        best_mode="max" if args.larger_is_better else "min",
-    )
+    given: dict[str, Any] = {"project_dir": args.output_dir}
+    if args.logging_dir is not None:
+        given["logging_dir"] = args.logging_dir
+    if args.save_total_limit is not None:
+        given["total_limit"] = args.save_total_limit
+        if best:
+            mode = "max" if args.larger_is_better else "min"
+            given |= {"keep_best": 1, "best_metric": args.best_metric, "best_mode": mode}
+    return ProjectConfiguration(**given)
 
 
 def _data(args: TrainingArguments) -> DataLoaderConfiguration:
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return DataLoaderConfiguration(data_seed=seed, pin_memory=args.dataloader_pin_memory)
+    given: dict[str, Any] = {"data_seed": args.seed if args.data_seed is None else args.data_seed}
+    if args.dataloader_pin_memory is not None:
+        given["pin_memory"] = args.dataloader_pin_memory
+    return DataLoaderConfiguration(**given)
 
 
 def _fsdp(args: TrainingArguments) -> Any:  # Any: the plugin's own class

@@ -77,7 +77,7 @@ def test_wrong_values_are_refused(changes: dict[str, Any], kind: type[Exception]
 
 def test_defaults_leave_flags_and_files_alone() -> None:
     given = accelerator_settings(TrainingArguments("out"), Scored())
-    assert set(given) == {"project_config", "dataloader_config"}
+    assert set(given) == {"project_config", "dataloader_config", "log_with"}
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_defaults_leave_flags_and_files_alone() -> None:
         ({"fp16": True}, {"mixed_precision": "fp16"}),
         ({"use_cpu": True}, {"cpu": True}),
         ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
-        ({"report_to": ["jsonl", "none"]}, {"log_with": ["jsonl"]}),
+        ({"report_to": ["jsonl", "tensorboard", "none"]}, {"log_with": ["jsonl", "tensorboard"]}),
         ({"deepspeed": "x.json"}, {"strategy": "deepspeed"}),
     ],
 )
