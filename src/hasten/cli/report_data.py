@@ -39,7 +39,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Every chart of the page, in order: metrics first, then where the time went."""
     found = [_metric(name, runs) for name in _metric_names(runs)]
-    logged = [(run, log) for run in runs for log in run.ranks if len(log.steps)]
+    logged = [(run, log) for run in runs for log in sorted(run.ranks, key=lambda log: log.rank) if len(log.steps)]
     if not logged:
         return found
     several = len(runs) > 1
@@ -60,7 +60,8 @@ def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.curves)
     first = ("loss", "eval_loss", "learning_rate", "grad_norm")
     ordered = [name for name in first if name in names] + [name for name in names if name not in first]
-    return [name for name in ordered if name != "epoch" and not name.endswith(_SECONDS)]
+    plain = [name for name in ordered if name != "epoch" and not name.endswith(_SECONDS)]
+    return [name for name in plain if any(len(run.curves[name].values) > 1 for run in runs if name in run.curves)]
 
 
 def _metric(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -113,8 +114,9 @@ def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any
 
 def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
     found = [_bucketed(log, PARTS) for log in logs]
-    times = np.concatenate([times for times, _ in found])
-    sums = np.concatenate([sums for _, sums in found], axis=1)
+    gap = np.full((len(PARTS) + 1, 1), np.nan)  # nothing is drawn between two starts
+    times = np.concatenate([np.append(times, times[-1]) for times, _ in found])
+    sums = np.concatenate([np.append(sums, gap, axis=1) for _, sums in found], axis=1)
     return [_trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1]) for index, part in enumerate(PARTS)]
 
 
@@ -127,6 +129,20 @@ def _memory(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
     times, sums = _bucketed(log, ["memory_mb"])
     values = sums[0] / sums[-1]
     return _trace(_label(run, log, several), _minutes(run, times), np.where(values > 0, values, np.nan))
+
+
+def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """A row per metric: its name, and for each run the last value and the lowest and highest it had."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    return [[name, *(_last(run.curves.get(name)) for run in runs)] for name in names]
+
+
+def _last(curve: Curve | None) -> str:
+    if curve is None:
+        return "—"
+    if len(curve.values) == 1 or np.isnan(curve.values).all():
+        return f"{curve.values[-1]:.6g}"
+    return f"{curve.values[-1]:.6g} ({np.nanmin(curve.values):.6g} to {np.nanmax(curve.values):.6g})"
 
 
 def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:

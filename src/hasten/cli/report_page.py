@@ -39,6 +39,8 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
     if len(runs) > 1:
         heading = ["setting or fact", *(run.name for run in runs)]
         found.append(_table("What differs", heading, report_data.differences(runs)))
+    if rows := report_data.last_values(runs):
+        found.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
         if rows := report_data.spread(run):
