@@ -106,6 +106,9 @@ if TYPE_CHECKING:
     from hasten.trainer.evaluation import EvalPrediction as EvalPrediction
     from hasten.trainer.evaluation import PredictionOutput as PredictionOutput
     from hasten.trainer.loop import TrainOutput as TrainOutput
+    from hasten.trainer.metrics import causal_lm_metrics as causal_lm_metrics
+    from hasten.trainer.metrics import classification_metrics as classification_metrics
+    from hasten.trainer.metrics import token_classification_metrics as token_classification_metrics
     from hasten.trainer.schedules import get_scheduler as get_scheduler
     from hasten.trainer.state import TrainerControl as TrainerControl
     from hasten.trainer.state import TrainerState as TrainerState
@@ -206,6 +209,9 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "EvalPrediction": "hasten.trainer.evaluation",
         "PredictionOutput": "hasten.trainer.evaluation",
         "TrainOutput": "hasten.trainer.loop",
+        "causal_lm_metrics": "hasten.trainer.metrics",
+        "classification_metrics": "hasten.trainer.metrics",
+        "token_classification_metrics": "hasten.trainer.metrics",
         "get_scheduler": "hasten.trainer.schedules",
         "TrainerControl": "hasten.trainer.state",
         "TrainerState": "hasten.trainer.state",

@@ -81,7 +81,7 @@ def hand_written(folder: Path, epochs: int = 2) -> list[Tensor]:
     )
     model: Any = seeded(Scored)
     set_seed(42, device_specific=True, rank=accelerator.process_index)
-    loader: Any = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=_only_used)  # type: ignore[arg-type]
+    loader: Any = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=_only_used)
     loader = accelerator.prepare(loader)
     matrices, vectors = [[p for p in model.parameters() if (p.ndim >= 2) is big] for big in (True, False)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]

@@ -162,7 +162,7 @@ def spread(run: RunFolder) -> list[list[str]]:
         if not logs:
             continue
         steps = np.concatenate(logs)
-        seconds = sum(steps[part].astype(np.float64) for part in PARTS)
+        seconds = np.sum([steps[part].astype(np.float64) for part in PARTS], axis=0)
         total = max(float(seconds.sum()), 1e-9)
         cells = [f"{1e3 * seconds.mean():.2f}", f"{1e3 * np.percentile(seconds, 95):.2f}"]
         shares = [f"{float(steps[part].astype(np.float64).sum()) / total:.1%}" for part in PARTS]

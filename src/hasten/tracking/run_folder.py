@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from hasten.errors import ConfigError
 from hasten.tracking.run_log import FOLDER, LoggedRank, read_run_log
 
-_WORDS: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.items()
+_WORDS: Final = MappingProxyType({"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")})
 _DEPTH: Final = ("", "*/", "*/*/", "*/*/*/")
 
 # Any in this file: settings and events are JSON values.
@@ -69,7 +70,7 @@ class RunFolder:
         for number, log in enumerate(log for log in self.ranks if log.rank == 0):
             for event in log.events:
                 kind = "restarted" if number and event.get("event") == "started" else event.get("event", "")
-                details = {key: event[key] for key in ("seconds", "error") if key in event}
+                details: dict[str, Any] = {key: event[key] for key in ("seconds", "error") if key in event}
                 found.append({"event": kind, "time": float(event.get("time", 0.0)), **details})
         return sorted(found, key=lambda event: float(event["time"]))
 
@@ -111,11 +112,10 @@ def _curves(path: Path) -> dict[str, Curve]:
             rows = [row for row in rows if row[0] <= record["rewind"]]
         elif "values" in record:
             rows.append((record["step"], record["time"], record["values"]))
-    words = dict(_WORDS)
     found: dict[str, list[tuple[int, float, float]]] = {}
     for step, when, values in rows:
         for name, value in values.items():
-            number = words.get(value) if isinstance(value, str) else value
+            number = _WORDS.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
                 found.setdefault(name, []).append((step, when, float(number)))
     return {name: _curve(points) for name, points in found.items()}

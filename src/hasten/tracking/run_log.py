@@ -20,12 +20,14 @@ from numpy.typing import NDArray
 FOLDER: Final = "run_log"
 PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
 _RECORD: Final = struct.Struct("<d7f")
-STEP_DTYPE: Final = np.dtype(
-    [("time", "<f8"), *((part, "<f4") for part in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")]
-)
 _EVERY_S: Final = 1.0
 
 # Any in this file: facts and events are JSON values.
+
+
+def step_dtype() -> np.dtype[np.void]:
+    """The layout of a record of the steps file."""
+    return np.dtype([("time", "<f8"), *((part, "<f4") for part in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
 
 
 class RunLog:
@@ -155,7 +157,7 @@ class LoggedRank:
 
     rank: int
     steps: NDArray[Any]
-    """One record of STEP_DTYPE per update."""
+    """One record of `step_dtype()` per update."""
     events: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -167,10 +169,11 @@ class LoggedRank:
 def read_run_log(folder: Path) -> list[LoggedRank]:
     """All logs in a run's folder, by time; half-written last records and lines are left out."""
     found = []
+    dtype = step_dtype()
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
         content = path.with_suffix(".steps").read_bytes() if path.with_suffix(".steps").exists() else b""
-        whole = len(content) // STEP_DTYPE.itemsize * STEP_DTYPE.itemsize
-        steps = np.frombuffer(content[:whole], dtype=STEP_DTYPE)
+        whole = len(content) // dtype.itemsize * dtype.itemsize
+        steps = np.frombuffer(content[:whole], dtype=dtype)
         rank = int(path.stem.split("-")[0].removeprefix("rank"))
         found.append(LoggedRank(rank, steps, list(_lines(path))))
     return found

@@ -16,7 +16,7 @@ from hasten.cli import report_data
 from hasten.cli.main import main
 from hasten.cli.report_data import MOST_POINTS, thinned
 from hasten.tracking.run_folder import Curve, read_run
-from hasten.tracking.run_log import PARTS, STEP_DTYPE
+from hasten.tracking.run_log import PARTS, step_dtype
 
 pytest.importorskip("plotly")
 BEGAN = 1_700_000_000.0
@@ -40,7 +40,7 @@ def write_run(folder: Path, rate: float, ranks: int = 2, steps: int = 50, starts
     for start in range(starts):
         for rank in range(ranks):
             began = BEGAN + 200 * start
-            table = np.zeros(steps, STEP_DTYPE)
+            table = np.zeros(steps, step_dtype())
             table["time"] = began + np.arange(steps)
             for part in PARTS:
                 table[part] = 0.001 * (rank + 1)
@@ -66,7 +66,7 @@ def test_thinning_keeps_the_extremes_and_the_order(length: int) -> None:
 
 
 def test_a_million_points_stay_small(tmp_path: Path) -> None:
-    table = np.zeros(1_000_000, STEP_DTYPE)
+    table = np.zeros(1_000_000, step_dtype())
     table["time"], table["data"], table["samples"] = BEGAN + np.arange(1_000_000), 0.001, 1
     run = read_run(write_run(tmp_path / "run", 0.1))
     charts = report_data.charts([type(run)(run.name, run.curves, (type(run.ranks[0])(0, table, run.ranks[0].events),))])

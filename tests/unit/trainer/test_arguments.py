@@ -42,7 +42,7 @@ def test_every_argument_is_read(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(_REFUSED))
 def test_established_names_without_effect_are_refused_with_a_remedy(name: str) -> None:
     with pytest.raises(UnknownSettingError, match=r"has no effect in hasten: .{10}"):
-        TrainingArguments("out", **{name: True})
+        TrainingArguments("out", **{name: True})  # type: ignore[arg-type]
 
 
 def test_an_unknown_name_gets_the_nearest_one() -> None:

@@ -110,7 +110,7 @@ def test_label_becomes_labels_and_ragged_samples_are_refused() -> None:
 
 def test_unused_columns_are_dropped() -> None:
     taken = taken_by(Scored(), ["target"])
-    assert taken == {"x", "labels", "label", "label_ids", "target"}
+    assert taken == frozenset({"x", "labels", "label", "label_ids", "target"})
     data = Dataset.from_dict({"x": [[1.0]], "label": [0], "text": ["a"], "idx": [1]})
     assert without_unused(data, taken).column_names == ["x", "label"]
     with pytest.raises(DataError, match="remove_unused_columns=False"):

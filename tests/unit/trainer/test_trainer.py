@@ -88,7 +88,7 @@ def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.best_metric == 0.9
     assert trainer.state.best_global_step == 2
-    assert torch.equal(trainer.model.body.head.weight, weights[1])
+    assert torch.equal(trainer.model.get_parameter("body.head.weight"), weights[1])
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("checkpoint"))
     assert kept == ["checkpoint_1", "checkpoint_4"]
 
