@@ -50,7 +50,7 @@ def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
         logs = [log for log in run.ranks if log.rank == 0 and len(log.steps)]
         if logs:
             title = "time of a step by part (ms)" + (f": {run.name}" if several else "")
-            found.append({**_over_time(title, _parts(run, logs)), "stacked": True})
+            found.append({**_over_time(title, _parts(run, logs)), "stacked": True, "run": run.name})
     found.append(_over_time("time of a step by rank (ms)", [_step_time(run, log, several) for run, log in logged]))
     found.append(_over_time("memory by rank (MB)", [_memory(run, log, several) for run, log in logged]))
     return [chart for chart in found if any(trace["y"] for trace in chart["traces"])]
@@ -115,8 +115,8 @@ def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any
 def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
     found = [_bucketed(log, PARTS) for log in logs]
     gap = np.full((len(PARTS) + 1, 1), np.nan)  # nothing is drawn between two starts
-    times = np.concatenate([np.append(times, times[-1]) for times, _ in found])
-    sums = np.concatenate([np.append(sums, gap, axis=1) for _, sums in found], axis=1)
+    times = np.concatenate([np.concatenate([times[:1], times, times[-1:]]) for times, _ in found])
+    sums = np.concatenate([part for _, sums in found for part in (gap, sums, gap)], axis=1)
     return [_trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1]) for index, part in enumerate(PARTS)]
 
 

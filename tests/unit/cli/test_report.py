@@ -86,7 +86,7 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.005, rel=1e-4)] * 2
     parts = next(chart for chart in report_data.charts([run]) if chart.get("stacked"))
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
-    assert parts["traces"][0]["y"].count(None) == 2  # a gap after each start
+    assert parts["traces"][0]["y"].count(None) == 4  # a gap around each start
 
 
 def test_differences_name_what_is_not_the_same(tmp_path: Path) -> None:
