@@ -55,7 +55,7 @@ def push_to_hub(trainer: Trainer, commit_message: str, **options: Any) -> str | 
                     repo_id=repository,
                     folder_path=folder,
                     commit_message=commit_message,
-                    ignore_patterns=["checkpoints/*", "run/*", "trainer/*", ".*"],
+                    ignore_patterns=["checkpoints/*", "run_log/*", f"{args.run_name or 'trainer'}/*", ".*"],
                     **options,
                 )
             )
