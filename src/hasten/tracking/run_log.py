@@ -121,7 +121,9 @@ class RunLog:
         self._events.append(msgspec.json.encode({"event": kind, "time": time.time(), **details}) + b"\n")
 
     def flush(self) -> None:
-        """Append what is waiting to the files; the first time also what is known of the run."""
+        """Append what is waiting to the files, once a training has begun; the first time also what is known of the run."""
+        if not self._begun:
+            return
         self._flushed_s = time.perf_counter()
         self._memory_mb = (self._memory() or 0) / 1e6
         records, events = bytes(self._records), b"".join(self._events)
@@ -143,8 +145,8 @@ class RunLog:
             self.broken = str(error)
 
     def close(self) -> None:
-        """Write what is waiting and note the end, if anything was ever written or is waiting."""
-        if self._begun or self._stem:
+        """Write what is waiting and note the end, if a training has begun."""
+        if self._begun:
             if self._updated:
                 self._commit(time.perf_counter())
             self.event("ended")
