@@ -166,6 +166,19 @@ def test_a_stopped_run_with_length_groups_ends_as_the_whole_one(ctx: ProcessCont
 
 
 @ranks(2)
+def test_the_state_is_equal_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+    trainer = Trainer(
+        seeded(Scored),
+        arguments(tmp_path, eval_strategy="epoch", save_strategy="epoch"),
+        train_dataset=Rows(),
+        eval_dataset=Rows(7),
+    )
+    trainer.train()
+    first, second = ctx.world.all_gather_object(trainer.state.state_dict())
+    assert first == second  # or a checkpoint could not be loaded on another number of processes
+
+
+@ranks(2)
 def test_sharded_training_stops_and_goes_on(ctx: ProcessContext, tmp_path: Path) -> None:
     interrupted_equals_whole(tmp_path, [3], fsdp="full_shard")
 

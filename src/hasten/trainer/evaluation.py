@@ -17,6 +17,7 @@ from hasten.trainer.collate import IGNORED
 from hasten.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
 
 if TYPE_CHECKING:
+    from hasten.accelerator.facade import Accelerator
     from hasten.data.loader import Loader
     from hasten.trainer.trainer import Trainer
 
@@ -76,7 +77,7 @@ def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: boo
     if trainer.compute_metrics is not None and labels is not None and not loss_only:
         found = trainer.compute_metrics(EvalPrediction(predictions, labels))
         metrics.update({name: getattr(value, "item", lambda value=value: value)() for name, value in found.items()})
-    seconds = time.perf_counter() - began_s
+    seconds = slowest(accelerator, time.perf_counter() - began_s)
     metrics |= {
         "runtime": round(seconds, 4),
         "samples_per_second": round(num_samples / seconds, 3),
@@ -84,6 +85,11 @@ def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: boo
     }
     named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
     return PredictionOutput(predictions, labels, named)
+
+
+def slowest(accelerator: Accelerator, seconds: float) -> float:
+    """The time of the slowest rank: what is logged is equal everywhere, as a checkpoint needs it. Ranks: every rank."""
+    return max(float(accelerator.reduce(torch.tensor([seconds], dtype=torch.float64), "max")[0]), 1e-9)
 
 
 def _one_batch(trainer: Trainer, model: Any, batch: Any, loader: Loader, loss_only: bool, got: _Collected) -> None:

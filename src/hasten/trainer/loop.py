@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE
 from hasten.runtime.axes import BATCH
+from hasten.trainer.evaluation import slowest
 from hasten.trainer.planning import Plan
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ class TrainingLoop:
     def _finish(self) -> TrainOutput:
         trainer, state = self._trainer, self._trainer.state
         self.add_up()
-        seconds = max(time.perf_counter() - self._began_s, 1e-9)
+        seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
         steps = state.global_step - self._began_at
         size = trainer.train_loader.total_batch_size
         mean = state.total_loss / state.total_weight if state.total_weight else math.nan

@@ -220,6 +220,8 @@ class Trainer:
             output = TrainingLoop(self, plan).run()
         except BaseException:
             self.accelerator.saving.close()
+            self.accelerator.tracking.finish(failed=True)
+            self._tracking = False
             raise
         self.accelerator.end_training()
         self._tracking = False
