@@ -30,7 +30,7 @@ class Hub:
         if path == "/api/repos/create":
             given = json.loads(body)
             name = f"{given.get('organization') or 'someone'}/{given['name']}"
-            self.private[name] = given.get("private")
+            self.private[name] = given.get("private") or given.get("visibility") == "private"  # older and newer clients
             self.files.setdefault(name, {})
             return 200, {"url": f"{address}/{name}", "name": name, "id": "1"}
         if "/preupload/" in path:
