@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import datasets
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -509,6 +510,14 @@ def law(pool: Pool) -> Law[Case]:
 def test_random_loaders_resume_exactly_or_are_refused(rank_pool: Pool) -> None:
     tally = law(rank_pool).search(range(10_000), seconds=15)
     assert tally.verdicts["exact"], str(tally)
+
+
+ONCE_BROKEN: Final = (131, 271, 311, 2114, 2134)
+
+
+@pytest.mark.parametrize("seed", ONCE_BROKEN)
+def test_what_the_search_found_stays_mended(rank_pool: Pool, seed: int) -> None:
+    assert check(draw(seed), rank_pool) in ("exact", "each sample once on another world")
 
 
 if __name__ == "__main__":

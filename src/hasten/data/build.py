@@ -82,7 +82,6 @@ def prepare_loader(
         track=track,
         move=_move(device, config),
         shard=seats.shard,
-        seed_workers=loader.generator is None,
         total_batch_size=total,
         equalise=_equaliser(rng_types, loader, ctx),
     )

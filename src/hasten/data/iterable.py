@@ -103,7 +103,7 @@ class StreamShard(Forwarding, IterableDataset[Block]):
                 set_epoch(epoch)
         start = self.hasten_start if self.hasten_start.serial == serial else Start(serial)
         stand = start.stands[worker] if start.stands else Stand()
-        if stand.origin is not None:
+        if stand.origin is not None or stand.position:  # no origin: nothing had changed since prepare
             memory.restore(stand.origin)
         stand = stand._replace(origin=memory.capture())
         # Every rank that reads the same elements draws the same numbers.

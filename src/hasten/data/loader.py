@@ -73,8 +73,6 @@ class Parts:
     move: Move | None
     """Puts batches on the device, or None when they stay where they are."""
     shard: int
-    seed_workers: bool
-    """The user gave no generator, so worker seeds are drawn from one of ours."""
     total_batch_size: int | None
     cursor: LoaderCursor = field(default_factory=LoaderCursor)
     skip: int = 0
@@ -176,9 +174,32 @@ class Loader(DataLoader[Any]):
     def _set_seeds(self, at: Position) -> None:
         parts = self.parts
         engine = parts.source.engine
-        if parts.seed_workers:
-            engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
+        if at.generator is None:  # else it is the state after this draw
+            self._draw_workers_seed()
+        engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
         forward_epoch(self.dataset, at.epoch)
+
+    def _draw_workers_seed(self) -> None:
+        """Draw from the user's generator what a DataLoader draws before the order: a seed, whenever it starts workers.
+
+        The seed itself is not used. Workers that live on are started once, so a resumed run, which starts them again,
+        must not draw again: the saved position holds the generator's state after this draw.
+        """
+        generator = self.generator
+        if isinstance(generator, torch.Generator) and self.parts.source.engine.__dict__["_iterator"] is None:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+    def _remembered(self, at: Position) -> Position:
+        """`at`, where no batch was taken yet, with what the next iteration would begin from."""
+        generator = self.generator
+        if at.generator is not None or not isinstance(generator, torch.Generator):
+            return self.parts.source.remember(at)
+        state = generator.get_state()
+        self._draw_workers_seed()
+        try:
+            return self.parts.source.remember(at)
+        finally:
+            generator.set_state(state)
 
     def __len__(self) -> int:
         steps = self.parts.source.steps()
@@ -196,7 +217,7 @@ class Loader(DataLoader[Any]):
         parts = self.parts
         track = parts.track
         source = parts.source
-        at = source.reached(track.start, track.steps, track.mark) if track.steps else source.remember(track.start)
+        at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
         return encode(at, parts.source.unit, parts.source.size())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -93,9 +93,14 @@ class StreamSource:
         twin.engine.generator = own_generator(at)
         mark = twin._mark_of(at)
         beginning = Mark(tuple(Stand(origin=stand.origin) for stand in mark.stands), 0)
+        memory = self._shard.hasten_memory
+        before = memory.capture()
+        if all(stand.origin is None for stand in mark.stands):
+            memory.restore(None)
         items = twin._items(beginning, at)
         item = next(items, None)
         items.close()  # ends its workers
+        memory.restore(before)  # without workers, the dataset itself has been read
         return None if item is None else item[0]
 
     def open(self, at: Position) -> Iterator[Item]:
