@@ -50,6 +50,7 @@ PLANS = (
 )
 NOT_HERE = {
     "sharding.py": "needs a GPU",
+    "trainer_overhead.py": "prints its numbers, writes no page",
     "mrpc_seeds.py": "needs the MRPC pairs and a model",
     "mrpc_pack.py": "packs files, measures nothing",
     "loading.py": "shared by the others",

@@ -17,6 +17,7 @@ _EXTRAS = (  # import name -> extra of hasten that brings it
     ("torchao", "fp8"),
     ("fsspec", "remote"),
     ("torchdata", "data"),
+    ("plotly", "report"),
 )
 
 

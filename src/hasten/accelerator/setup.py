@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hasten.accelerator.recording import open_run_log
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
-from hasten.config.resolve import resolve
+from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.debug.bulletin import Bulletin
 from hasten.debug.observe import Observer
@@ -35,6 +36,7 @@ from hasten.strategies.choose import choose
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
+from hasten.tracking.run_log import RunLog
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,13 @@ class Parts:
     clock: StepClock
     tracking: TrackerManager
     watchdog: Watchdog | None
+    run_log: RunLog | None
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
     """The parts for these constructor arguments. Any: settings of every type. Ranks: every rank."""
-    config = _settings(given)
+    resolved = _settings(given)
+    config = resolved.config
     ctx = context or _context(config)
     strategy = choose(config, ctx)
     accumulation = config.gradient_accumulation
@@ -72,10 +76,12 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
     )
     own = context is None or given.get("stall") is not None  # who brings a context watches over it
     watchdog = _watchdog(config, ctx, clock) if own else None
-    return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx), watchdog)
+    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy.name)
+    trackers = _trackers(given.get("log_with"), config, ctx)
+    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, run_log)
 
 
-def _settings(given: Mapping[str, Any]) -> Config:
+def _settings(given: Mapping[str, Any]) -> Resolved:
     variables = env.snapshot()
     handed = env.config(variables)
     resolved = resolve(code=given, env=variables, handed=() if handed is None else unpack(handed))
@@ -84,7 +90,7 @@ def _settings(given: Mapping[str, Any]) -> Config:
         show_logs()
     for note in resolved.notes:
         log.info(note)
-    return resolved.config
+    return resolved
 
 
 def _context(config: Config) -> ProcessContext:

@@ -23,6 +23,7 @@ class ProjectConfiguration(Section):
     best_metric: str | None = setting(None, "metric that ranks checkpoints")
     best_mode: Literal["min", "max"] = setting("min", "whether a small or a large metric is good")
     keep_every: int | None = setting(None, "checkpoints kept besides: every n-th", minimum=1)
+    run_log: bool = setting(True, "leave timings and events for `hasten report` in project_dir/run_log")
     checkpoint_arrival_s: float = setting(
         60.0, "seconds that save_state and load_state wait for ranks that do not come", minimum=0.1
     )

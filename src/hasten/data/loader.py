@@ -151,7 +151,9 @@ class Loader(DataLoader[Any]):
 
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
-        cursors = clock.cursors
+        cursors, marks, size = clock.cursors, clock.marks, self.parts.total_batch_size or 0
+        if marks is not None:
+            marks.asked()
         with clock.watching(cursor):
             for batch, padding, last, mark in items:
                 cursors.moving(cursor)
@@ -161,7 +163,11 @@ class Loader(DataLoader[Any]):
                 if track.start is here:  # not overtaken by a later pass
                     track.steps += 1
                     track.mark = mark
+                if marks is not None:
+                    marks.got(size)
                 yield batch
+                if marks is not None:
+                    marks.asked()
         if track.start is here:
             track.place(here.begin(here.epoch + 1))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hasten.errors import ConfigError, StepError
 from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
+from hasten.optim.marks import StepMarks
 from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, checked_weight
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class StepClock:
     inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
     """The accumulate() blocks that are entered now, outermost first: their keys and models."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
+    marks: StepMarks | None = None
+    """Told where a step stands, when somebody measures its parts."""
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -227,6 +230,8 @@ class StepClock:
         window = self._current
         window.closed = True
         self.num_updates += 1
+        if self.marks is not None:
+            self.marks.optimizer_done()
         if len(self._holders) == 1 or not self._waiting():
             window.losses = window.before = 0
 

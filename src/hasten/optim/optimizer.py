@@ -130,6 +130,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
             if clock.crowded:
                 self._share.mark(self.parameters)
             return None
+        if clock.marks is not None:
+            clock.marks.optimizer_begins()
         if self._share.clears_late is not None:
             self._share.refuse_step(type(self.optimizer).__name__)
         if closure is not None:
@@ -232,6 +234,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_updates += result.applied
         self.spent = True
         self._clock.used()
+        if self._clock.marks is not None and not result.applied:
+            self._clock.marks.skipped()
         return result.value
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:

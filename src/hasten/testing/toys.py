@@ -178,3 +178,65 @@ class Sequences(Dataset[dict[str, Tensor]]):
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy of the next token."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Scored(nn.Module):
+    """A perceptron with dropout that returns its loss beside its logits when it gets labels, as a Trainer wants it."""
+
+    def __init__(self, features: int = 6, hidden: int = 12, classes: int = 3, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.body = Classifier(features, hidden, classes, dropout)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits, and the loss if there are labels."""
+        logits = self.body(x)
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Tagger(nn.Module):
+    """A token classifier over sequences of different lengths; labels of -100 are left out of its loss."""
+
+    def __init__(self, vocab: int = 20, width: int = 8, tags: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.mix = nn.Linear(width, width)
+        self.head = nn.Linear(width, tags)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """The logits of each token, and the loss if there are labels."""
+        hidden = self.embed(input_ids) * attention_mask[..., None]
+        logits = self.head(torch.tanh(self.mix(hidden)))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), "logits": logits}
+
+
+class Rows(Dataset[dict[str, object]]):
+    """Blobs as dicts with `x`, `label` and a column that no model takes."""
+
+    def __init__(self, length: int = 40, features: int = 6, classes: int = 3) -> None:
+        self._blobs = Blobs(length, features, classes)
+
+    def __len__(self) -> int:
+        return len(self._blobs)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        point, label = self._blobs[index]
+        return {"x": point, "label": int(label), "text": f"row {index}"}
+
+
+class Tagged(Dataset[dict[str, list[int]]]):
+    """Sequences of 1 to 9 tokens with one tag each."""
+
+    def __init__(self, length: int = 30, vocab: int = 20, tags: int = 4, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = torch.randint(1, 10, (length,), generator=generator).tolist()
+        self._rows = [torch.randint(1, vocab, (size,), generator=generator).tolist() for size in sizes]
+        self._tags = tags
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        row = self._rows[index]
+        return {"input_ids": row, "labels": [token % self._tags for token in row]}

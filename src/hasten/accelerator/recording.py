@@ -1,0 +1,82 @@
+"""The run log of an Accelerator: where it goes and what is known of the run when it begins."""
+
+from __future__ import annotations
+
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.config.checkpoint import ProjectConfiguration
+from hasten.config.masking import masked, masked_tree
+from hasten.config.source import Entry, shown
+from hasten.config.source import Path as SettingPath
+from hasten.progress.memory import MemoryGauge
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+from hasten.tracking.run_log import FOLDER, RunLog
+from hasten.version import __version__
+
+
+def open_run_log(
+    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, Entry], strategy: str
+) -> RunLog | None:
+    """The log of this rank, or None without a local project folder or with `run_log` off."""
+    folder = project.project_dir
+    if folder is None or not project.run_log or "://" in folder:
+        return None
+
+    def facts() -> dict[str, Any]:  # Any: JSON values
+        return {
+            "settings": {".".join(path): _setting(entry) for path, entry in entries.items()},
+            "strategy": strategy,
+            "world_size": ctx.world.size,
+            "mesh": {str(axis): ctx.mesh.size(axis) for axis in Axis if ctx.mesh.size(axis) > 1},
+            "restart": ctx.topology.restart_count,
+            "host": socket.gethostname(),
+            "device": _device(ctx.device),
+            "command": masked(" ".join(sys.argv)),
+            "versions": {
+                "hasten": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+            },
+        }
+
+    return RunLog(Path(folder) / FOLDER, ctx.rank, facts, MemoryGauge(ctx.device).used_bytes)
+
+
+@contextmanager
+def noted(run_log: RunLog | None, kind: str) -> Iterator[None]:
+    """Note what the block does as an event, with the seconds it took or how it failed."""
+    if run_log is None:
+        yield
+        return
+    began = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        run_log.event(f"{kind}: failed", error=f"{type(error).__name__}: {error}")
+        run_log.flush()
+        raise
+    run_log.event(kind, seconds=round(time.perf_counter() - began, 4))
+    run_log.flush()
+
+
+def _setting(entry: Entry) -> list[str]:
+    name = entry.path[-1]
+    value = masked_tree({name: shown(entry.value)})[name]
+    return [str(value), str(entry.source)]
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)

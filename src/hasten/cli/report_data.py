@@ -1,0 +1,178 @@
+"""From runs to what their page draws: every chart reduced to a few thousand points, tables of settings and differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hasten.tracking.run_folder import Curve, RunFolder
+from hasten.tracking.run_log import PARTS, LoggedRank
+
+MOST_POINTS: Final = 4000
+_BUCKETS: Final = 400
+_SECONDS: Final = ("runtime", "per_second")
+
+# Any in this file: what becomes JSON.
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """The curve with at most `most` points: of each stretch the lowest and the highest, so that no peak is lost."""
+    length = len(curve.values)
+    if length <= most:
+        return curve
+    edges = np.linspace(0, length, most // 2 + 1).astype(int)
+    keep: list[int] = []
+    for first, last in pairwise(edges.tolist()):
+        part = curve.values[first:last]
+        if np.isnan(part).all():
+            keep.append(first)
+            continue
+        keep += sorted({first + int(np.nanargmin(part)), first + int(np.nanargmax(part))})
+    index = np.array(keep)
+    return Curve(curve.steps[index], curve.times[index], curve.values[index])
+
+
+def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """Every chart of the page, in order: metrics first, then where the time went."""
+    found = [_metric(name, runs) for name in _metric_names(runs)]
+    logged = [(run, log) for run in runs for log in sorted(run.ranks, key=lambda log: log.rank) if len(log.steps)]
+    if not logged:
+        return found
+    several = len(runs) > 1
+    found.append(
+        _over_time("throughput (samples/s)", [_throughput(run, log, several) for run, log in logged if log.rank == 0])
+    )
+    for run in runs:
+        logs = [log for log in run.ranks if log.rank == 0 and len(log.steps)]
+        if logs:
+            title = "time of a step by part (ms)" + (f": {run.name}" if several else "")
+            found.append({**_over_time(title, _parts(run, logs)), "stacked": True, "run": run.name})
+    found.append(_over_time("time of a step by rank (ms)", [_step_time(run, log, several) for run, log in logged]))
+    found.append(_over_time("memory by rank (MB)", [_memory(run, log, several) for run, log in logged]))
+    return [chart for chart in found if any(trace["y"] for trace in chart["traces"])]
+
+
+def _metric_names(runs: Sequence[RunFolder]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    first = ("loss", "eval_loss", "learning_rate", "grad_norm")
+    ordered = [name for name in first if name in names] + [name for name in names if name not in first]
+    plain = [name for name in ordered if name != "epoch" and not name.endswith(_SECONDS)]
+    return [name for name in plain if any(len(run.curves[name].values) > 1 for run in runs if name in run.curves)]
+
+
+def _metric(name: str, runs: Sequence[RunFolder]) -> dict[str, Any]:
+    traces = []
+    for run in runs:
+        if name in run.curves:
+            curve = thinned(run.curves[name])
+            minutes = (curve.times - run.began_s) / 60
+            traces.append(_trace(run.name, minutes, curve.values, steps=curve.steps.tolist()))
+    return {"title": name, "traces": traces, "metric": True}
+
+
+def _over_time(title: str, traces: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"title": title, "traces": traces, "metric": False}
+
+
+def _trace(name: str, minutes: NDArray[Any], values: NDArray[Any], **more: Any) -> dict[str, Any]:
+    shown = [None if not np.isfinite(value) else float(f"{value:.6g}") for value in values.tolist()]
+    return {"name": name, "minutes": np.round(minutes, 5).tolist(), "y": shown, **more}
+
+
+def _label(run: RunFolder, log: LoggedRank, several: bool) -> str:
+    restarts = sum(
+        1 for other in run.ranks if other.rank == log.rank and other.started.get("time", 0) < log.started.get("time", 0)
+    )
+    words = [run.name] if several else []
+    words.append(f"rank {log.rank}")
+    if restarts:
+        words.append(f"restart {restarts}")
+    return ", ".join(words)
+
+
+def _bucketed(log: LoggedRank, columns: Sequence[str]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Times and the sums of columns over stretches of steps, with the number of steps as the last column."""
+    steps = log.steps
+    edges = np.unique(np.linspace(0, len(steps), min(_BUCKETS, len(steps)) + 1).astype(int))
+    sums = [np.add.reduceat(steps[name].astype(np.float64), edges[:-1]) for name in columns]
+    return steps["time"][edges[1:] - 1], np.stack([*sums, np.diff(edges).astype(np.float64)])
+
+
+def _minutes(run: RunFolder, times: NDArray[Any]) -> NDArray[Any]:
+    return (times - run.began_s) / 60
+
+
+def _throughput(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
+    times, sums = _bucketed(log, [*PARTS, "samples"])
+    seconds = np.maximum(sums[: len(PARTS)].sum(axis=0), 1e-9)
+    return _trace(_label(run, log, several), _minutes(run, times), sums[len(PARTS)] / seconds)
+
+
+def _parts(run: RunFolder, logs: Sequence[LoggedRank]) -> list[dict[str, Any]]:
+    found = [_bucketed(log, PARTS) for log in logs]
+    gap = np.full((len(PARTS) + 1, 1), np.nan)  # nothing is drawn between two starts
+    times = np.concatenate([np.concatenate([times[:1], times, times[-1:]]) for times, _ in found])
+    sums = np.concatenate([part for _, sums in found for part in (gap, sums, gap)], axis=1)
+    return [_trace(part, _minutes(run, times), 1e3 * sums[index] / sums[-1]) for index, part in enumerate(PARTS)]
+
+
+def _step_time(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
+    times, sums = _bucketed(log, PARTS)
+    return _trace(_label(run, log, several), _minutes(run, times), 1e3 * sums[:-1].sum(axis=0) / sums[-1])
+
+
+def _memory(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
+    times, sums = _bucketed(log, ["memory_mb"])
+    values = sums[0] / sums[-1]
+    return _trace(_label(run, log, several), _minutes(run, times), np.where(values > 0, values, np.nan))
+
+
+def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """A row per metric: its name, and for each run the last value and the lowest and highest it had."""
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    return [[name, *(_last(run.curves.get(name)) for run in runs)] for name in names]
+
+
+def _last(curve: Curve | None) -> str:
+    if curve is None:
+        return "—"
+    if len(curve.values) == 1 or np.isnan(curve.values).all():
+        return f"{curve.values[-1]:.6g}"
+    return f"{curve.values[-1]:.6g} ({np.nanmin(curve.values):.6g} to {np.nanmax(curve.values):.6g})"
+
+
+def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """What happened in which run, in minutes since its beginning."""
+    return [
+        {"run": run.name, **event, "minutes": round((event["time"] - run.began_s) / 60, 4)}
+        for run in runs
+        for event in run.events
+    ]
+
+
+def spread(run: RunFolder) -> list[list[str]]:
+    """A row per rank: steps, mean and 95th percentile of a step, and its share of waiting for data."""
+    rows = []
+    for rank in sorted({log.rank for log in run.ranks}):
+        logs = [log.steps for log in run.ranks if log.rank == rank and len(log.steps)]
+        if not logs:
+            continue
+        steps = np.concatenate(logs)
+        seconds = np.sum([steps[part].astype(np.float64) for part in PARTS], axis=0)
+        total = max(float(seconds.sum()), 1e-9)
+        cells = [f"{1e3 * seconds.mean():.2f}", f"{1e3 * np.percentile(seconds, 95):.2f}"]
+        shares = [f"{float(steps[part].astype(np.float64).sum()) / total:.1%}" for part in PARTS]
+        rows.append([str(rank), str(len(steps)), *cells, *shares])
+    return rows
+
+
+def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
+    """A row per setting or fact that is not the same in all runs: its name and its value in each."""
+    tables = [{**{k: v for k, (v, _) in run.settings.items()}, **run.environment} for run in runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = [[name, *(table.get(name, "—") for table in tables)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]

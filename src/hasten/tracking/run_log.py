@@ -1,0 +1,196 @@
+"""The run log: how long the parts of every step took and what happened when, for `hasten report`.
+
+Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 36 bytes per update,
+`rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and never kept open.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+FOLDER: Final = "run_log"
+PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
+_RECORD: Final = struct.Struct("<d7f")
+_EVERY_S: Final = 1.0
+
+# Any in this file: facts and events are JSON values.
+
+
+def step_dtype() -> np.dtype[np.void]:
+    """The layout of a record of the steps file."""
+    return np.dtype([("time", "<f8"), *((part, "<f4") for part in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
+
+
+class RunLog:
+    """Writes the log of one rank. A failing disk stops the log and not the training."""
+
+    def __init__(
+        self, folder: Path, rank: int, facts: Callable[[], Mapping[str, Any]], memory: Callable[[], int | None]
+    ) -> None:
+        self._folder = folder
+        self._rank = rank
+        self._facts = facts
+        self._memory = memory
+        self._began_s = time.time()
+        self._stem = ""
+        self._records = bytearray()
+        self._events: list[bytes] = []
+        self._memory_mb = 0.0
+        self._flushed_s = self._last_s = time.perf_counter()
+        self._data = self._forward = self._backward = self._optimizer = self._other = self._samples = 0.0
+        self._updated = False
+        self._begun = False
+        self.broken = ""
+        """Why nothing is written any more."""
+
+    # -- the parts of a step --------------------------------------------------------------------------------------
+    def asked(self) -> None:
+        """The loop asks for the next batch: a step that has made an update ends here."""
+        now = time.perf_counter()
+        if self._begun:
+            self._other += now - self._last_s
+            if self._updated:
+                self._commit(now)
+        self._begun = True
+        self._last_s = now
+
+    def got(self, num_samples: int) -> None:
+        """A batch came: the time since it was asked for was spent waiting for data."""
+        now = time.perf_counter()
+        self._data += now - self._last_s
+        self._samples += num_samples
+        self._last_s = now
+
+    def backward_begins(self) -> None:
+        """The time since the batch came went into the forward pass and the loss."""
+        now = time.perf_counter()
+        self._forward += now - self._last_s
+        self._last_s = now
+
+    def backward_done(self) -> None:
+        """The backward pass is over, with the exchange of gradients that goes on inside it."""
+        now = time.perf_counter()
+        self._backward += now - self._last_s
+        self._last_s = now
+
+    def optimizer_begins(self) -> None:
+        """An update begins; what was in between, such as clipping, counts as other."""
+        now = time.perf_counter()
+        self._other += now - self._last_s
+        self._last_s = now
+
+    def optimizer_done(self) -> None:
+        """An update was tried."""
+        now = time.perf_counter()
+        self._optimizer += now - self._last_s
+        self._last_s = now
+        self._updated = True
+
+    def skipped(self) -> None:
+        """The update was skipped."""
+        self.event("skipped")
+
+    def _commit(self, now: float) -> None:
+        if now - self._flushed_s >= _EVERY_S:
+            self.flush()
+        self._records += _RECORD.pack(
+            time.time(),
+            self._data,
+            self._forward,
+            self._backward,
+            self._optimizer,
+            self._other,
+            self._samples,
+            self._memory_mb,
+        )
+        self._data = self._forward = self._backward = self._optimizer = self._other = self._samples = 0.0
+        self._updated = False
+
+    # -- what happened --------------------------------------------------------------------------------------------
+    def event(self, kind: str, **details: Any) -> None:
+        """Note that something happened now."""
+        self._events.append(msgspec.json.encode({"event": kind, "time": time.time(), **details}) + b"\n")
+
+    def flush(self) -> None:
+        """Append what is waiting to the files, once a training has begun; the first time also what is known of the run."""
+        if not self._begun:
+            return
+        self._flushed_s = time.perf_counter()
+        self._memory_mb = (self._memory() or 0) / 1e6
+        records, events = bytes(self._records), b"".join(self._events)
+        self._records.clear()
+        self._events.clear()
+        if self.broken or not (records or events):
+            return
+        try:
+            if not self._stem:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._stem = f"rank{self._rank}-{int(self._began_s * 1000)}"
+                first = {"event": "started", "time": self._began_s, "rank": self._rank, **self._facts()}
+                events = msgspec.json.encode(first) + b"\n" + events
+            for ending, content in (("steps", records), ("jsonl", events)):
+                if content:
+                    with (self._folder / f"{self._stem}.{ending}").open("ab") as file:
+                        file.write(content)
+        except OSError as error:  # a full or missing disk: the training matters more
+            self.broken = str(error)
+
+    def close(self) -> None:
+        """Write what is waiting and note the end, if a training has begun."""
+        if self._begun:
+            if self._updated:
+                self._commit(time.perf_counter())
+            self.event("ended")
+            self.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedRank:
+    """What one rank logged from one start of the program to its end."""
+
+    rank: int
+    steps: NDArray[Any]
+    """One record of `step_dtype()` per update."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def started(self) -> Mapping[str, Any]:
+        """What was known of the run at its start; empty when the beginning is missing."""
+        return next((event for event in self.events if event.get("event") == "started"), {})
+
+
+def read_run_log(folder: Path) -> list[LoggedRank]:
+    """All logs in a run's folder, by time; half-written last records and lines are left out."""
+    found = []
+    dtype = step_dtype()
+    for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
+        content = path.with_suffix(".steps").read_bytes() if path.with_suffix(".steps").exists() else b""
+        whole = len(content) // dtype.itemsize * dtype.itemsize
+        steps = np.frombuffer(content[:whole], dtype=dtype)
+        rank = int(path.stem.split("-")[0].removeprefix("rank"))
+        found.append(LoggedRank(rank, steps, list(_lines(path))))
+    return found
+
+
+def _began(path: Path) -> tuple[int, int]:
+    rank, began = path.stem.removeprefix("rank").split("-")
+    return int(began), int(rank)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_bytes().splitlines():
+        try:
+            rows.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:  # cut off when its process died
+            continue
+    return rows

@@ -1,0 +1,239 @@
+"""TrainingArguments: what a Trainer is told, under the established names; each acts or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+
+When = Literal["no", "steps", "epoch"]
+_CHOICES: Final = MappingProxyType(
+    {
+        "logging_strategy": ("no", "steps", "epoch"),
+        "eval_strategy": ("no", "steps", "epoch"),
+        "save_strategy": ("no", "steps", "epoch", "best"),
+        "hub_strategy": ("end", "every_save"),
+    }
+)
+_AT_LEAST: Final = MappingProxyType(
+    {
+        "num_train_epochs": 0,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 0,
+        "weight_decay": 0,
+        "max_grad_norm": 0,
+        "warmup_steps": 0,
+        "warmup_ratio": 0,
+        "label_smoothing_factor": 0,
+        "dataloader_num_workers": 0,
+        "eval_delay": 0,
+        "seed": 0,
+    }
+)
+_REFUSED: Final = MappingProxyType(
+    {
+        "batch_eval_metrics": "compute_metrics sees all predictions at once; leave it out",
+        "eval_accumulation_steps": "predictions move to the host after every batch; leave it out",
+        "evaluation_strategy": "it is called eval_strategy",
+        "fp16_full_eval": "evaluation computes in the precision of training; set fp16=True",
+        "bf16_full_eval": "evaluation computes in the precision of training; set bf16=True",
+        "include_for_metrics": "compute_metrics gets predictions and label_ids; leave it out",
+        "jit_mode_eval": "use torch_compile=True",
+        "no_cuda": "it is called use_cpu",
+        "neftune_noise_alpha": "noise on embeddings is not in this version; leave it out",
+        "optim_target_modules": "give optimizers=(optimizer, scheduler) to the Trainer instead",
+        "optim_args": "give optimizers=(optimizer, scheduler) to the Trainer instead",
+        "per_gpu_train_batch_size": "it is called per_device_train_batch_size",
+        "per_gpu_eval_batch_size": "it is called per_device_eval_batch_size",
+        "save_safetensors": "weights are always written as safetensors; leave it out",
+        "save_only_model": "checkpoints always hold what a resume needs; use save_strategy='no' and save_model()",
+        "split_batches": "per_device_train_batch_size is the size on one process; leave it out",
+        "tpu_num_cores": "TPUs are not in this version; leave it out",
+        "use_liger_kernel": "replacing kernels is not in this version; patch the model before you give it to the Trainer",
+        "use_mps_device": "Apple devices are found by themselves; leave it out",
+    }
+)
+"""Established names that have no effect here, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class TrainingArguments:
+    """The settings of a `Trainer`. What is left at its default may be set by flags, environment or a settings file.
+
+    Raises: ConfigError, by kind, for an unknown name, a value out of range or two settings that contradict each other.
+    """
+
+    output_dir: str
+    # -- how long and how much at once
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    auto_find_batch_size: bool = False
+    average_tokens_across_devices: bool = True
+    # -- optimizer and schedule
+    optim: str = "adamw_torch"
+    learning_rate: float = 5e-5
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    max_grad_norm: float = 1.0
+    lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Mapping[str, float] | None = None
+    warmup_steps: float = 0
+    warmup_ratio: float = 0.0
+    label_smoothing_factor: float = 0.0
+    # -- numbers, memory and how the model is spread
+    bf16: bool = False
+    fp16: bool = False
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: Mapping[str, Any] | None = None
+    torch_compile: bool = False
+    torch_compile_backend: str | None = None
+    torch_compile_mode: str | None = None
+    use_cpu: bool = False
+    fsdp: bool | str | list[str] = ""
+    fsdp_config: Mapping[str, Any] | None = None
+    deepspeed: str | Mapping[str, Any] | None = None
+    ddp_find_unused_parameters: bool | None = None
+    ddp_bucket_cap_mb: int | None = None
+    ddp_broadcast_buffers: bool | None = None
+    # -- randomness and data
+    seed: int = 42
+    data_seed: int | None = None
+    full_determinism: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool | None = None
+    dataloader_persistent_workers: bool = False
+    dataloader_prefetch_factor: int | None = None
+    dataloader_drop_last: bool = False
+    group_by_length: bool = False
+    length_column_name: str = "length"
+    remove_unused_columns: bool = True
+    label_names: list[str] | None = None
+    # -- when to log, evaluate and save
+    logging_strategy: When = "steps"
+    logging_steps: float = 500
+    logging_first_step: bool = False
+    logging_dir: str | None = None
+    disable_tqdm: bool = False
+    report_to: str | list[str] | None = "none"
+    run_name: str | None = None
+    eval_strategy: When = "no"
+    eval_steps: float | None = None
+    eval_delay: float = 0
+    eval_on_start: bool = False
+    prediction_loss_only: bool = False
+    save_strategy: Literal["no", "steps", "epoch", "best"] = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    resume_from_checkpoint: str | bool | None = None
+    ignore_data_skip: bool = False
+    # -- the Hub
+    push_to_hub: bool = False
+    hub_model_id: str | None = None
+    hub_strategy: Literal["end", "every_save"] = "end"
+    hub_token: str | None = None
+    hub_private_repo: bool | None = None
+
+    def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:  # Any: the arguments of __init__
+        """An empty object, once every name is known."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name in _REFUSED:
+                raise UnknownSettingError(f"TrainingArguments({name}=…) has no effect in hasten: {_REFUSED[name]}.")
+            if name not in known:
+                near = get_close_matches(name, known, n=1, cutoff=0.6)
+                hint = f"did you mean {near[0]!r}?" if near else "the names are listed in docs/trainer.md."
+                raise UnknownSettingError(f"TrainingArguments has no setting {name!r}, so it would act nowhere; {hint}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise SettingValueError(f"{name}={value!r} means nothing; give one of {', '.join(choices)}.")
+        for name, least in _AT_LEAST.items():
+            if (value := getattr(self, name)) < least:
+                raise SettingValueError(f"{name}={value!r} is below {least}; give a number from {least} up.")
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise SettingValueError(
+                    f"{name}={value!r} is no number of updates; give one from 1 up, or a part of the training between 0 and 1."
+                )
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
+            raise SettingValueError(
+                "max_steps and num_train_epochs leave nothing to train; set one of them above zero."
+            )
+        if self.save_total_limit is not None and self.save_total_limit < 1:
+            raise SettingValueError(
+                f"save_total_limit={self.save_total_limit} would keep no checkpoint; set save_strategy='no' instead."
+            )
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        if self.bf16 and self.fp16:
+            raise ContradictionError("bf16=True and fp16=True ask for two precisions at once; set one of them.")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ContradictionError("warmup_steps and warmup_ratio both set the warm-up; remove one of them.")
+        if self.load_best_model_at_end or self.save_strategy == "best":
+            self._check_best()
+        if self.ignore_data_skip:
+            raise ConfigError(
+                "ignore_data_skip=True would train on the same samples again after a resume; leave it out: going to the "
+                "right batch takes no time."
+            )
+        if self.deepspeed and self.fsdp:
+            raise ContradictionError("deepspeed and fsdp both spread the model; remove one of them.")
+        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
+            raise ContradictionError("dataloader_prefetch_factor needs workers; set dataloader_num_workers above 0.")
+        if self.dataloader_persistent_workers and not self.dataloader_num_workers:
+            raise ContradictionError("dataloader_persistent_workers needs workers; set dataloader_num_workers above 0.")
+
+    def _check_best(self) -> None:
+        what = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"
+        if self.eval_strategy == "no":
+            raise ContradictionError(f"{what} needs evaluations to find the best model; set eval_strategy.")
+        if self.save_strategy in ("best", self.eval_strategy):
+            steps = self.eval_steps or self.logging_steps
+            whole = steps >= 1 and self.save_steps >= 1
+            if self.save_strategy != "steps" or (self.save_steps % steps == 0 if whole else self.save_steps == steps):
+                return
+        raise ContradictionError(
+            f"{what} needs a checkpoint of each model that may be the best, but eval_strategy={self.eval_strategy!r} "
+            f"and save_strategy={self.save_strategy!r} do not meet; give both the same strategy, with save_steps a "
+            "multiple of eval_steps, or set save_strategy='best'."
+        )
+
+    @property
+    def best_metric(self) -> str:
+        """The metric that ranks models, with its prefix: `eval_loss` unless another is named."""
+        name = self.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
+    @property
+    def larger_is_better(self) -> bool:
+        """Whether a larger metric is better: as given, else unless its name ends in `loss`."""
+        return not self.best_metric.endswith("loss") if self.greater_is_better is None else self.greater_is_better
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names in `report_to`, without `none`."""
+        given = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        return [name for name in given if name != "none"]
+
+    def to_dict(self) -> dict[str, Any]:  # Any: JSON values
+        """The settings as JSON values, without the token."""
+        values = asdict(self)
+        values.pop("hub_token")
+        return values

@@ -1,0 +1,234 @@
+"""Callbacks: the events of a training, and the ones that come with hasten."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from hasten.errors import ArgumentError, ConfigError
+from hasten.trainer.arguments import TrainingArguments
+from hasten.trainer.state import TrainerControl, TrainerState
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+EVENTS: Final = (
+    "on_init_end",
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_step_begin",
+    "on_substep_end",
+    "on_pre_optimizer_step",
+    "on_optimizer_step",
+    "on_step_end",
+    "on_evaluate",
+    "on_predict",
+    "on_prediction_step",
+    "on_save",
+    "on_log",
+)
+
+
+class TrainerCallback:
+    """Base of callbacks: override the events you need; each gets the arguments, the state and the control.
+
+    Keywords of an event: `model`, `optimizer`, `lr_scheduler`, `train_dataloader`, `processing_class`, and `metrics` or `logs` where
+    there are some. A callback with `state_dict` and `load_state_dict` is saved with every checkpoint.
+    Ranks: every event is called on every rank; what a callback sets in the control must be alike everywhere.
+    """
+
+    # Any below: keywords of the event
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The Trainer is built."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The training begins, or goes on from a checkpoint."""
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The training is over; the best model is loaded if it was asked for."""
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An epoch begins, or goes on after a resume."""
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """All batches of an epoch were seen."""
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The first batch of an update comes."""
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A batch inside an accumulation window is done."""
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Gradients are complete and clipped."""
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The optimizer has stepped; gradients are still there."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """An update is done."""
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """An evaluation is done; `metrics` has its results."""
+
+    def on_predict(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A prediction is done; `metrics` has its results."""
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """A batch of an evaluation or prediction is done."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A checkpoint is complete; `checkpoint` says where."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Values were logged; `logs` has them."""
+
+
+class CallbackList:
+    """The callbacks of a Trainer. Which of them listens to which event is found once: an unheard event costs a lookup."""
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:  # Any: callbacks or their classes
+        self._trainer = trainer
+        self.callbacks: list[TrainerCallback] = []
+        self._heard: dict[str, list[Any]] = {event: [] for event in EVENTS}
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:  # Any: a callback or its class
+        """Add a callback, given as an object or as its class. Raises: ArgumentError for anything else."""
+        made = callback() if isinstance(callback, type) else callback
+        if not isinstance(made, TrainerCallback):
+            raise ArgumentError(
+                f"a callback of type {type(made).__qualname__} was given, whose events nobody would call; derive it from "
+                "hasten.TrainerCallback."
+            )
+        self.callbacks.append(made)
+        self._find()
+
+    def remove(self, callback: Any) -> None:  # Any: a callback or its class
+        """Take off a callback, or all of a class."""
+        self.callbacks = [kept for kept in self.callbacks if callback not in (kept, type(kept))]
+        self._find()
+
+    def _find(self) -> None:
+        for event in EVENTS:
+            plain = getattr(TrainerCallback, event)
+            self._heard[event] = [getattr(c, event) for c in self.callbacks if getattr(type(c), event) is not plain]
+
+    def call(self, event: str, **kwargs: Any) -> None:  # Any: keywords of the event
+        """Call an event of every callback that overrides it, in the order they were added."""
+        heard = self._heard[event]
+        if not heard:
+            return
+        trainer = self._trainer
+        for listener in heard:
+            listener(trainer.args, trainer.state, trainer.control, **trainer.event_keywords(), **kwargs)
+
+    def keep_states(self) -> None:
+        """Write the states of callbacks that have one into the TrainerState."""
+        for number, callback in enumerate(self.callbacks):
+            if hasattr(callback, "state_dict"):
+                self._trainer.state.callbacks[f"{number}.{type(callback).__name__}"] = callback.state_dict()
+
+    def restore_states(self) -> None:
+        """Give callbacks their states back after a checkpoint was loaded."""
+        for number, callback in enumerate(self.callbacks):
+            kept = self._trainer.state.callbacks.get(f"{number}.{type(callback).__name__}")
+            if kept is not None and hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(kept)
+
+
+class EarlyStoppingCallback(TrainerCallback):
+    """Stops when `metric_for_best_model` has not improved by more than a threshold in so many evaluations."""
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float = 0.0) -> None:
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold
+        self._best = math.nan
+        self._waited = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Check that there are evaluations to watch."""
+        if args.eval_strategy == "no":
+            raise ConfigError("EarlyStoppingCallback sees no evaluation and would never stop; set eval_strategy.")
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count evaluations without improvement."""
+        metrics = kwargs["metrics"]
+        if args.best_metric not in metrics:
+            raise ConfigError(
+                f"EarlyStoppingCallback watches {args.best_metric}, which the evaluation did not give (it gave "
+                f"{', '.join(metrics)}); set metric_for_best_model to one of them."
+            )
+        value = float(metrics[args.best_metric])
+        gain = value - self._best if args.larger_is_better else self._best - value
+        if math.isnan(self._best) or gain > self.early_stopping_threshold:
+            self._best, self._waited = value, 0
+        else:
+            self._waited += 1
+        if self._waited >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value and how long there was none better."""
+        return {"best": None if math.isnan(self._best) else self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on waiting where the checkpoint stood."""
+        self._best = math.nan if state["best"] is None else float(state["best"])
+        self._waited = int(state["waited"])
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows a progress bar with loss, speed and time left on the main process."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None  # Any: the facade's Progress
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the bar."""
+        self._bar = kwargs["accelerator"].progress(total=state.max_steps, desc="train").__enter__()
+        self._bar.update(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the update."""
+        self._bar.update()
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Show the latest loss or metrics."""
+        shown = {name: value for name, value in kwargs["logs"].items() if name in ("loss", args.best_metric)}
+        if self._bar is not None and shown:
+            self._bar.show(**shown)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

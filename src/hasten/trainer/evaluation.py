@@ -1,0 +1,169 @@
+"""Evaluation and prediction: every real sample once, on any number of processes, in the order of the dataset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten import trees
+from hasten.runtime.axes import BATCH
+from hasten.trainer.collate import IGNORED
+from hasten.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
+
+if TYPE_CHECKING:
+    from hasten.accelerator.facade import Accelerator
+    from hasten.data.loader import Loader
+    from hasten.trainer.trainer import Trainer
+
+# Any in this file: batches, outputs and arrays in the user's own nesting.
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPrediction:
+    """What `compute_metrics` gets: the predictions and labels of all samples as arrays; also unpacks as a pair."""
+
+    predictions: Any
+    label_ids: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.predictions, self.label_ids))
+
+
+class PredictionOutput(NamedTuple):
+    """What `predict` gives."""
+
+    predictions: Any
+    label_ids: Any
+    metrics: dict[str, float]
+
+
+@dataclass
+class _Collected:
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    num_samples: int = 0
+    predictions: list[Any] = field(default_factory=list)
+    labels: list[Any] = field(default_factory=list)
+
+
+def run_evaluation(trainer: Trainer, loader: Loader, prefix: str, loss_only: bool) -> PredictionOutput:
+    """Predictions, labels and metrics over a loader; arrays are None when only the loss is wanted. Ranks: every rank."""
+    began_s = time.perf_counter()
+    model, accelerator = trainer.model_for_evaluation(), trainer.accelerator
+    was_training = model.training
+    model.eval()
+    got = _Collected()
+    num_batches = 0
+    try:
+        with torch.no_grad():
+            for batch in loader:
+                _one_batch(trainer, model, batch, loader, loss_only, got)
+                num_batches += 1
+                trainer.callbacks.call("on_prediction_step")
+    finally:
+        model.train(was_training)
+    sums = torch.tensor([got.loss_sum, got.weight, float(got.num_samples)], dtype=torch.float64)
+    loss_sum, weight, num_samples = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
+    predictions, labels = _joined(got.predictions), _joined(got.labels)
+    metrics: dict[str, float] = {}
+    if weight:
+        metrics["loss"] = loss_sum / weight
+    if trainer.compute_metrics is not None and labels is not None and not loss_only:
+        found = trainer.compute_metrics(EvalPrediction(predictions, labels))
+        metrics.update({name: getattr(value, "item", lambda value=value: value)() for name, value in found.items()})
+    seconds = slowest(accelerator, time.perf_counter() - began_s)
+    metrics |= {
+        "runtime": round(seconds, 4),
+        "samples_per_second": round(num_samples / seconds, 3),
+        "steps_per_second": round(num_batches / seconds, 3),
+    }
+    named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+    return PredictionOutput(predictions, labels, named)
+
+
+def slowest(accelerator: Accelerator, seconds: float) -> float:
+    """The time of the slowest rank: what is logged is equal everywhere, as a checkpoint needs it. Ranks: every rank."""
+    return max(float(accelerator.reduce(torch.tensor([seconds], dtype=torch.float64), "max")[0]), 1e-9)
+
+
+def _one_batch(trainer: Trainer, model: Any, batch: Any, loader: Loader, loss_only: bool, got: _Collected) -> None:
+    cursor = loader.cursor
+    real = cursor.num_real
+    rows = trees.batch_size(batch) or 0
+    if real is not None and real < rows:  # one row stays where none is real: every rank takes part in the forward
+        batch = trees.slice_rows(batch, slice(0, max(real, 1)))
+    kept = rows if real is None else min(real, rows)
+    labels = labels_in(batch, trainer.label_names)
+    if labels is not None:
+        loss, outputs = trainer.compute_loss(model, batch, return_outputs=True)
+    else:
+        outputs = run_model(model, batch)
+        loss = loss_or_none(outputs)
+    if loss is not None and kept:
+        items = num_items(labels, trainer.shifted)
+        weight = float(kept if items is None else items)
+        got.loss_sum += float(loss) * weight if weight else 0.0
+        got.weight += weight
+    got.num_samples += kept
+    if loss_only:
+        return
+    logits = outputs_besides_loss(outputs, loss is not None)
+    if trainer.preprocess_logits_for_metrics is not None and logits is not None:
+        logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    _keep(trainer, got.predictions, logits, kept)
+    _keep(trainer, got.labels, labels, kept)
+
+
+def _keep(trainer: Trainer, kept: list[Any], values: Any, num_rows: int) -> None:
+    """Gather the rows of all ranks, padded to one width, and keep them on the host."""
+    if values is None:
+        return
+    accelerator = trainer.accelerator
+    rows = trees.map_tensors(lambda x: x.reshape(1) if x.ndim == 0 else x[:num_rows], values)
+    if accelerator.num_processes > 1:
+        widths = [x.shape[1] if x.ndim > 1 else 0 for x in trees.tensors(rows)]
+        most = iter(accelerator.reduce(torch.tensor(widths, device=accelerator.device), "max", axes=BATCH).tolist())
+        rows = trees.map_tensors(lambda x: _padded(x, next(most)), rows)
+        rows = accelerator.gather_ragged(rows, axes=BATCH)
+    kept.append(trees.map_tensors(_to_numpy, rows))
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    if x.ndim < 2 or x.shape[1] == width:
+        return x
+    padded = x.new_full((x.shape[0], width, *x.shape[2:]), IGNORED)
+    padded[:, : x.shape[1]] = x
+    return padded
+
+
+def _to_numpy(x: Tensor) -> Any:
+    x = x.detach().cpu()
+    return (x.float() if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def _joined(parts: list[Any]) -> Any:
+    """All batches as one, arrays padded with -100 to the widest."""
+    if not parts:
+        return None
+    if isinstance(parts[0], (tuple, list)):
+        return tuple(_joined([part[index] for part in parts]) for index in range(len(parts[0])))
+    if isinstance(parts[0], Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in parts[0]}
+    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
+        return np.concatenate(parts)
+    width = max(part.shape[1] for part in parts)
+    return np.concatenate([_widened(part, width) for part in parts])
+
+
+def _widened(array: Any, width: int) -> Any:
+    missing = [(0, 0), (0, width - array.shape[1])] + [(0, 0)] * (array.ndim - 2)
+    return np.pad(array, missing, constant_values=IGNORED)
+
+
+ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]

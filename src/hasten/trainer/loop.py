@@ -1,0 +1,213 @@
+"""The training loop of a Trainer: a plain loop on the Accelerator, with events where callbacks listen."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE
+from hasten.runtime.axes import BATCH
+from hasten.trainer.evaluation import slowest
+from hasten.trainer.planning import Plan
+
+if TYPE_CHECKING:
+    from hasten.trainer.trainer import Trainer
+
+
+class TrainOutput(NamedTuple):
+    """What `train` gives."""
+
+    global_step: int
+    training_loss: float
+    metrics: dict[str, float]
+
+
+class TrainingLoop:
+    """One training from its first step, or the step of a checkpoint, to its end."""
+
+    def __init__(self, trainer: Trainer, plan: Plan) -> None:
+        self._trainer = trainer
+        self._plan = plan
+        self._loss: Tensor | None = None
+        """Loss times weight since the last log, on this rank; a tensor, so that no step waits for the device."""
+        self._weight: Tensor | float = 0.0
+        self._norm: Any = None  # Any: the norm of the latest update's gradients, a tensor on the device or None
+        self._rate: Any = (
+            0.0  # Any: the learning rate of the latest update, which capturable optimizers keep as a tensor
+        )
+        self._began_s = time.perf_counter()
+        self._began_at = trainer.state.global_step
+
+    def run(self) -> TrainOutput:
+        """Train to the end. Ranks: every rank."""
+        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        trainer.callbacks.call("on_train_begin")
+        if state.evaluation_due or (trainer.args.eval_on_start and state.global_step == 0):
+            state.evaluation_due = False
+            self._evaluate()
+        while state.global_step < self._plan.max_steps and not control.should_training_stop:
+            control.should_epoch_stop = False
+            trainer.callbacks.call("on_epoch_begin")
+            whole = self._epoch()
+            if control.should_epoch_stop and not whole:
+                trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
+            self._end_epoch(whole or control.should_epoch_stop)
+        return self._finish()
+
+    def _leaves(self) -> bool:
+        """Whether the epoch is to be left now; behind its last batch it ends by itself."""
+        state, control, per_epoch = self._trainer.state, self._trainer.control, self._plan.batches_per_epoch
+        if per_epoch is not None and state.batches_in_epoch >= per_epoch:
+            return False
+        return control.should_training_stop or control.should_epoch_stop or state.global_step >= self._plan.max_steps
+
+    def _epoch(self) -> bool:
+        """Train on the batches of an epoch, or on what is left of it after a resume; whether its end was reached."""
+        trainer, accelerator, state = self._trainer, self._trainer.accelerator, self._trainer.state
+        model, optimizer, scheduler = trainer.wrapped_model, trainer.optimizer, trainer.lr_scheduler
+        call, max_norm = trainer.callbacks.call, trainer.args.max_grad_norm
+        fresh = accelerator.sync_gradients or state.global_step == 0
+        model.train()
+        for batch in trainer.train_loader:
+            if fresh:
+                call("on_step_begin")
+            with accelerator.accumulate(model):
+                self._add(*trainer.training_step(model, batch))
+                if max_norm:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                    self._norm = self._norm if norm is None else norm
+                if accelerator.sync_gradients:
+                    call("on_pre_optimizer_step")
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    self._rate = optimizer.param_groups[0]["lr"]
+                    call("on_optimizer_step")
+                scheduler.step()
+                optimizer.zero_grad()
+            fresh = accelerator.sync_gradients
+            state.batches_in_epoch += 1
+            if fresh:
+                self._end_step()
+            else:
+                call("on_substep_end")
+                self._act()
+            if self._leaves():
+                return False
+        return True
+
+    def _add(self, loss: Tensor, weight: Tensor | None) -> None:
+        """Add a batch's loss to what the next log will show."""
+        loss = loss.detach()
+        weighed = loss if weight is None else loss * weight.to(loss.device)
+        self._loss = weighed if self._loss is None else self._loss + weighed
+        self._weight = self._weight + (1.0 if weight is None else weight)
+
+    def _end_step(self) -> None:
+        """Count an update and do what is due after it."""
+        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
+        plan, args = self._plan, trainer.args
+        state.global_step += 1
+        self._set_epoch()
+        step = state.global_step
+        last = step >= plan.max_steps
+        if plan.due(args.logging_strategy, plan.logging_steps, step) or (args.logging_first_step and step == 1):
+            control.should_log = True
+        if plan.due(args.eval_strategy, plan.eval_steps, step) and step >= args.eval_delay:
+            control.should_evaluate = True
+        if plan.due(args.save_strategy, plan.save_steps, step) or (last and args.save_strategy == "steps"):
+            control.should_save = True
+        trainer.callbacks.call("on_step_end")
+        stopping = trainer.accelerator.preempted
+        self._act(stopping)
+        if stopping:
+            trainer.callbacks.call("on_train_end")
+            trainer.accelerator.end_training()
+            raise SystemExit(PREEMPTED_EXIT_CODE)
+
+    def _end_epoch(self, over: bool) -> None:
+        """Do what is due after an epoch, and count it unless a resume would go on in it."""
+        trainer, state, control, args = self._trainer, self._trainer.state, self._trainer.control, self._trainer.args
+        if over:
+            state.epochs_done += 1
+            state.batches_in_epoch = 0
+            self._set_epoch()
+        control.should_log |= args.logging_strategy == "epoch"
+        control.should_evaluate |= args.eval_strategy == "epoch" and state.epoch >= args.eval_delay
+        control.should_save |= args.save_strategy == "epoch"
+        trainer.callbacks.call("on_epoch_end")
+        self._act()
+
+    def _set_epoch(self) -> None:
+        state, per_epoch = self._trainer.state, self._plan.batches_per_epoch
+        state.epoch = state.epochs_done + (state.batches_in_epoch / per_epoch if per_epoch else 0.0)
+
+    def _act(self, stopping: bool = False) -> None:
+        """Log, evaluate and save, as the control asks."""
+        control = self._trainer.control
+        if control.should_log:
+            control.should_log = False
+            self.log_training()
+        metrics: dict[str, float] = {}
+        if control.should_evaluate:
+            control.should_evaluate = False
+            if stopping:  # there may be little time left: it is done after the resume
+                self._trainer.state.evaluation_due = True
+            else:
+                metrics = self._evaluate()
+        if control.should_save or stopping:
+            control.should_save = False
+            self.add_up()
+            self._trainer.save_checkpoint(metrics)
+
+    def _evaluate(self) -> dict[str, float]:
+        trainer = self._trainer
+        metrics = trainer.evaluate()
+        if trainer.note_best(metrics) and trainer.args.save_strategy == "best":
+            trainer.control.should_save = True
+        return metrics
+
+    # -- what is logged -------------------------------------------------------------------------------------------
+    def add_up(self) -> None:
+        """Bring the losses of all ranks since the last time into the state. Ranks: every rank."""
+        state, accelerator = self._trainer.state, self._trainer.accelerator
+        if self._loss is None:
+            return
+        sums = torch.stack([self._loss.double().cpu(), torch.as_tensor(self._weight).double().cpu()])
+        loss, weight = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
+        self._loss, self._weight = None, 0.0
+        state.loss_sum, state.loss_weight = state.loss_sum + loss, state.loss_weight + weight
+        state.total_loss, state.total_weight = state.total_loss + loss, state.total_weight + weight
+
+    def log_training(self) -> None:
+        """Log the mean loss since the last log, the learning rate and the norm of the gradients. Ranks: every rank."""
+        trainer, state = self._trainer, self._trainer.state
+        self.add_up()
+        if not state.loss_weight:
+            return
+        logs: dict[str, float] = {"loss": state.loss_sum / state.loss_weight}
+        if self._norm is not None:
+            logs["grad_norm"] = float(self._norm)
+        logs["learning_rate"] = float(self._rate)
+        state.loss_sum = state.loss_weight = 0.0
+        trainer.log(logs)
+
+    def _finish(self) -> TrainOutput:
+        trainer, state = self._trainer, self._trainer.state
+        self.add_up()
+        seconds = slowest(trainer.accelerator, time.perf_counter() - self._began_s)
+        steps = state.global_step - self._began_at
+        size = trainer.train_loader.total_batch_size
+        mean = state.total_loss / state.total_weight if state.total_weight else math.nan
+        metrics = {"train_runtime": round(seconds, 4), "train_steps_per_second": round(steps / seconds, 3)}
+        if size is not None:
+            num_samples = steps * size * trainer.accelerator.gradient_accumulation_steps
+            metrics["train_samples_per_second"] = round(num_samples / seconds, 3)
+        metrics |= {"train_loss": mean, "epoch": state.epoch}
+        trainer.log(dict(metrics))
+        trainer.load_best()
+        trainer.callbacks.call("on_train_end")
+        return TrainOutput(state.global_step, mean, metrics)

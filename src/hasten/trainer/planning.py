@@ -1,0 +1,58 @@
+"""How many updates a training has, and when it logs, evaluates and saves: pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hasten.errors import ConfigError
+from hasten.trainer.arguments import TrainingArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The course of a training, decided before its first step."""
+
+    max_steps: int
+    num_epochs: int
+    batches_per_epoch: int | None
+    logging_steps: int
+    eval_steps: int
+    save_steps: int
+
+    def due(self, when: str, every: int, step: int) -> bool:
+        """Whether something with this strategy is due after update number `step`."""
+        return when == "steps" and step % every == 0
+
+
+def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> Plan:
+    """The plan for loaders of this length (None for streams) and windows of so many batches.
+
+    Raises: ConfigError when the end of the training cannot be known, or there is no batch.
+    """
+    if batches_per_epoch is None and args.max_steps < 0:
+        raise ConfigError(
+            "the training dataset has no length, so num_train_epochs does not say when to stop or how to schedule the "
+            "learning rate; set max_steps."
+        )
+    if batches_per_epoch == 0:
+        raise ConfigError(
+            "the training dataset gives no batch, so there is nothing to train on; check its length, the batch size and "
+            "dataloader_drop_last."
+        )
+    per_epoch = None if batches_per_epoch is None else math.ceil(batches_per_epoch / window)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * (per_epoch or 0))
+    epochs = math.ceil(steps / per_epoch) if per_epoch else 0
+    return Plan(
+        max_steps=steps,
+        num_epochs=epochs,
+        batches_per_epoch=batches_per_epoch,
+        logging_steps=_steps(args.logging_steps, steps),
+        eval_steps=_steps(args.eval_steps or args.logging_steps, steps),
+        save_steps=_steps(args.save_steps, steps),
+    )
+
+
+def _steps(given: float, total: int) -> int:
+    """A number of updates; below 1 it is a part of the whole."""
+    return math.ceil(given * total) if given < 1 else int(given)

@@ -1,0 +1,148 @@
+"""Optimizers and learning-rate schedules by their established names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from hasten.errors import SettingValueError
+from hasten.trainer.arguments import TrainingArguments
+
+Factor = Callable[..., float]
+
+
+def _done(step: int, warmup: int, total: int) -> float:
+    """The part of the time after the warm-up that has passed, at most 1."""
+    return min(max(step - warmup, 0) / max(total - warmup, 1), 1.0)
+
+
+def _constant(step: int, warmup: int, total: int) -> float:
+    return 1.0
+
+
+def _linear(step: int, warmup: int, total: int) -> float:
+    return 1.0 - _done(step, warmup, total)
+
+
+def _cosine(step: int, warmup: int, total: int, num_cycles: float = 0.5) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * _done(step, warmup, total))))
+
+
+def _cosine_with_restarts(step: int, warmup: int, total: int, num_cycles: int = 1) -> float:
+    done = _done(step, warmup, total)
+    return 0.0 if done >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * done) % 1.0)))
+
+
+def _cosine_with_min_lr(step: int, warmup: int, total: int, min_lr_rate: float = 0.0, num_cycles: float = 0.5) -> float:
+    return min_lr_rate + (1.0 - min_lr_rate) * _cosine(step, warmup, total, num_cycles)
+
+
+def _polynomial(step: int, warmup: int, total: int, power: float = 1.0, end_factor: float = 0.0) -> float:
+    left: float = (1.0 - _done(step, warmup, total)) ** power
+    return end_factor + (1.0 - end_factor) * left
+
+
+def _inverse_sqrt(step: int, warmup: int, total: int, timescale: int | None = None) -> float:
+    scale = timescale or warmup or 10_000
+    return 1.0 / math.sqrt((step - warmup + scale) / scale)
+
+
+def _warmup_stable_decay(
+    step: int, warmup: int, total: int, num_decay_steps: int = 0, min_lr_ratio: float = 0.0
+) -> float:
+    decayed = max(0, step - (total - num_decay_steps)) / max(num_decay_steps, 1)
+    return 1.0 - (1.0 - min_lr_ratio) * min(decayed, 1.0)
+
+
+SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
+    {
+        "linear": _linear,
+        "cosine": _cosine,
+        "cosine_with_restarts": _cosine_with_restarts,
+        "cosine_with_min_lr": _cosine_with_min_lr,
+        "polynomial": _polynomial,
+        "constant": _constant,
+        "constant_with_warmup": _constant,
+        "inverse_sqrt": _inverse_sqrt,
+        "warmup_stable_decay": _warmup_stable_decay,
+    }
+)
+"""Name -> the factor on the learning rate at a step after the warm-up."""
+
+
+def factor_at(step: int, shape: Factor, warmup: int, total: int, options: Mapping[str, float]) -> float:
+    """The factor on the learning rate: rising in a straight line during the warm-up, then `shape`."""
+    if step < warmup:
+        return step / warmup
+    return shape(step, warmup, total, **options)
+
+
+def get_scheduler(
+    name: str,
+    optimizer: Optimizer,
+    num_warmup_steps: int = 0,
+    num_training_steps: int = 0,
+    scheduler_specific_kwargs: Mapping[str, Any] | None = None,
+) -> LambdaLR:
+    """The schedule of this name for the optimizer, over `num_training_steps` updates.
+
+    Raises: SettingValueError for an unknown name or option.
+    """
+    options = dict(scheduler_specific_kwargs or {})
+    if name not in SCHEDULES:
+        raise SettingValueError(
+            f"lr_scheduler_type={name!r} is not a schedule of hasten's; give one of {', '.join(SCHEDULES)}, or a scheduler "
+            "of your own in optimizers=(optimizer, scheduler)."
+        )
+    shape = SCHEDULES[name]
+    takes = shape.__code__.co_varnames[3 : shape.__code__.co_argcount]
+    if wrong := sorted(set(options) - set(takes)):
+        raise SettingValueError(
+            f"lr_scheduler_kwargs has {', '.join(wrong)}, which the schedule {name!r} does not take; it takes "
+            f"{', '.join(takes) or 'no options'}."
+        )
+    warmup = 0 if name == "constant" else num_warmup_steps
+    lr_lambda = partial(factor_at, shape=shape, warmup=warmup, total=num_training_steps, options=options)
+    return LambdaLR(optimizer, lr_lambda)
+
+
+def num_warmup_steps(args: TrainingArguments, max_steps: int) -> int:
+    """The updates of the warm-up: as given, or a part of the training when below 1."""
+    if 0 < args.warmup_steps < 1:
+        return math.ceil(args.warmup_steps * max_steps)
+    return int(args.warmup_steps) or math.ceil(args.warmup_ratio * max_steps)
+
+
+def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
+    """The optimizer named by `optim`; biases, norms and other vectors do not decay.
+
+    Raises: SettingValueError for a name without an optimizer.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    makers: dict[str, Callable[[], Optimizer]] = {
+        "adamw_torch": lambda: torch.optim.AdamW(groups, **adam),  # type: ignore[arg-type]
+        "adamw_torch_fused": lambda: torch.optim.AdamW(groups, fused=True, **adam),  # type: ignore[arg-type]
+        "sgd": lambda: torch.optim.SGD(groups, lr=args.learning_rate),
+        "adagrad": lambda: torch.optim.Adagrad(groups, lr=args.learning_rate),
+        "rmsprop": lambda: torch.optim.RMSprop(groups, lr=args.learning_rate),
+    }
+    if args.optim not in makers:
+        raise SettingValueError(
+            f"optim={args.optim!r} is not an optimizer of hasten's; give one of {', '.join(makers)}, or an optimizer of "
+            "your own in optimizers=(optimizer, scheduler)."
+        )
+    return makers[args.optim]()

@@ -1,0 +1,102 @@
+"""The Accelerator's settings for TrainingArguments: what was left at its default is left to flags, environment and files."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+from hasten.config.checkpoint import ProjectConfiguration
+from hasten.config.compiling import TorchDynamoPlugin
+from hasten.config.data import DataLoaderConfiguration
+from hasten.config.legacy import fsdp_from_fsdp1
+from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.errors import ConfigError, SettingValueError
+from hasten.strategies.blocks import repeated_blocks
+from hasten.trainer.arguments import TrainingArguments
+
+_FSDP_WORDS: Final = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "offload", "auto_wrap")
+
+
+def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:  # Any: settings of every type
+    """The keyword arguments of the Accelerator that these arguments ask for.
+
+    Raises: ConfigError for a value that no setting of the facade can honour.
+    """
+    found: dict[str, Any] = {"project_config": _project(args), "dataloader_config": _data(args)}
+    found["log_with"] = list(dict.fromkeys(["jsonl", *args.trackers]))  # the curves of `hasten report`
+    if args.bf16 or args.fp16:
+        found["mixed_precision"] = "bf16" if args.bf16 else "fp16"
+    if args.gradient_accumulation_steps > 1:
+        found["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    if args.use_cpu:
+        found["cpu"] = True
+    if args.torch_compile or args.torch_compile_backend or args.torch_compile_mode:
+        found["dynamo_plugin"] = TorchDynamoPlugin(
+            backend=args.torch_compile_backend or "inductor",
+            mode=args.torch_compile_mode or "default",  # type: ignore[arg-type]  # checked by the plugin
+        )
+    if args.fsdp:
+        found |= {"strategy": "fsdp", "fsdp_plugin": _fsdp(args)}
+    elif args.fsdp_config:
+        raise ConfigError("fsdp_config was given without fsdp, so nothing would be sharded; set fsdp='full_shard'.")
+    if args.deepspeed:
+        found["strategy"] = "deepspeed"
+    if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+        found["recompute"] = _recompute(model)
+    if handlers := _handlers(args):
+        found["kwargs_handlers"] = handlers
+    return found
+
+
+def _project(args: TrainingArguments) -> ProjectConfiguration:
+    best = args.load_best_model_at_end or args.save_strategy == "best"
+    given: dict[str, Any] = {"project_dir": args.output_dir}
+    if args.logging_dir is not None:
+        given["logging_dir"] = args.logging_dir
+    if args.save_total_limit is not None:
+        given["total_limit"] = args.save_total_limit
+        if best:
+            mode = "max" if args.larger_is_better else "min"
+            given |= {"keep_best": 1, "best_metric": args.best_metric, "best_mode": mode}
+    return ProjectConfiguration(**given)
+
+
+def _data(args: TrainingArguments) -> DataLoaderConfiguration:
+    given: dict[str, Any] = {"data_seed": args.seed if args.data_seed is None else args.data_seed}
+    if args.dataloader_pin_memory is not None:
+        given["pin_memory"] = args.dataloader_pin_memory
+    return DataLoaderConfiguration(**given)
+
+
+def _fsdp(args: TrainingArguments) -> Any:  # Any: the plugin's own class
+    words = args.fsdp.split() if isinstance(args.fsdp, str) else [] if isinstance(args.fsdp, bool) else list(args.fsdp)
+    for word in words:
+        if word not in _FSDP_WORDS:
+            raise SettingValueError(f"fsdp={args.fsdp!r}: {word!r} means nothing; use {', '.join(_FSDP_WORDS)}.")
+    options: dict[str, Any] = {}
+    if strategy := next((word for word in words if word.startswith(("full", "shard", "hybrid"))), None):
+        options["sharding_strategy"] = strategy.upper()
+    if "offload" in words:
+        options["offload_params"] = True
+    return fsdp_from_fsdp1({**options, **(args.fsdp_config or {})})[0]
+
+
+def _recompute(model: nn.Module) -> tuple[str, ...]:
+    names = {type(block).__name__ for _, block in repeated_blocks(model)}
+    if not names:
+        raise ConfigError(
+            f"gradient_checkpointing=True: {type(model).__name__} has no repeated block to recompute, so nothing would be "
+            "saved; leave it out, or launch with recompute set to the classes of its blocks."
+        )
+    return tuple(sorted(names))
+
+
+def _handlers(args: TrainingArguments) -> list[DistributedDataParallelKwargs]:
+    given = {
+        "find_unused_parameters": args.ddp_find_unused_parameters,
+        "bucket_cap_mb": args.ddp_bucket_cap_mb,
+        "broadcast_buffers": args.ddp_broadcast_buffers,
+    }
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return [DistributedDataParallelKwargs(**chosen)] if chosen else []

@@ -1,0 +1,57 @@
+"""Where a training stands (TrainerState) and what callbacks ask of it (TrainerControl)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class TrainerState:
+    """Where the training stands; equal on every rank, saved with every checkpoint."""
+
+    epoch: float = 0.0
+    global_step: int = 0
+    max_steps: int = 0
+    num_train_epochs: int = 0
+    epochs_done: int = 0
+    batches_in_epoch: int = 0
+    loss_sum: float = 0.0
+    """Loss times weight since the last log, over all ranks, as far as it has been added up."""
+    loss_weight: float = 0.0
+    total_loss: float = 0.0
+    """The same since the beginning of the training."""
+    total_weight: float = 0.0
+    best_metric: float | None = None
+    best_model_checkpoint: str | None = None
+    best_global_step: int = 0
+    evaluation_due: bool = False
+    """An evaluation was due when the training was told to stop."""
+    log_history: list[dict[str, Any]] = field(default_factory=list)  # Any: numbers and strings
+    callbacks: dict[str, Any] = field(default_factory=dict)  # Any: each callback's own JSON
+    is_world_process_zero: bool = True
+    is_local_process_zero: bool = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: everything but which process this is."""
+        values = asdict(self)
+        del values["is_world_process_zero"], values["is_local_process_zero"]
+        return values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what a checkpoint kept."""
+        known = {item.name for item in fields(self)}
+        for name, value in state.items():
+            if name in known:
+                setattr(self, name, value)
+
+
+@dataclass
+class TrainerControl:
+    """What callbacks ask for; the loop acts on it after the event. Ranks: set alike on every rank."""
+
+    should_training_stop: bool = False
+    should_epoch_stop: bool = False
+    should_save: bool = False
+    should_evaluate: bool = False
+    should_log: bool = False

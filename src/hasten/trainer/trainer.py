@@ -1,0 +1,354 @@
+"""The Trainer: train, evaluate, predict, save and publish a model without writing a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.accelerator.facade import Accelerator
+from hasten.data.loader import Loader
+from hasten.errors import ArgumentError, ConfigError
+from hasten.optim.batch_size import find_executable_batch_size
+from hasten.runtime.seeding import set_seed
+from hasten.trainer import checkpoints, publish
+from hasten.trainer.arguments import TrainingArguments
+from hasten.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
+from hasten.trainer.collate import DataCollatorWithPadding, default_data_collator
+from hasten.trainer.columns import LABELS, CollateUsed, taken_by, without_unused
+from hasten.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
+from hasten.trainer.lengths import LengthGroupedSampler, lengths_of
+from hasten.trainer.loop import TrainingLoop, TrainOutput
+from hasten.trainer.loss import labels_in, loss_in, num_items, run_model, shifts_labels, smoothed_loss
+from hasten.trainer.planning import Plan, plan_training
+from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
+from hasten.trainer.settings import accelerator_settings
+from hasten.trainer.state import TrainerControl, TrainerState
+
+# Any in this file: datasets, batches, outputs and tokenizers are the user's own.
+
+
+class Trainer:
+    """Trains a model that returns its loss, on any number of processes.
+
+    ```python
+    trainer = Trainer(model, TrainingArguments("out"), train_dataset=train, eval_dataset=test, processing_class=tokenizer)
+    trainer.train()
+    ```
+    Everything goes through the Accelerator, so each precision and each way of spreading a model works here too.
+    Ranks: every rank makes one and calls its methods.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: ComputeMetrics | None = None,
+        callbacks: Sequence[Any] = (),
+        optimizers: tuple[Optimizer | None, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(
+                f"Trainer(model) got a {type(model).__qualname__}, which has no weights to train; give a torch.nn.Module."
+            )
+        self.args = args = args or TrainingArguments("trainer_output")
+        self.model = model
+        self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.data_collator = data_collator or self._default_collator()
+        self.label_names: list[str] = list(args.label_names or LABELS)
+        self.shifted = shifts_labels(model)
+        recompute: Any = getattr(model, "gradient_checkpointing_enable", None)
+        if args.gradient_checkpointing and recompute is not None:
+            recompute(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
+        self.accelerator = self._make_accelerator()
+        self.state = TrainerState(
+            is_world_process_zero=self.accelerator.is_main_process,
+            is_local_process_zero=self.accelerator.is_local_main_process,
+        )
+        self.control = TrainerControl()
+        self._given_optimizers = optimizers
+        self.optimizer: Any = optimizers[0]
+        self.lr_scheduler: Any = optimizers[1]
+        self.wrapped_model: Any = None
+        self._evaluated_model: nn.Module | None = None
+        self.train_loader: Any = None
+        self._batch_size = args.per_device_train_batch_size
+        self._tracking = False
+        self.accelerator.register_for_checkpointing(self.state)
+        own: list[Any] = [] if args.disable_tqdm else [ProgressCallback()]
+        self.callbacks = CallbackList(self, [*own, *callbacks])
+        self.callbacks.call("on_init_end")
+
+    def _make_accelerator(self, **changes: Any) -> Accelerator:
+        return Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
+
+    # -- callbacks ------------------------------------------------------------------------------------------------
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Add a callback, given as an object or as its class."""
+        self.callbacks.add(callback)
+
+    def remove_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Take off a callback, or all of a class."""
+        self.callbacks.remove(callback)
+
+    def event_keywords(self) -> dict[str, Any]:
+        """What every event gets besides the arguments, the state and the control."""
+        return {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_loader,
+            "accelerator": self.accelerator,
+        }
+
+    # -- data -----------------------------------------------------------------------------------------------------
+    def _default_collator(self) -> Callable[[list[Any]], Any]:
+        if getattr(self.processing_class, "pad_token_id", None) is None:
+            return default_data_collator
+        return DataCollatorWithPadding(self.processing_class)
+
+    def _loader(self, dataset: Any, batch_size: int, **options: Any) -> DataLoader[Any]:
+        args, collate = self.args, self.data_collator
+        if args.remove_unused_columns:
+            taken = taken_by(self.model, self.label_names)
+            dataset = without_unused(dataset, taken)
+            if taken is not None:
+                collate = CollateUsed(collate, taken)
+        if args.dataloader_num_workers:
+            options["persistent_workers"] = args.dataloader_persistent_workers
+            options["prefetch_factor"] = args.dataloader_prefetch_factor
+        return DataLoader(
+            dataset, batch_size=batch_size, collate_fn=collate, num_workers=args.dataloader_num_workers, **options
+        )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The loader of the training data, before it is prepared. Override it to read data in another way."""
+        if self.train_dataset is None:
+            raise ArgumentError("train() has no data: the Trainer was made without a train_dataset; give it one.")
+        options: dict[str, Any] = {"drop_last": self.args.dataloader_drop_last}
+        if isinstance(self.train_dataset, IterableDataset):
+            if self.args.group_by_length:
+                raise ConfigError("group_by_length=True needs a dataset with a length, not a stream; leave it out.")
+        elif self.args.group_by_length:
+            lengths = lengths_of(self.train_dataset, self.args.length_column_name)
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            whole = self._batch_size * self.accelerator.num_processes
+            options["sampler"] = LengthGroupedSampler(lengths, whole, seed)
+        else:
+            options["shuffle"] = True
+        return self._loader(self.train_dataset, self._batch_size, **options)
+
+    def get_eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
+        """The loader of a dataset to evaluate or predict on, before it is prepared."""
+        return self._loader(dataset, self.args.per_device_eval_batch_size)
+
+    def _prepared_eval_loader(self, dataset: Any) -> Loader:
+        loader = self.accelerator.prepare_data_loader(self.get_eval_dataloader(dataset))
+        self.accelerator.prepared.loaders.remove(loader)  # always read as a whole: checkpoints need no position in it
+        return loader
+
+    # -- training -------------------------------------------------------------------------------------------------
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
+        """Train, from a checkpoint if one is named: its path, True for the newest, "auto" for the newest if there is one.
+
+        Ranks: every rank. Raises: SystemExit with PREEMPTED_EXIT_CODE after saving, when told to stop by SIGTERM or SIGUSR1.
+        """
+        resume = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if not self.args.auto_find_batch_size:
+            return self._train(self.args.per_device_train_batch_size, resume)
+        searching = self.accelerator  # told by the search how many batches make up the global one
+        first = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+
+        def attempt(batch_size: int) -> TrainOutput:
+            if batch_size != self.args.per_device_train_batch_size:
+                self._start_over(first, searching.gradient_accumulation_steps)
+            return self._train(batch_size, resume)
+
+        if any(self._given_optimizers):
+            raise ConfigError(
+                "auto_find_batch_size=True begins again with a new optimizer when memory runs out, but one was given in "
+                "optimizers, whose state cannot be taken back; leave one of them out, or override "
+                "create_optimizer_and_scheduler."
+            )
+        search: Callable[[], TrainOutput] = find_executable_batch_size(
+            attempt,
+            starting_batch_size=self.args.per_device_train_batch_size,
+            accelerator=searching,
+            keep_global_batch=True,
+        )
+        return search()
+
+    def _start_over(self, weights: Mapping[str, Tensor], steps: int) -> None:
+        """Forget an attempt that did not fit into memory; accumulate over `steps` batches from now on."""
+        if self.wrapped_model is not None:
+            self.model = self.accelerator.unwrap_model(self.wrapped_model)
+        self.optimizer, self.lr_scheduler = self._given_optimizers
+        self.wrapped_model = self.train_loader = None
+        self.accelerator.free_memory()
+        self.accelerator = self._make_accelerator(gradient_accumulation_steps=steps)
+        self.accelerator.register_for_checkpointing(self.state)
+        self._tracking = False
+        self.model.load_state_dict(weights)
+        self.state.load_state_dict(TrainerState().state_dict())
+
+    def _train(self, batch_size: int, resume: str | bool | None) -> TrainOutput:
+        self._batch_size = batch_size
+        self.control = TrainerControl()
+        if self.wrapped_model is None:
+            plan = self._prepare()
+        else:  # a second call trains on
+            plan = self._plan(self.train_loader)
+        if not self._tracking:
+            self.accelerator.init_trackers(self.args.run_name or "trainer", config=self.args.to_dict())
+            self._tracking = True
+        if resume:
+            checkpoints.resume(self, resume)
+        self.state.max_steps, self.state.num_train_epochs = plan.max_steps, plan.num_epochs
+        try:
+            output = TrainingLoop(self, plan).run()
+        except BaseException:
+            self.accelerator.saving.close()
+            self.accelerator.tracking.finish(failed=True)
+            self._tracking = False
+            raise
+        self.accelerator.end_training()
+        self._tracking = False
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return output
+
+    def _plan(self, loader: Loader) -> Plan:
+        try:
+            length: int | None = len(loader)
+        except TypeError:  # a stream
+            length = None
+        return plan_training(self.args, length, self.accelerator.gradient_accumulation_steps)
+
+    def _prepare(self) -> Plan:
+        """Prepare loader, model, optimizer and schedule. Ranks: every rank."""
+        accelerator, args = self.accelerator, self.args
+        set_seed(args.seed, device_specific=True, deterministic=args.full_determinism, rank=accelerator.process_index)
+        self.train_loader = accelerator.prepare_data_loader(self.get_train_dataloader())
+        plan = self._plan(self.train_loader)
+        self.create_optimizer_and_scheduler(plan.max_steps)
+        self.wrapped_model, self.optimizer, self.lr_scheduler = accelerator.prepare(
+            self.model, self.optimizer, self.lr_scheduler
+        )
+        return plan
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make what `optimizers` did not give. Override it for an optimizer or schedule of your own."""
+        if self.optimizer is None:
+            self.optimizer = make_optimizer(self.args, self.model)
+        if self.lr_scheduler is None:
+            warmup = num_warmup_steps(self.args, num_training_steps)
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type, self.optimizer, warmup, num_training_steps, self.args.lr_scheduler_kwargs
+            )
+
+    def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """One batch forward and backward; its loss, and the number of labels that is the mean of."""
+        labels = labels_in(inputs, self.label_names)
+        weight = num_items(labels, self.shifted) if self.args.average_tokens_across_devices else None
+        loss = self.compute_loss(model, inputs)
+        self.accelerator.backward(loss, weight=weight)
+        return loss, weight
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
+        """The loss of a batch, a mean over its labels; with `return_outputs` also what the model returned. Override it freely."""
+        smoothing = self.args.label_smoothing_factor
+        labels = labels_in(inputs, self.label_names) if smoothing else None
+        if labels is None:
+            outputs = run_model(model, inputs)
+            loss = loss_in(outputs)
+        else:
+            outputs = run_model(model, {key: value for key, value in inputs.items() if value is not labels})
+            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
+            loss = smoothed_loss(logits[0] if isinstance(logits, tuple) else logits, labels, smoothing, self.shifted)
+        return (loss, outputs) if return_outputs else loss
+
+    # -- evaluation -----------------------------------------------------------------------------------------------
+    def model_for_evaluation(self) -> nn.Module:
+        """The prepared model: the one that is trained, or before a training one that is only evaluated."""
+        if self.wrapped_model is not None:
+            wrapped: nn.Module = self.wrapped_model
+            return wrapped
+        if self._evaluated_model is None:
+            self._evaluated_model = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            self.accelerator.prepared.models.remove(self._evaluated_model)  # it is no part of a checkpoint
+        return self._evaluated_model
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """The loss and metrics on a dataset, or on each of a dict of them. Ranks: every rank.
+
+        The loss is the mean over all labels, whatever the batches and processes; `compute_metrics` sees every sample once.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ArgumentError(
+                "evaluate() has no data: the Trainer was made without an eval_dataset; give one of them."
+            )
+        if isinstance(dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, part in dataset.items():
+                metrics |= self.evaluate(part, f"{metric_key_prefix}_{name}")
+            return metrics
+        loss_only = self.compute_metrics is None or self.args.prediction_loss_only
+        metrics = run_evaluation(self, self._prepared_eval_loader(dataset), metric_key_prefix, loss_only).metrics
+        self.log(metrics)
+        self.callbacks.call("on_evaluate", metrics=metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Predictions for a dataset in its order, its labels and metrics if it has labels. Ranks: every rank."""
+        output = run_evaluation(self, self._prepared_eval_loader(test_dataset), metric_key_prefix, loss_only=False)
+        self.callbacks.call("on_predict", metrics=output.metrics)
+        return output
+
+    def note_best(self, metrics: Mapping[str, float]) -> bool:
+        """Note the metric that ranks models; whether it is the best so far. Of two equal ones the later is better."""
+        return checkpoints.note_best(self, metrics)
+
+    def log(self, logs: dict[str, Any]) -> None:
+        """Record values with the trackers and in the state's history. Ranks: every rank."""
+        state = self.state
+        logs = {**logs, "epoch": round(state.epoch, 4)}
+        state.log_history.append({**logs, "step": state.global_step})
+        if self._tracking:
+            self.accelerator.log(logs, step=state.global_step)
+        self.callbacks.call("on_log", logs=logs)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+    def save_checkpoint(self, metrics: Mapping[str, float] | None = None) -> str:
+        """Save all that a resume needs; where it lies. Ranks: every rank."""
+        return checkpoints.save(self, metrics or {})
+
+    def load_best(self) -> None:
+        """Load the weights of the best checkpoint, if it was asked for. Ranks: every rank."""
+        if self.args.load_best_model_at_end:
+            checkpoints.load_best(self)
+
+    def save_model(self, output_dir: str | None = None) -> str:
+        """Write the model, its tokenizer and the arguments to a folder; where it lies. Ranks: every rank."""
+        return publish.save_model(self, output_dir or self.args.output_dir)
+
+    def push_to_hub(self, commit_message: str = "End of training", **options: Any) -> str | None:
+        """Upload the model to the Hub; the address of the commit, on the main process. Ranks: every rank."""
+        return publish.push_to_hub(self, commit_message, **options)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.accelerator.device

@@ -1,0 +1,46 @@
+"""The report of a real run on two processes that was stopped and went on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hasten import Trainer, TrainerCallback, TrainingArguments
+from hasten.cli import report_data
+from hasten.cli.report_cmd import main
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import ranks
+from hasten.testing.toys import Rows, Scored, seeded
+from hasten.tracking.run_folder import read_run
+
+
+class Stop(TrainerCallback):
+    """Saves and stops after an update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save = control.should_training_stop = state.global_step == 4
+
+
+@ranks(2)
+def test_both_ranks_and_the_restart_are_in_the_report(ctx: ProcessContext, tmp_path: Path) -> None:
+    for callbacks in ([Stop()], []):
+        args = TrainingArguments(
+            str(tmp_path), num_train_epochs=2, per_device_train_batch_size=4, logging_steps=1, save_strategy="no",
+            eval_strategy="epoch", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(seeded(Scored), args, train_dataset=Rows(), eval_dataset=Rows(8), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint="auto")
+    ctx.world.barrier("trained")
+    if ctx.rank != 0:
+        return
+    run = read_run(tmp_path)
+    assert run.curves["loss"].steps.tolist() == list(range(1, 11))
+    assert [log["loss"] for log in trainer.state.log_history if "loss" in log] == run.curves["loss"].values.tolist()
+    assert sorted((log.rank, len(log.steps)) for log in run.ranks) == [(0, 4), (0, 6), (1, 4), (1, 6)]
+    kinds = [event["event"] for event in run.events]
+    assert kinds == ["started", "saved", "ended", "restarted", "loaded", "ended"]
+    titles = [chart["title"] for chart in report_data.charts([run])]
+    assert titles[:4] == ["loss", "eval_loss", "learning_rate", "grad_norm"]
+    assert {"throughput (samples/s)", "time of a step by part (ms)", "time of a step by rank (ms)"} <= set(titles)
+    assert main([str(tmp_path), "-o", str(tmp_path / "report.html")]) == 0
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000

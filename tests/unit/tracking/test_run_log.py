@@ -1,0 +1,122 @@
+"""The run log: parts of a step add up, files survive a cut, a broken disk stops the log and not the training."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hasten import Accelerator, ProjectConfiguration
+from hasten.errors import ConfigError
+from hasten.testing.toys import Blobs, Classifier, seeded
+from hasten.tracking.run_folder import read_run
+from hasten.tracking.run_log import PARTS, RunLog, read_run_log
+
+
+def trained(folder: Path, every: int = 1, precision: str = "no", **settings: Any) -> Accelerator:
+    """A short training with slow parts."""
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(project_dir=str(folder), **settings),
+        gradient_accumulation_steps=every, mixed_precision=precision,
+    )  # fmt: skip
+    model: Any = seeded(Classifier)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(Blobs(32), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            time.sleep(0.01)
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.002)
+    return accelerator
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_one_record_per_update_and_parts_add_up(tmp_path: Path, every: int) -> None:
+    began = time.time()
+    accelerator = trained(tmp_path, every)
+    accelerator.save_state()
+    accelerator.end_training()
+    seconds = time.time() - began
+    (log,) = read_run_log(tmp_path / "run_log")
+    assert len(log.steps) == -(-8 // every)
+    assert log.steps["samples"].sum() == 32
+    total = sum(float(log.steps[part].sum()) for part in PARTS)
+    assert total <= seconds
+    assert log.steps["forward"].sum() >= 0.08
+    assert log.steps["other"].sum() >= 0.015
+    assert (log.steps["backward"] > 0).all()
+    assert (log.steps["optimizer"] > 0).all()
+    assert (np.diff(log.steps["time"]) > 0).all()
+    assert [event["event"] for event in log.events] == ["started", "saved", "ended"]
+    assert log.started["settings"]["project.project_dir"][0] == str(tmp_path)
+    assert "torch" in log.started["versions"]
+
+
+def test_nothing_is_left_without_training_or_when_it_is_off(tmp_path: Path) -> None:
+    Accelerator(cpu=True, project_dir=str(tmp_path)).end_training()
+    trained(tmp_path, run_log=False).end_training()
+    assert not (tmp_path / "run_log").exists()
+
+
+def test_a_cut_file_is_read_up_to_the_cut(tmp_path: Path) -> None:
+    trained(tmp_path).end_training()
+    (steps,) = (tmp_path / "run_log").glob("*.steps")
+    (lines,) = (tmp_path / "run_log").glob("*.jsonl")
+    steps.write_bytes(steps.read_bytes()[:-7])
+    lines.write_bytes(lines.read_bytes()[:-5])
+    (log,) = read_run_log(tmp_path / "run_log")
+    assert len(log.steps) == 7
+    assert [event["event"] for event in log.events] == ["started"]
+
+
+def test_a_broken_disk_stops_the_log_only(tmp_path: Path) -> None:
+    (tmp_path / "run_log").write_text("a file where the folder should be")
+    accelerator = trained(tmp_path)
+    accelerator.end_training()
+    assert accelerator.run_log is not None
+    assert accelerator.run_log.broken
+
+
+def test_skipped_updates_are_events(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), mixed_precision="fp16")
+    model: Any = seeded(Classifier)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(Blobs(8), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        accelerator.backward(torch.nn.functional.cross_entropy(model(x), y) * float("inf"))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    (log,) = read_run_log(tmp_path / "run_log")
+    assert [event["event"] for event in log.events].count("skipped") == 2
+
+
+def test_marking_a_step_takes_microseconds(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, 0, dict, lambda: None)
+    began = time.process_time()
+    for _ in range(5000):
+        log.asked()
+        log.got(8)
+        log.backward_begins()
+        log.backward_done()
+        log.optimizer_begins()
+        log.optimizer_done()
+    log.close()
+    each = (time.process_time() - began) / 5000
+    assert each < 50e-6  # about 3 µs on a quiet machine
+    assert len(read_run_log(tmp_path)[0].steps) == 5000
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="log_with='jsonl'"):
+        read_run(tmp_path)

@@ -1,0 +1,148 @@
+"""TrainingArguments: every name acts or is refused, values are checked, defaults leave the facade's settings alone."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import hasten
+from hasten import TrainingArguments
+from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.testing.toys import Scored, TinyLM
+from hasten.trainer.arguments import _REFUSED
+from hasten.trainer.planning import plan_training
+from hasten.trainer.settings import accelerator_settings
+
+ROOM = Path(hasten.__file__).parent / "trainer"
+
+
+def read_names() -> set[str]:
+    """The attributes that the room takes from something called args, or from self inside the class."""
+    found = set()
+    for file in ROOM.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                if name == "args" or (file.name == "arguments.py" and name == "self"):
+                    found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainingArguments)])
+def test_every_argument_is_read(name: str) -> None:
+    assert name in read_names(), f"{name} would have no effect; read it or refuse it"
+
+
+@pytest.mark.parametrize("name", sorted(_REFUSED))
+def test_established_names_without_effect_are_refused_with_a_remedy(name: str) -> None:
+    with pytest.raises(UnknownSettingError, match=r"has no effect in hasten: .{10}"):
+        TrainingArguments("out", **{name: True})  # type: ignore[arg-type]
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(UnknownSettingError, match="did you mean 'learning_rate'"):
+        TrainingArguments("out", learning_rat=1e-3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"eval_strategy": "sometimes"}, SettingValueError),
+        ({"per_device_train_batch_size": 0}, SettingValueError),
+        ({"logging_steps": 0}, SettingValueError),
+        ({"max_steps": 0}, SettingValueError),
+        ({"save_total_limit": 0}, SettingValueError),
+        ({"seed": -1}, SettingValueError),
+        ({"bf16": True, "fp16": True}, ContradictionError),
+        ({"warmup_steps": 2, "warmup_ratio": 0.1}, ContradictionError),
+        ({"load_best_model_at_end": True}, ContradictionError),
+        ({"load_best_model_at_end": True, "eval_strategy": "epoch"}, ContradictionError),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 5}, ContradictionError),
+        ({"dataloader_prefetch_factor": 2}, ContradictionError),
+        ({"dataloader_persistent_workers": True}, ContradictionError),
+        ({"deepspeed": "x.json", "fsdp": True}, ContradictionError),
+        ({"ignore_data_skip": True}, ConfigError),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused(changes: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        TrainingArguments("out", **changes)
+
+
+def test_defaults_leave_flags_and_files_alone() -> None:
+    given = accelerator_settings(TrainingArguments("out"), Scored())
+    assert set(given) == {"project_config", "dataloader_config", "log_with"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"bf16": True}, {"mixed_precision": "bf16"}),
+        ({"fp16": True}, {"mixed_precision": "fp16"}),
+        ({"use_cpu": True}, {"cpu": True}),
+        ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
+        ({"report_to": ["jsonl", "tensorboard", "none"]}, {"log_with": ["jsonl", "tensorboard"]}),
+        ({"deepspeed": "x.json"}, {"strategy": "deepspeed"}),
+    ],
+)
+def test_arguments_become_settings_of_the_facade(changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    given = accelerator_settings(TrainingArguments("out", **changes), Scored())
+    assert {name: given[name] for name in expected} == expected
+
+
+def test_sharding_words_become_the_plugin() -> None:
+    given = accelerator_settings(TrainingArguments("out", fsdp="shard_grad_op offload auto_wrap"), Scored())
+    assert given["strategy"] == "fsdp"
+    assert given["fsdp_plugin"].reshard_after_forward is False
+    assert given["fsdp_plugin"].cpu_offload is True
+    with pytest.raises(SettingValueError, match="full_sharding"):
+        accelerator_settings(TrainingArguments("out", fsdp="full_sharding"), Scored())
+    with pytest.raises(ConfigError, match="without fsdp"):
+        accelerator_settings(TrainingArguments("out", fsdp_config={"min_num_params": 3}), Scored())
+
+
+def test_compiling_ddp_and_recomputing() -> None:
+    args = TrainingArguments(
+        "out",
+        torch_compile=True,
+        torch_compile_mode="reduce-overhead",
+        ddp_find_unused_parameters=True,
+        ddp_bucket_cap_mb=7,
+        gradient_checkpointing=True,
+        dataloader_pin_memory=False,
+        data_seed=5,
+        save_total_limit=3,
+    )
+    given = accelerator_settings(args, TinyLM())
+    assert (given["dynamo_plugin"].backend, given["dynamo_plugin"].mode) == ("inductor", "reduce-overhead")
+    assert (given["kwargs_handlers"][0].find_unused_parameters, given["kwargs_handlers"][0].bucket_cap_mb) == (True, 7)
+    assert given["recompute"] == ("Block",)
+    assert (given["dataloader_config"].pin_memory, given["dataloader_config"].data_seed) == (False, 5)
+    assert given["project_config"].total_limit == 3
+    with pytest.raises(ConfigError, match="no repeated block"):
+        accelerator_settings(TrainingArguments("out", gradient_checkpointing=True), nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2.25, 3])
+@pytest.mark.parametrize("batches", [1, 7, 10])
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_the_plan_counts_updates(epochs: float, batches: int, window: int) -> None:
+    plan = plan_training(TrainingArguments("out", num_train_epochs=epochs), batches, window)
+    per_epoch = len(range(0, batches, window))
+    assert plan.max_steps - 1 < epochs * per_epoch <= plan.max_steps
+    assert (plan.num_epochs - 1) * per_epoch < plan.max_steps <= plan.num_epochs * per_epoch
+
+
+def test_streams_need_max_steps_and_parts_of_the_whole_become_steps() -> None:
+    with pytest.raises(ConfigError, match="set max_steps"):
+        plan_training(TrainingArguments("out"), None, 1)
+    with pytest.raises(ConfigError, match="no batch"):
+        plan_training(TrainingArguments("out"), 0, 1)
+    plan = plan_training(TrainingArguments("out", max_steps=40, logging_steps=0.1, eval_steps=0.5), None, 1)
+    assert (plan.max_steps, plan.logging_steps, plan.eval_steps, plan.save_steps) == (40, 4, 20, 500)

@@ -1,0 +1,173 @@
+"""Schedules, collators, columns, length groups and losses of the Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+
+from hasten import DataCollatorWithPadding, TrainingArguments, default_data_collator, get_scheduler
+from hasten.errors import ArgumentError, DataError, SettingValueError
+from hasten.testing.toys import Scored, Tagged
+from hasten.trainer.columns import CollateUsed, taken_by, without_unused
+from hasten.trainer.lengths import LengthGroupedSampler, lengths_of
+from hasten.trainer.loss import loss_in, num_items, outputs_besides_loss, smoothed_loss
+from hasten.trainer.schedules import SCHEDULES, make_optimizer, num_warmup_steps
+
+transformers_schedules = pytest.importorskip("transformers.optimization")
+
+
+def rates(scheduler: Any, optimizer: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", "cosine", "cosine_with_restarts", "constant", "constant_with_warmup", "inverse_sqrt"]
+)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 10), (3, 10), (10, 10), (4, 25)])
+def test_schedules_are_the_established_ones(name: str, warmup: int, total: int) -> None:
+    found = []
+    for get in (get_scheduler, transformers_schedules.get_scheduler):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+        found.append(rates(get(name, optimizer, num_warmup_steps=warmup, num_training_steps=total), optimizer, total))
+    assert found[0] == pytest.approx(found[1], abs=1e-9)
+
+
+def test_schedule_options_are_checked() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(SettingValueError, match="one of linear"):
+        get_scheduler("linaer", optimizer)
+    with pytest.raises(SettingValueError, match="does not take; it takes num_cycles"):
+        get_scheduler("cosine", optimizer, 0, 10, {"power": 2})
+    ends = {name: rates(get_scheduler(name, optimizer, 0, 10), optimizer, 11)[-1] for name in SCHEDULES}
+    assert ends["polynomial"] == 0.0
+    low = get_scheduler("cosine_with_min_lr", optimizer, 0, 10, {"min_lr_rate": 0.1})
+    assert rates(low, optimizer, 11)[-1] == pytest.approx(0.1)
+    decay = get_scheduler("warmup_stable_decay", optimizer, 2, 10, {"num_decay_steps": 4})
+    assert rates(decay, optimizer, 11) == pytest.approx([0, 0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+
+
+def test_warmup_is_a_number_or_a_part() -> None:
+    assert [
+        num_warmup_steps(TrainingArguments("out", **changes), 50)
+        for changes in ({}, {"warmup_steps": 7}, {"warmup_steps": 0.1}, {"warmup_ratio": 0.25})
+    ] == [0, 7, 5, 13]
+
+
+def test_vectors_do_not_decay_and_names_choose_the_optimizer() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    matrices, vectors = make_optimizer(TrainingArguments("out", weight_decay=0.1), model).param_groups
+    assert ([p.ndim for p in matrices["params"]], matrices["weight_decay"]) == ([2], 0.1)
+    assert ([p.ndim for p in vectors["params"]], vectors["weight_decay"]) == ([1, 1, 1], 0.0)
+    assert type(make_optimizer(TrainingArguments("out", optim="sgd"), model)) is torch.optim.SGD
+    with pytest.raises(SettingValueError, match="one of adamw_torch"):
+        make_optimizer(TrainingArguments("out", optim="adamw_hf"), model)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("multiple", [None, 4])
+def test_padding_keeps_every_token_and_marks_the_rest(side: Any, multiple: int | None) -> None:
+    data = Tagged(9)
+    collate = DataCollatorWithPadding(pad_token_id=7, padding_side=side, pad_to_multiple_of=multiple)
+    batch = collate([data[index] for index in range(9)])
+    width = batch["input_ids"].shape[1]
+    assert width % (multiple or 1) == 0
+    for row in range(9):
+        size = len(data[row]["input_ids"])
+        real = slice(0, size) if side == "right" else slice(width - size, width)
+        assert batch["input_ids"][row, real].tolist() == data[row]["input_ids"]
+        assert batch["labels"][row, real].tolist() == data[row]["labels"]
+        assert batch["attention_mask"][row].sum() == size
+        assert (batch["input_ids"][row] == 7).sum() >= width - size
+        assert (batch["labels"][row] == -100).sum() == width - size
+
+
+def test_the_pad_token_comes_from_the_tokenizer_or_is_asked_for() -> None:
+    class Tokenizer:
+        pad_token_id = 3
+        padding_side = "left"
+
+    batch = DataCollatorWithPadding(Tokenizer())([{"input_ids": [1]}, {"input_ids": [1, 2], "label": 1}][:1] * 2)
+    assert batch["input_ids"].tolist() == [[1], [1]]
+    with pytest.raises(ArgumentError, match="pad_token_id"):
+        DataCollatorWithPadding()
+
+
+def test_label_becomes_labels_and_ragged_samples_are_refused() -> None:
+    assert default_data_collator([{"a": 1, "label": 2}])["labels"].tolist() == [2]
+    assert default_data_collator([(1, 2), (3, 4)])[0].tolist() == [1, 3]
+    with pytest.raises(DataError, match="DataCollatorWithPadding"):
+        default_data_collator([{"a": [1]}, {"a": [1, 2]}])
+
+
+def test_unused_columns_are_dropped() -> None:
+    taken = taken_by(Scored(), ["target"])
+    assert taken == frozenset({"x", "labels", "label", "label_ids", "target"})
+    data = Dataset.from_dict({"x": [[1.0]], "label": [0], "text": ["a"], "idx": [1]})
+    assert without_unused(data, taken).column_names == ["x", "label"]
+    with pytest.raises(DataError, match="remove_unused_columns=False"):
+        without_unused(Dataset.from_dict({"text": ["a"]}), taken)
+    assert without_unused([1, 2], taken) == [1, 2]
+    collate = CollateUsed(default_data_collator, frozenset({"x"}))
+    assert set(collate([{"x": 1, "text": "a"}])) == {"x"}
+    with pytest.raises(DataError, match="no key"):
+        collate([{"text": "a"}])
+
+    class Anything(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> None: ...
+
+    assert taken_by(Anything(), []) is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 400])
+def test_length_groups_are_a_shuffle_of_seed_and_epoch(length: int) -> None:
+    lengths = torch.randint(1, 50, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    sampler = LengthGroupedSampler(lengths, 2, seed=3)
+    first = list(sampler)
+    assert sorted(first) == list(range(length))
+    assert list(sampler) == first
+    if length < 2:
+        return
+    assert lengths[first[0]] == max(lengths)
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    if length == 400:
+        spread = sum(abs(lengths[a] - lengths[b]) for a, b in zip(first[::2], first[1::2], strict=True)) / 200
+        assert spread < 3
+    assert lengths_of(Tagged(5), "length") == [len(Tagged(5)[i]["input_ids"]) for i in range(5)]
+    assert lengths_of(Dataset.from_dict({"length": [3, 4]}), "length") == [3, 4]
+    with pytest.raises(DataError, match="length_column_name"):
+        lengths_of([{"x": 1}], "length")
+
+
+def test_losses_are_found_and_counted() -> None:
+    loss, logits = torch.tensor(2.0), torch.zeros(2, 3)
+    for outputs in ({"loss": loss, "logits": logits}, (loss, logits)):
+        assert loss_in(outputs) is loss
+        assert outputs_besides_loss(outputs, True) is logits
+    assert loss_in(loss) is loss
+    with pytest.raises(ArgumentError, match="override compute_loss"):
+        loss_in(logits)
+    labels = torch.tensor([[-100, 1, 2], [3, -100, -100]])
+    assert int(num_items(labels, False)) == 3  # type: ignore[arg-type]
+    assert int(num_items(labels, True)) == 2  # type: ignore[arg-type]
+    assert num_items(None, False) is None
+    assert int(num_items(torch.zeros(4), False)) == 4  # type: ignore[arg-type]
+
+
+def test_smoothing_mixes_in_the_uniform_distribution() -> None:
+    logits, labels = torch.randn(2, 4, 5), torch.tensor([[1, -100, 2, 3], [0, 1, -100, -100]])
+    for shifted in (False, True):
+        z, y = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
+        logp = z.log_softmax(-1)[y != -100]
+        target = torch.nn.functional.one_hot(y[y != -100], 5) * 0.9 + 0.1 / 5
+        expected = -(target * logp).sum(-1).mean()
+        torch.testing.assert_close(smoothed_loss(logits, labels, 0.1, shifted), expected)

@@ -1,0 +1,230 @@
+"""The Trainer on one process: callbacks, the best model, limits, streams, batch size search, smoothing, preemption."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset as HubDataset
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from hasten import (
+    PREEMPTED_EXIT_CODE,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    read_metrics,
+)
+from hasten.errors import ArgumentError, ConfigError
+from hasten.testing.toys import Rows, Scored, TinyLM, next_token_loss, seeded
+from hasten.trainer.callbacks import EVENTS
+
+
+def make(
+    folder: Path, callbacks: Any = (), model: nn.Module | None = None, data: Any = None, **changes: Any
+) -> Trainer:
+    plain: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2}
+    rows = Rows() if data is None else data
+    args = TrainingArguments(str(folder), **{**plain, **changes})
+    return Trainer(model or seeded(Scored), args, train_dataset=rows, eval_dataset=Rows(9), callbacks=callbacks)
+
+
+def recorder(seen: list[str]) -> TrainerCallback:
+    """A callback that writes down every event."""
+
+    def noting(event: str) -> Any:
+        return lambda self, args, state, control, **kwargs: seen.append(event)
+
+    made: TrainerCallback = type("Recorder", (TrainerCallback,), {event: noting(event) for event in EVENTS})()
+    return made
+
+
+def test_events_come_in_order(tmp_path: Path) -> None:
+    seen: list[str] = []
+    changes: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": 2, "logging_steps": 2}
+    trainer = make(tmp_path, [recorder(seen)], save_strategy="steps", save_steps=2, **changes)
+    trainer.train()
+    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    begin = ["on_init_end", "on_train_begin", "on_epoch_begin"]
+    assert seen == [*begin, *step, *step, "on_log", "on_save", "on_epoch_end", "on_log", "on_train_end"]
+    seen.clear()
+    trainer.predict(Rows(3))
+    assert seen == ["on_prediction_step", "on_predict"]
+    trainer.remove_callback(trainer.callbacks.callbacks[0])
+    trainer.evaluate()
+    assert seen == ["on_prediction_step", "on_predict"]
+    with pytest.raises(ArgumentError, match="derive it from"):
+        trainer.add_callback(print)  # type: ignore[arg-type]
+
+
+class Scores(TrainerCallback):
+    """Replaces the evaluation's loss by scores of a list, before anything looks at it."""
+
+    def __init__(self, scores: list[float]) -> None:
+        self.scores = scores
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["metrics"]["eval_score"] = self.scores.pop(0)
+
+
+def test_the_best_model_is_kept_and_loaded(tmp_path: Path) -> None:
+    weights: list[Tensor] = []
+
+    class Keep(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            weights.append(kwargs["model"].body.head.weight.detach().clone())
+
+    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make(
+        tmp_path, [Scores([0.1, 0.9, 0.3, 0.2, 0.0]), Keep()], load_best_model_at_end=True, metric_for_best_model="score",
+        save_total_limit=1, **changes,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric == 0.9
+    assert trainer.state.best_global_step == 2
+    assert torch.equal(trainer.model.get_parameter("body.head.weight"), weights[1])
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("checkpoint"))
+    assert kept == ["checkpoint_1", "checkpoint_4"]
+
+
+def test_only_better_models_are_saved_and_stopping_is_early(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "score"}
+    callbacks = [Scores([0.5, 0.6, 0.4, 0.55, 0.9]), EarlyStoppingCallback(2)]
+    trainer = make(tmp_path, callbacks, save_strategy="best", per_device_train_batch_size=4, **changes)
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert len(list((tmp_path / "checkpoints").glob("checkpoint_*"))) == 2
+    assert trainer.state.callbacks == {"1.EarlyStoppingCallback": {"best": 0.6, "waited": 0}}
+    with pytest.raises(ConfigError, match="eval_nothing"):
+        make(tmp_path, save_strategy="best", **{**changes, "metric_for_best_model": "nothing"}).train()
+    with pytest.raises(ConfigError, match="set eval_strategy"):
+        make(tmp_path, [EarlyStoppingCallback()]).train()
+
+
+class Stream(IterableDataset[Any]):
+    """Rows without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Rows()[index] for index in range(40))
+
+
+def test_streams_and_hub_datasets_train(tmp_path: Path) -> None:
+    assert make(tmp_path, data=Stream(), max_steps=7).train().global_step == 7
+    rows = [Rows()[index] for index in range(40)]
+    data = HubDataset.from_list([{**row, "x": row["x"].tolist()} for row in rows])  # type: ignore[attr-defined]
+    trainer, plain = make(tmp_path, data=data), make(tmp_path)
+    assert trainer.train().training_loss == plain.train().training_loss
+    with pytest.raises(ArgumentError, match="train_dataset"):
+        Trainer(Scored(), TrainingArguments(str(tmp_path))).train()
+    with pytest.raises(ArgumentError, match="eval_dataset"):
+        Trainer(Scored(), TrainingArguments(str(tmp_path))).evaluate()
+    with pytest.raises(ArgumentError, match=r"torch\.nn\.Module"):
+        Trainer("bert")  # type: ignore[arg-type]
+
+
+class Hungry(Scored):
+    """Runs out of memory above two rows, in its second training step."""
+
+    steps = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if self.training:
+            self.steps += 1
+            if len(x) > 2 and self.steps > 1:
+                raise torch.OutOfMemoryError("too many rows")
+        return super().forward(x, labels)
+
+
+def test_the_batch_size_is_found_and_the_global_batch_kept(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"max_steps": 4}
+    found = make(tmp_path, model=seeded(lambda: Hungry(dropout=0.0)), auto_find_batch_size=True, **changes)
+    found.train()
+    assert found.accelerator.gradient_accumulation_steps == 4
+    plain = make(tmp_path, model=seeded(lambda: Scored(dropout=0.0)), **changes)
+    plain.train()
+    assert found.state.global_step == 4
+    for ours, theirs in zip(found.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+class TextModel(nn.Module):
+    """A language model with blocks that returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyLM()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return next_token_loss(self.inner(tokens), labels)
+
+
+def test_recomputing_changes_memory_and_not_weights(tmp_path: Path) -> None:
+    rows = [{"tokens": torch.arange(n, n + 8), "labels": torch.arange(n + 1, n + 9)} for n in range(16)]
+    weights = []
+    for recompute in (False, True):
+        trainer = make(tmp_path, model=seeded(TextModel), data=rows, gradient_checkpointing=recompute)
+        trainer.train()
+        weights.append([p.detach() for p in trainer.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_smoothing_changes_the_loss(tmp_path: Path) -> None:
+    losses = [make(tmp_path, label_smoothing_factor=s).evaluate()["eval_loss"] for s in (0.0, 0.3)]
+    assert losses[0] != losses[1]
+
+
+def test_logs_reach_history_and_trackers(tmp_path: Path) -> None:
+    trainer = make(tmp_path, logging_steps=2, report_to="jsonl", run_name="mine", eval_strategy="epoch")
+    trainer.train()
+    (run,) = (tmp_path / "mine").iterdir()
+    rows = read_metrics(run)
+    assert [row["loss"] for row in rows if "loss" in row] == [
+        log["loss"] for log in trainer.state.log_history if "loss" in log
+    ]
+    assert {"loss", "grad_norm", "learning_rate", "epoch"} <= set(rows[0])
+    assert any("eval_loss" in row for row in rows)
+    assert "train_runtime" in rows[-1]
+
+
+class Signal(TrainerCallback):
+    """Sends this process a signal after an update."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_preempted_run_saves_exits_and_goes_on(tmp_path: Path) -> None:
+    whole = make(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(SystemExit) as ended:
+        make(tmp_path, [Signal()]).train()
+    assert ended.value.code == PREEMPTED_EXIT_CODE
+    second = make(tmp_path)
+    assert second.train(resume_from_checkpoint="auto").global_step == 5
+    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_auto_starts_fresh_without_a_checkpoint(tmp_path: Path) -> None:
+    assert make(tmp_path).train(resume_from_checkpoint="auto").global_step == 5
+
+
+def test_an_engine_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="DeepSpeed"):
+        make(tmp_path, deepspeed="zero3.json")
+
+
+def test_saved_models_load_again(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.train()
+    folder = trainer.save_model(str(tmp_path / "model"))
+    fresh = make(tmp_path, model=seeded(Scored, 5))
+    fresh.accelerator.load_model(fresh.model_for_evaluation(), folder)
+    assert fresh.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
