@@ -64,6 +64,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         fp8=config.fp8,
         in_flight=lambda: clock.in_flight,
         sharded=strategy.caps.sharded_state,
+        scales=not strategy.caps.owns_precision,
     )
     return Parts(config, ctx, strategy, precision, clock, _trackers(given.get("log_with"), config, ctx))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -143,6 +143,14 @@ class Strategy(KeepsLoopState, Protocol):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backpropagate. Any: torch's own keywords."""
+        ...
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients at the end of a window to a global norm; the norm they had. Ranks: every rank."""
+        ...
+
+    def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block in which weights may be written into the user's module; every copy follows. Ranks: every rank."""
         ...
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
