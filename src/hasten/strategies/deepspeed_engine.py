@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import warnings
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -76,6 +77,8 @@ def _join(deepspeed: Any, ctx: ProcessContext) -> None:
     if ctx.device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
         cpu = need("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
+    # ZeRO-3 looks its local rank up in the environment while it runs, which a process without a launcher does not have.
+    need("deepspeed.runtime.zero.utils").os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
     talk = deepspeed.comm.comm
     if getattr(talk.cdb, "hasten_world", None) is not dist.group.WORLD:
         talk.cdb = None
