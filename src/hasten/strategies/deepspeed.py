@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -172,9 +171,7 @@ class DeepSpeedStrategy:
             one.optimizer.ready()
         before = [one.optimizer.num_passes for one in self.engines]
         scale = self._scale()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # collectives that torch has renamed
-            (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+        (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         for one, passes in zip(self.engines, before, strict=True):
             if one.optimizer.num_passes != passes:
                 one.ran = False

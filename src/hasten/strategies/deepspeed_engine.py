@@ -88,6 +88,12 @@ def _join(deepspeed: Any, ctx: ProcessContext) -> None:
                 env.put_default(name, value)
             deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
         talk.cdb.hasten_world = dist.group.WORLD
+        for ours, name in (
+            ("all_gather_function", "all_gather_single"),
+            ("reduce_scatter_function", "reduce_scatter_single"),
+        ):
+            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 knows the old names only
+                setattr(talk.cdb, ours, renamed)
 
 
 def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:

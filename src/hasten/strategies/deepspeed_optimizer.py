@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -37,7 +38,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.engine = engine
         self.stage = made.stage
         self.param_groups = groups
-        self.state: dict[Tensor, Any] = {}
+        self.state = defaultdict(dict)
         self.defaults = dict(engine.basic_optimizer.defaults)
         self.stale = False
         """Weights were loaded that this engine's persistent parameters do not show yet (ZeRO-3)."""
@@ -235,7 +236,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return shard.room(dtype)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
         fresh: dict[Tensor, dict[str, Any]] = {}
