@@ -32,6 +32,9 @@ def package() -> Any:  # Any: DeepSpeed is untyped
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
+        with env.restored():  # it compiles when it is imported, which takes seconds and serves the Muon optimizer alone
+            env.put_default("TORCHDYNAMO_DISABLE", "1")
+            need("deepspeed.runtime.zero.muon.muon_optimizer")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return found
 
