@@ -258,8 +258,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for key, value in state_dict.get(_SCALE, {}).items():
             if scale is not None:
                 setattr(scale, key, value)
-        if hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
-            self.engine.optimizer._hp_optimizer_states_linked = False
+        if fresh and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+            self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
 
     def keeping(self) -> Callable[[], None]:
