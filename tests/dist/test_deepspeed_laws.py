@@ -173,7 +173,7 @@ def gan(accelerator: Accelerator | None, rank: int, half: bool) -> list[float]:
     torch.manual_seed(0)
     g: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     d: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    og, od = (torch.optim.Adam(m.parameters(), lr=0.02) for m in (g, d))
+    og, od = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (g, d))
     if accelerator is not None:
         g, od, d, og = accelerator.prepare(g, od, d, og)
     rng = torch.Generator().manual_seed(2)

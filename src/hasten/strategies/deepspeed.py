@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,11 +167,12 @@ class DeepSpeedStrategy:
         return nullcontext()  # an engine learns of the window's end when it is stepped
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
-        for one in self.engines:
-            one.optimizer.ready()
         before = [one.optimizer.num_passes for one in self.engines]
         scale = self._scale()
-        (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            for one in self.engines:
+                stack.enter_context(one.optimizer.in_backward())
+            (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         for one, passes in zip(self.engines, before, strict=True):
             if one.optimizer.num_passes != passes:
                 one.ran = False

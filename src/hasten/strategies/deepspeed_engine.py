@@ -35,7 +35,9 @@ def package() -> Any:  # Any: DeepSpeed is untyped
         with env.restored():  # it compiles when it is imported, which takes seconds and serves the Muon optimizer alone
             env.put_default("TORCHDYNAMO_DISABLE", "1")
             need("deepspeed.runtime.zero.muon.muon_optimizer")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(
+        logging.ERROR
+    )  # it warns of optimizers it has not tested; ours are the loop's
     return found
 
 

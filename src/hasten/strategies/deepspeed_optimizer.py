@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -42,6 +43,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.defaults = dict(engine.basic_optimizer.defaults)
         self.stale = False
         """Weights were loaded that this engine's persistent parameters do not show yet (ZeRO-3)."""
+        self.entered = False
+        """The backward that runs has reached this engine."""
         self._clipping = made.clipping
         self._told = False
         self._clipped = False
@@ -68,12 +71,15 @@ class DeepSpeedOptimizer(EngineOptimizer):
         before: Callable[[], None] = self.engine._backward_prologue
 
         def counted() -> None:
+            if self.entered:  # a second output of this engine in the same loss
+                return
             if self._final:
                 raise StepError(
                     "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
                     "backward() for every loss of the window first."
                 )
             self.num_passes += 1
+            self.entered = True
             before()
 
         self.engine._backward_prologue = counted
@@ -84,11 +90,23 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """What losses are multiplied by."""
         return float(getattr(self.engine.optimizer, "loss_scale", 1.0))
 
-    def ready(self) -> None:
-        """Prepare the engine for a backward, which may be the second one after a forward."""
-        self.engine._manual_backward_expected = True  # the loss is scaled already
-        if callable(again := getattr(self.engine.optimizer, "clear_backward_seen_flag", None)):
-            again()
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A block in which a loss is backpropagated that may come from this engine, and from others."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
+            again()  # this may be the second backward after a forward
+        self.entered, engine._running_engine_backward = False, True
+        try:
+            yield
+            if self.entered:
+                engine._backward_epilogue()
+        except BaseException:
+            if self.entered and callable(leave := getattr(optimizer, "exit_backward", None)):
+                leave()
+            raise
+        finally:
+            self.entered = engine._running_engine_backward = False
 
     def finalize(self) -> None:
         """Reduce what the window has gathered to its final values, once. Ranks: every rank."""
