@@ -67,10 +67,10 @@ class Run:
         done = 0
         while True:
             for x, y in self.loader:
+                self.step(x, y)
+                done += 1
                 if done == number:
                     return
-                done += 1
-                self.step(x, y)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         accelerator = self.accelerator
@@ -302,6 +302,10 @@ def whole_state(run: Run) -> State:
     shown = need("deepspeed.utils")
     state = {name: [value.clone()] for name, value in run.accelerator.get_state_dict(run.model).items()}
     inner = run.accelerator.unwrap_model(run.model)
+    zero = run.model.optimizer
+    if hasattr(zero, "_hp_optimizer_states_linked"):  # DeepSpeed links the groups after the first one too early
+        zero._hp_optimizer_states_linked = False
+        zero._lazy_init_hp_params_optimizer_state()
     for name, parameter in inner.named_parameters():
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             state[name].append(shown.safe_get_full_fp32_param(parameter).clone())

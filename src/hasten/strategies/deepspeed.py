@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +101,7 @@ class DeepSpeedStrategy:
         prepared = DeepSpeedOptimizer(engine, groups, made)
         one = Engine(engine, prepared, made)
         if made.stage == 3:
-            for parameter in model.parameters():
-                parameter.stored_slice = weight_slice  # type: ignore[attr-defined]  # what checkpoints ask for
+            _show_slices(model.parameters(), True)
         self._watch(one)
         self.engines.append(one)
         self._moved[id(given)] = given, prepared
@@ -242,7 +241,11 @@ class DeepSpeedStrategy:
             return
         parameters = list(one.model.module.parameters())
         gather = deepspeed_engine.package().zero.GatheredParameters
-        with gather(parameters, modifier_rank=0) if one.made.stage == 3 else nullcontext():
+        with ExitStack() as stack:
+            if one.made.stage == 3:
+                stack.enter_context(gather(parameters, modifier_rank=0))
+                _show_slices(parameters, False)
+                stack.callback(_show_slices, parameters, True)
             yield
         refresh = getattr(one.model.optimizer, "refresh_fp32_params", None)
         if callable(refresh):
@@ -285,6 +288,12 @@ class DeepSpeedStrategy:
 
     def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
         return None
+
+
+def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
+    """Let checkpoints see each ZeRO-3 parameter as this rank's part of it, or as it is while it is gathered."""
+    for parameter in parameters:
+        parameter.stored_slice = weight_slice if shown else None
 
 
 def _held(one: Engine) -> set[int]:
