@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import logging
 import warnings
 from types import SimpleNamespace
@@ -88,6 +89,7 @@ def _join(deepspeed: Any, ctx: ProcessContext) -> None:
     if getattr(talk.cdb, "hasten_world", None) is not dist.group.WORLD:
         talk.cdb = None
         deepspeed.utils.groups._release_process_group_references()
+        _count_anew()
         with env.restored():
             for name, value in _place(ctx).items():
                 env.put_default(name, value)
@@ -99,6 +101,14 @@ def _join(deepspeed: Any, ctx: ProcessContext) -> None:
         ):
             if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 knows the old names only
                 setattr(talk.cdb, ours, renamed)
+
+
+def _count_anew() -> None:
+    """Number ZeRO-3's modules and parameters from 0: ranks of a new group may have had different engines before."""
+    need("deepspeed.runtime.zero.partition_parameters").Init.param_id = 0
+    offload = need("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    (counter,) = inspect.unwrap(offload._register_deepspeed_module).__defaults__
+    counter[0] = 0
 
 
 def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
