@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from hasten.strategies.placing import Convert, Place
 
 log = logging.getLogger(__name__)
 
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HALF: Final = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
 
 
 @dataclass(slots=True)
