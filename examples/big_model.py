@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hasten import infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
-from hasten.checkpoint.export import save_model
+from hasten import Accelerator, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
 
 
 class Block(nn.Module):
@@ -57,7 +56,7 @@ def main() -> None:
     torch.manual_seed(0)
     folder = Path(tempfile.mkdtemp(prefix="hasten-big-"))
     whole = Tower(args.width, args.depth).eval()
-    save_model(whole.state_dict(), folder / "model")  # any folder in the Hub layout will do
+    Accelerator().save_model(whole, folder / "model")  # any folder in the Hub layout will do
     ids = torch.randint(0, 1000, (1, 16))
 
     with init_empty_weights():  # takes no memory, whatever the size

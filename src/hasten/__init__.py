@@ -92,9 +92,17 @@ if TYPE_CHECKING:
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
     from hasten.runtime.axes import Axis as Axis
+    from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
+    from hasten.strategies.base import Caps as Caps
+    from hasten.strategies.base import Stage as Stage
+    from hasten.strategies.base import Strategy as Strategy
+    from hasten.strategies.base import Transform as Transform
+    from hasten.strategies.base import Wish as Wish
+    from hasten.testing.pool import Pool as Pool
+    from hasten.testing.pool import ranks as ranks
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
     from hasten.tracking.base import Entry as Entry
     from hasten.tracking.base import Run as Run
@@ -181,9 +189,17 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
         "Axis": "hasten.runtime.axes",
+        "ProcessContext": "hasten.runtime.context",
         "get_logger": "hasten.runtime.logs",
         "set_seed": "hasten.runtime.seeding",
         "synchronize_rng_states": "hasten.runtime.seeding",
+        "Caps": "hasten.strategies.base",
+        "Stage": "hasten.strategies.base",
+        "Strategy": "hasten.strategies.base",
+        "Transform": "hasten.strategies.base",
+        "Wish": "hasten.strategies.base",
+        "Pool": "hasten.testing.pool",
+        "ranks": "hasten.testing.pool",
         "read_metrics": "hasten.tracking.backends.jsonl",
         "Entry": "hasten.tracking.base",
         "Run": "hasten.tracking.base",

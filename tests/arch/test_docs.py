@@ -13,6 +13,8 @@ from typing import Final
 import pytest
 
 REPOSITORY: Final = Path(__file__).parents[2]
+PUBLIC: Final = ("hasten", "hasten.errors")
+"""The modules that documentation imports from; all others may change."""
 PAGES: Final = (*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md")))
 
 
@@ -34,6 +36,13 @@ def missing_names(tree: ast.Module) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name.split(".")[0] == "hasten" and not exists(a.name))
 
 
+def private_modules(tree: ast.Module) -> Iterator[str]:
+    """Yield the modules of hasten that a snippet imports from although they are not public."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hasten":
+            yield from [node.module or ""] if node.module not in PUBLIC else []
+
+
 def exists(module: str) -> bool:
     """Say whether a module can be imported."""
     try:
@@ -53,6 +62,7 @@ def test_snippets_parse_and_import_what_exists(page: Path) -> None:
             complaints.append(f"{page.name}:{line + (error.lineno or 1) - 1}: {error.msg}")
         else:
             complaints += [f"{page.name}:{line}: {name} does not exist" for name in missing_names(tree)]
+            complaints += [f"{page.name}:{line}: {name} is not public" for name in private_modules(tree)]
     assert not complaints, "\n".join(complaints)
 
 
@@ -66,3 +76,10 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 def test_a_wrong_name_is_seen() -> None:
     tree = ast.parse("from hasten import Acelerator\nimport hasten.nowhere\nfrom hasten import __version__")
     assert list(missing_names(tree)) == ["hasten.Acelerator", "hasten.nowhere"]
+
+
+def test_a_private_module_is_seen() -> None:
+    tree = ast.parse(
+        "from hasten.testing.pool import ranks\nfrom hasten.errors import ConfigError\nfrom os import path"
+    )
+    assert list(private_modules(tree)) == ["hasten.testing.pool"]

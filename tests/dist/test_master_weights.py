@@ -165,6 +165,8 @@ def test_hooks_on_gradients_are_carried_over_or_refused(ctx: ProcessContext) -> 
     reference = Net()
     torch.autograd.backward(reference(x(0)).pow(2).mean())
     assert called == ["post"]
+    with pytest.raises(PrepareError, match=r"register_hook\(.*sharded parameter.*register_post_accumulate_grad_hook"):
+        accelerator.unwrap_model(prepared).get_parameter("first.bias").register_hook(halve)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     found = dict(accelerator.unwrap_model(prepared).named_parameters())
     for name, factor in (("first.weight", 0.5), ("first.bias", 1.0), ("temperature", 3.0)):
         grad, expected = found[name].grad, reference.get_parameter(name).grad

@@ -225,6 +225,17 @@ def test_averaged_models_are_prepared_with_their_model(ctx: ProcessContext, deca
 
 
 @ranks(1, 2)
+def test_an_averaged_model_that_was_left_out_is_refused(ctx: ProcessContext) -> None:
+    net = Net("even")
+    left_out = AveragedModel(net)
+    net = Accelerator(strategy="fsdp").prepare(net)
+    with pytest.raises(PrepareError, match=r"AveragedModel that prepare\(\) was not given.*pass both in one call"):
+        left_out.update_parameters(net)
+    plain = Net("even")
+    AveragedModel(plain).update_parameters(plain)
+
+
+@ranks(1, 2)
 def test_a_scalar_does_not_switch_off_the_fast_update(ctx: ProcessContext) -> None:
     """The kernels see plain tensors only, also in the group of a parameter that stays whole."""
     for make in (OPTIMIZERS["AdamW"], OPTIMIZERS["SGD-momentum"]):

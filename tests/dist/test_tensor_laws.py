@@ -78,30 +78,31 @@ def hasten_losses(accelerator: Accelerator, steps: int, tied: bool = False) -> l
     return torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).mean(0).tolist()
 
 
-def layouts(world: int) -> list[dict[str, Any]]:
-    """Every way to lay tensor parallel and data parallel over the world."""
-    made: list[dict[str, Any]] = []
-    for tp in (2, 4):
-        if world % tp:
-            continue
-        rest = world // tp
-        made.append({"tp_size": tp})
-        if rest > 1:
-            made.append({"tp_size": tp, "dp_shard_size": rest})
-            made.append({"tp_size": tp, "dp_replicate_size": rest})
-    return made
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "pairs": {"tp_size": 2},
+    "pairs in shards": {"tp_size": 2, "dp_shard_size": 2},
+    "pairs in replicas": {"tp_size": 2, "dp_replicate_size": 2},
+    "four": {"tp_size": 4},
+}
 
 
-@ranks(2, 4)
+def compare(sizes: dict[str, Any], plan: str, precision: str, steps: int, tolerance: float) -> None:
+    config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else FULL)
+    accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
+    got = torch.tensor(hasten_losses(accelerator, steps, plan == "tied"))
+    expected = torch.tensor(plain_losses(steps, plan == "tied"))
+    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+@ranks(2)
 @pytest.mark.parametrize("plan", ["auto", "full", "tied"])
 def test_tensor_parallel_trains_like_plain_torch(ctx: ProcessContext, plan: str) -> None:
-    if ctx.world.size > 2 and plan != "tied":  # four processes take their time, and this plan splits what the others do
-        return
-    long = STEPS if ctx.world.size == 2 else 12  # three in each phase
-    for sizes in layouts(ctx.world.size):
-        for precision, steps, tolerance in (("no", long, 1e-5), ("bf16", 4, 5e-2)):
-            config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else FULL)
-            accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-            got = torch.tensor(hasten_losses(accelerator, steps, plan == "tied"))
-            expected = torch.tensor(plain_losses(steps, plan == "tied"))
-            torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, msg=lambda m: f"{sizes} {precision}: {m}")
+    for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
+        compare({"tp_size": 2}, plan, precision, steps, tolerance)
+
+
+@ranks(4)
+@pytest.mark.parametrize("layout", ON_FOUR)
+def test_tensor_parallel_beside_data_parallel_trains_like_plain_torch(ctx: ProcessContext, layout: str) -> None:
+    for precision, steps, tolerance in (("no", 12, 1e-5), ("bf16", 4, 5e-2)):  # three steps in each phase
+        compare(ON_FOUR[layout], "tied", precision, steps, tolerance)  # the plan that splits all the others do

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from hasten.checkpoint.weights import load_weights
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
+from hasten.config.keywords import Keywords
 from hasten.config.precision import AutocastKwargs
 from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
@@ -84,7 +85,7 @@ class Accelerator:
         log_with: Any = None,  # Any: a name, a tracker, or a list of them
         kwargs_handlers: Sequence[Any] | None = None,  # Any: one of several settings classes
         context: ProcessContext | None = None,
-        **settings: Any,  # Any: every other setting or settings class by its name, see docs/config.md
+        **settings: Unpack[Keywords],
     ) -> None:
         given = {
             "mixed_precision": mixed_precision,

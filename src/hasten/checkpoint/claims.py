@@ -140,14 +140,15 @@ def take(locks: Locks, name: str, place: str) -> Claim:
 
     Raises: CheckpointBusyError when another live process holds it.
     """
-    rival = None
+    rival, collected = None, False
     for attempt in range(_TRIES):
         if attempt:
             time.sleep((5 + secrets.randbelow(15)) / 1000 * attempt)  # not from the generators that training draws from
         rival = _running(locks, name, place)
         if rival is not None:
-            if rival.owner.pid == locks.here.pid:  # of a save that failed, perhaps, and is only waiting to be collected
+            if rival.owner.pid == locks.here.pid and not collected:  # a failed save's may be waiting to be collected
                 gc.collect()
+                collected = True
             continue
         token = secrets.token_hex(6)
         claim = locks.put(name, token)

@@ -30,6 +30,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS, SHARD, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
+from hasten.strategies.averages import guard_averages
 from hasten.strategies.base import LoopState, Stage, Wish
 from hasten.strategies.filling import (
     Source,
@@ -42,7 +43,7 @@ from hasten.strategies.filling import (
     source_of,
 )
 from hasten.strategies.fsdp2_gradients import HeldGradients
-from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
+from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks, refuse_later_hooks
 from hasten.strategies.whole import average_gradients, scalars
 from hasten.strategies.wrapping import (
     CONTAINERS,
@@ -109,6 +110,8 @@ class Shard:
             fill_by_function(model, self._config)
         self._remember(model)
         carry_hooks(model, hooks)
+        refuse_later_hooks(model)
+        guard_averages()
         average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
         if ctx.is_main:
             for note in (*layout.notes, _banner(model, mesh, layout, self._config, source)):

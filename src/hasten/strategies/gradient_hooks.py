@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hasten.errors import PrepareError
 
@@ -16,11 +17,28 @@ def refuse_gradient_hooks(model: nn.Module, whole: set[nn.Parameter]) -> None:
     """Raise when a parameter that will be sharded has a hook set by `register_hook`: nothing would call it."""
     for name, parameter in model.named_parameters():
         if parameter not in whole and getattr(parameter, "_backward_hooks", None):
-            raise PrepareError(
-                f"{name!r} has a hook set with register_hook(), which torch never calls on a sharded parameter, so its "
-                "effect on the gradient would be lost. Change the gradient in a hook set with "
-                "register_post_accumulate_grad_hook(), which is carried over, or between backward() and step()."
-            )
+            raise _never_called(f"{name!r} has a hook set with register_hook()", "which is carried over")
+
+
+def refuse_later_hooks(model: nn.Module) -> None:
+    """Make `register_hook` of the sharded parameters raise from now on."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            parameter.register_hook = _refused  # type: ignore[method-assign]  # an attribute of this one parameter
+
+
+def _refused(hook: Callable[..., Any]) -> None:
+    raise _never_called(
+        f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter", "which is called"
+    )
+
+
+def _never_called(happened: str, better: str) -> PrepareError:
+    return PrepareError(
+        f"{happened}, which torch never calls on a sharded parameter, so its effect on the gradient would be lost. "
+        f"Change the gradient in a hook set with register_post_accumulate_grad_hook(), {better}, or between backward() "
+        "and step()."
+    )
 
 
 def hooks_to_carry(model: nn.Module, whole: set[nn.Parameter]) -> Hooks:

@@ -157,17 +157,19 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
     (streamer,) = streamers_of(model)
     total = sum(p.numel() * 4 for p in model.parameters())
     assert streamer.device_bytes < total * 5 / 8
-    counts, peaks = [], []
+    counts: dict[bool, list[int]] = {False: [], True: []}  # of the turns up to the fiftieth, and up to the hundredth
+    peaks = []
     with torch.no_grad():
         for turn in range(100):
             model(IDS, order=None if turn % 5 else [0, 3, 7])
-            if turn in (49, 99):
+            if turn % 50 >= 40:  # the least of ten: a block may be on its way while the others are counted
                 gc.collect()
-                counts.append(num_tensors())
+                counts[turn >= 50].append(num_tensors())
+            if turn % 50 == 49:
                 peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    assert counts[1] <= counts[0] + 10
-    assert peaks[1] - peaks[0] < 20_000  # kB
     detach(model)
+    assert min(counts[True]) <= min(counts[False]) + 10
+    assert peaks[1] - peaks[0] < 20_000  # kB
 
 
 class Adapted(nn.Module):

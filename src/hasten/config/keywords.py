@@ -1,0 +1,65 @@
+"""The keyword arguments of the Accelerator that its signature does not list, typed for editors and type checkers.
+
+Every name of the schema's first level is here, and every established name of `layers.ARGUMENTS`; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypedDict
+
+from hasten.config.checkpoint import ProjectConfiguration
+from hasten.config.compiling import TorchDynamoPlugin
+from hasten.config.data import DataLoaderConfiguration
+from hasten.config.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.launch import InitProcessGroupKwargs, LaunchConfig
+from hasten.config.optim import GradientAccumulationPlugin
+from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.tracking import ProfileKwargs, TrackingConfig
+
+Fields: TypeAlias = Mapping[str, Any]
+"""A section as a mapping of its fields. Any: settings of every type."""
+
+
+class Keywords(TypedDict, total=False):
+    """Settings by name; a section is given as its class or as a mapping, and None leaves a setting to the other sources."""
+
+    # single settings
+    master_weights: str | None
+    debug: bool | None
+    step_scheduler_with_optimizer: bool | None
+    recompute: Sequence[str] | None
+    rng_types: Sequence[str] | None
+    dynamo_backend: str | None
+    split_batches: bool | None
+
+    # sections under their established names
+    dataloader_config: DataLoaderConfiguration | Fields | None
+    project_config: ProjectConfiguration | Fields | None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | Fields | None
+    fsdp_plugin: FullyShardedDataParallelPlugin | Fields | None
+    deepspeed_plugin: DeepSpeedPlugin | Fields | None
+    megatron_lm_plugin: MegatronLMPlugin | Fields | None
+    dynamo_plugin: TorchDynamoPlugin | Fields | None
+    parallelism_config: ParallelismConfig | Fields | None
+
+    # sections under the schema's names
+    launch: LaunchConfig | Fields | None
+    process_group: InitProcessGroupKwargs | Fields | None
+    parallelism: ParallelismConfig | Fields | None
+    ddp: DistributedDataParallelKwargs | Fields | None
+    fsdp: FullyShardedDataParallelPlugin | Fields | None
+    deepspeed: DeepSpeedPlugin | Fields | None
+    megatron: MegatronLMPlugin | Fields | None
+    xla: XLAConfig | Fields | None
+    gradient_accumulation: GradientAccumulationPlugin | Fields | None
+    autocast: AutocastKwargs | Fields | None
+    scaler: GradScalerKwargs | Fields | None
+    fp8: FP8Config | Fields | None
+    dynamo: TorchDynamoPlugin | Fields | None
+    dataloader: DataLoaderConfiguration | Fields | None
+    project: ProjectConfiguration | Fields | None
+    tracking: TrackingConfig | Fields | None
+    profile: ProfileKwargs | Fields | None
