@@ -293,7 +293,6 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext) -> None:
 
 # ---------------------------------------------------------------- checkpoints
 
-KEPT: Final = [(0, "bf16"), (1, "no"), (2, "bf16"), (3, "no"), (3, "bf16")]
 State = dict[str, list[Tensor]]
 
 
@@ -321,36 +320,28 @@ def fresh_run(stage: int, precision: str) -> Run:
     return run
 
 
-def save_some(ctx: ProcessContext, folder: Path) -> list[tuple[State, list[float]]]:
+def save_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> tuple[State, list[float]]:
     """The state that was saved after five steps, and the losses of the six steps after it."""
-    kept = []
-    for stage, precision in KEPT:
-        run = fresh_run(stage, precision)
-        run.steps(5)
-        place = folder / f"{stage}{precision}"
-        run.accelerator.save_state(place)
-        state = whole_state(run)
-        run.accelerator.save_model(run.model, folder / f"weights{stage}{precision}")
-        uninterrupted = fresh_run(stage, precision)
-        uninterrupted.steps(11)
-        kept.append((state, uninterrupted.losses[5:]))
-    return kept
+    run = fresh_run(stage, precision)
+    run.steps(5)
+    run.accelerator.save_state(folder / "state")
+    run.accelerator.save_model(run.model, folder / "weights")
+    uninterrupted = fresh_run(stage, precision)
+    uninterrupted.steps(11)
+    return whole_state(run), uninterrupted.losses[5:]
 
 
-def load_some(ctx: ProcessContext, folder: Path) -> list[tuple[State, list[float], State]]:
+def load_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> tuple[State, list[float], State]:
     """The state after loading, the losses of six steps more, and the weights of the exported model."""
-    kept = []
-    for stage, precision in KEPT:
-        run = fresh_run(stage, precision)
-        run.steps(2)  # state that loading must replace
-        run.losses.clear()
-        run.accelerator.load_state(folder / f"{stage}{precision}")
-        state = whole_state(run)
-        run.steps(6)
-        other = fresh_run(stage, precision)
-        other.accelerator.load_model(other.model, folder / f"weights{stage}{precision}")
-        kept.append((state, run.losses, whole_weights(other)))
-    return kept
+    run = fresh_run(stage, precision)
+    run.steps(2)  # state that loading must replace
+    run.losses.clear()
+    run.accelerator.load_state(folder / "state")
+    state = whole_state(run)
+    run.steps(6)
+    other = fresh_run(stage, precision)
+    other.accelerator.load_model(other.model, folder / "weights")
+    return state, run.losses, whole_weights(other)
 
 
 def whole_weights(run: Run) -> State:
@@ -365,13 +356,16 @@ def assert_same(found: State, wanted: State, label: str) -> None:
             assert torch.equal(a, b), f"{label}: {name}, number {number}"
 
 
-def test_a_checkpoint_loads_on_any_number_of_processes(rank_pool: Pool, tmp_path: Path) -> None:
-    saved = rank_pool.run(save_some, 2, tmp_path)[0]
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "no"), (2, "bf16"), (3, "no"), (3, "bf16")])
+def test_a_checkpoint_loads_on_any_number_of_processes(
+    rank_pool: Pool, tmp_path: Path, stage: int, precision: str
+) -> None:
+    state, after = rank_pool.run(save_some, 2, tmp_path, stage, precision)[0]
+    weights = {name: values[:1] for name, values in state.items() if name != "moments"}
     for world in (2, 1, 3):
-        for loaded in rank_pool.run(load_some, world, tmp_path):
-            for (stage, precision), (state, after), (found, losses, exported) in zip(KEPT, saved, loaded, strict=True):
-                label = f"stage {stage}, {precision}, loaded on {world}"
-                assert_same(found, state, label)
-                assert_same(exported, {name: values[:1] for name, values in state.items() if name != "moments"}, label)
-                if world == 2:
-                    assert losses == after, label
+        for found, losses, exported in rank_pool.run(load_some, world, tmp_path, stage, precision):
+            label = f"stage {stage}, {precision}, loaded on {world}"
+            assert_same(found, state, label)
+            assert_same(exported, weights, label)
+            if world == 2:
+                assert losses == after, label
