@@ -83,6 +83,8 @@ if TYPE_CHECKING:
     from hasten.modules.hooks import add_hook_to_module as add_hook_to_module
     from hasten.modules.hooks import remove_hook_from_module as remove_hook_from_module
     from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
+    from hasten.optim.dummy import DummyOptim as DummyOptim
+    from hasten.optim.dummy import DummyScheduler as DummyScheduler
     from hasten.optim.local_sgd import LocalSGD as LocalSGD
     from hasten.optim.optimizer import PreparedOptimizer as PreparedOptimizer
     from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
@@ -195,6 +197,8 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "add_hook_to_module": "hasten.modules.hooks",
         "remove_hook_from_module": "hasten.modules.hooks",
         "find_executable_batch_size": "hasten.optim.batch_size",
+        "DummyOptim": "hasten.optim.dummy",
+        "DummyScheduler": "hasten.optim.dummy",
         "LocalSGD": "hasten.optim.local_sgd",
         "PreparedOptimizer": "hasten.optim.optimizer",
         "PreparedScheduler": "hasten.optim.scheduler",

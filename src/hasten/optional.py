@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -25,12 +26,19 @@ def installed_version(module: str) -> str | None:
     """The installed version of the distribution that provides `module`, or None when it is absent."""
     if importlib.util.find_spec(module) is None:
         return None
-    for name in (module, module.replace("_", "-"), *metadata.packages_distributions().get(module, ())):
+    for name in _distributions(module):
         try:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
     return "0"
+
+
+def _distributions(module: str) -> Iterator[str]:
+    """Names the distribution may have; what reads every installed package's files comes last."""
+    yield module
+    yield module.replace("_", "-")
+    yield from metadata.packages_distributions().get(module, ())
 
 
 def available(module: str, spec: str = "") -> bool:

@@ -109,7 +109,6 @@ class Accelerator:
         self.strategy = parts.strategy
         self.precision = parts.precision
         self.tracking = parts.tracking
-        self._stages = parts.ctx.groups(Axis.PP) if parts.ctx.mesh.size(Axis.PP) > 1 else None
         self.run_log = parts.run_log
         self._progress: ProgressMaker | None = None
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
@@ -411,9 +410,7 @@ class Accelerator:
         if not self.clock.boundary:
             return None
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
-        if self._stages is None:
-            return clip.clip_norm(chosen, max_norm, norm_type)
-        return clip.clip_norm(chosen, max_norm, norm_type, across=self._stages, counts=self.strategy.counts)
+        return self.strategy.clip_norm(chosen, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
@@ -639,7 +636,7 @@ class Accelerator:
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
         """Fill a prepared model from exported weights; each rank reads only the slices it holds. Ranks: every rank."""
-        with agree(self.ctx.world, "load_model"):
+        with agree(self.ctx.world, "load_model"), self.strategy.whole_weights(model):
             return load_weights(self.strategy.unwrap(model), directory, strict)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object

@@ -77,7 +77,10 @@ class Restore:
         undo.keep_attributes(parts.clock)
         for optimizer in parts.objects.optimizers:
             undo.keep_attributes(optimizer, tensors=False)
-            undo.keep_attributes(getattr(optimizer, "optimizer", optimizer), tensors=False)
+            inner = getattr(optimizer, "optimizer", optimizer)
+            undo.keep_attributes(inner, tensors=False)
+            if callable(keeping := getattr(inner, "keeping", None)):  # an engine's state lies outside its attributes
+                undo.add("engine", keeping())
         for scheduler in parts.objects.schedulers:
             undo.keep_attributes(scheduler, tensors=False)
         if parts.precision.scaler is not None:

@@ -73,6 +73,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         fp8=config.fp8,
         in_flight=lambda: clock.in_flight,
         sharded=strategy.caps.sharded_state,
+        scales=not strategy.caps.owns_precision,
     )
     own = context is None or given.get("stall") is not None  # who brings a context watches over it
     watchdog = _watchdog(config, ctx, clock) if own else None

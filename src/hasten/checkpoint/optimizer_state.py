@@ -220,16 +220,22 @@ class _Rooms:
                 continue
             room = self._room(key, pieces)
             rooms[key] = room
-            self._copies += plan_copies(f"{found.name}: {key}", as_stored(room), pieces)
+            target = room if isinstance(room, Slice) else as_stored(room)
+            self._copies += plan_copies(f"{found.name}: {key}", target, pieces)
         for alias, key in found.aliases.items():
             rooms[alias] = rooms[key]
         return rooms
 
-    def _room(self, key: str, pieces: Sequence[Piece]) -> Tensor:
+    def _room(self, key: str, pieces: Sequence[Piece]) -> Tensor | Slice:
         shape, dtype = tuple(pieces[0].shape), pieces[0].data.dtype
         parameter, state_key = self._owner(key)
         if parameter is None:
             return torch.empty(shape, dtype=dtype)
+        if (
+            own := getattr(self._optimizer, "state_room", None)
+        ) is not None:  # an engine keeps state in a layout of its own
+            place: Tensor | Slice = own(parameter, state_key, shape, dtype)
+            return place
         held = self._optimizer.state.get(parameter, {}).get(state_key) if state_key else None
         if isinstance(held, Tensor) and tuple(held.shape) == shape and held.dtype == dtype:
             return held

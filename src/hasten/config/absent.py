@@ -14,7 +14,8 @@ from hasten.config.source import Entry, Path, shown
 from hasten.errors import ConfigError
 
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
-_DATA: Final = "this version spreads models over the data-parallel, tensor-parallel and pipeline axes"
+_HOST: Final = "offload to the cpu"
+_DATA: Final = "this version spreads models over the data, tensor, context and pipeline parallel axes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +46,19 @@ class Absent:
 
 
 ABSENT: Final[tuple[Absent, ...]] = (
-    Absent("strategy", "DeepSpeed", _FSDP, values=("deepspeed",)),
     Absent("strategy", "Megatron-LM", _FSDP, values=("megatron",)),
     Absent("strategy", "training on TPUs", "use strategy: ddp or fsdp on GPUs or the CPU", values=("xla",)),
     Absent("launch.tpu", "training on TPUs", "remove it to train on GPUs or the CPU"),
     Absent("launch.launcher", "training on TPUs", "leave the launcher out", values=("xla",)),
     Absent("xla", "training on TPUs", "remove it to train on GPUs or the CPU"),
+    Absent("deepspeed.offload_optimizer_device", "offload to NVMe", _HOST, values=("nvme",)),
+    Absent("deepspeed.offload_param_device", "offload to NVMe", _HOST, values=("nvme",)),
+    Absent("deepspeed.offload_optimizer_nvme_path", "offload to NVMe", _HOST),
+    Absent("deepspeed.offload_param_nvme_path", "offload to NVMe", _HOST),
     Absent(
-        "deepspeed",
-        "DeepSpeed",
-        _FSDP,
-        but=(
-            "hostfile",
-            "inclusion_filter",
-            "exclusion_filter",
-            "multinode_launcher",
-        ),  # of its launcher, which starts ranks
+        "deepspeed.zero3_init_flag",
+        "sharding by DeepSpeed while a model is built",
+        "build the model whole, or use fsdp",
     ),
     Absent("megatron", "Megatron-LM", _FSDP),
     Absent(

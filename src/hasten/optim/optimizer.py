@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hasten.errors import StepError
 from hasten.optim.clock import StepClock
+from hasten.optim.engine import EngineOptimizer
 from hasten.optim.gradients import multiply
 from hasten.optim.sharing import Share
 from hasten.precision.base import APPLIED, Precision, StepResult
@@ -33,6 +34,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self._clock = clock
         self._precision = precision
         self._scaled = precision.scaler is not None
+        self._engine = inner if isinstance(inner, EngineOptimizer) else None
+        self._marked: int | None = None  # backward passes the engine had seen when step() came before the window's end
         self.spent = False
         """The gradients were used and not cleared since."""
         self.called_at = clock.num_updates
@@ -128,7 +131,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if not clock.boundary:
             self.last = None
             if clock.crowded:
-                self._share.mark(self.parameters)
+                self._mark()
             return None
         if clock.marks is not None:
             clock.marks.optimizer_begins()
@@ -139,8 +142,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         else:
             if clock.pending:
                 self.settle()
-            if self._scaled:
-                return self._step_scaled()
+            if self._scaled or self._engine is not None:
+                return self._step_reported()
             try:
                 value = self.optimizer.step()
             except (RuntimeError, NotImplementedError) as error:
@@ -161,11 +164,30 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._clear(set_to_none)
             if clock.interrupted:
                 clock.forget()
+        elif clock.crowded and self._engine is not None:
+            self._refuse_intruders(self._engine)
         elif clock.crowded:
             self._share.clear(self.parameters, set_to_none, clock)
 
+    def _mark(self) -> None:
+        if self._engine is None:
+            self._share.mark(self.parameters)
+        else:
+            self._marked = self._engine.num_passes
+
+    def _refuse_intruders(self, engine: EngineOptimizer) -> None:
+        """Raise when another optimizer's loss has reached an engine's gradients, which cannot be taken back to before."""
+        marked, self._marked = self._marked, None
+        if marked is not None and engine.num_passes != marked:
+            raise StepError(
+                f"{type(engine).__name__}.zero_grad() would have to clear the gradients of another optimizer's loss and keep those "
+                "of the window's earlier micro-steps, but the engine has added them up already. Call requires_grad_(False) on "
+                "this model for the other loss, or set gradient_accumulation_steps=1."
+            )
+
     def _clear(self, set_to_none: bool) -> None:
         self.spent = False
+        self._marked = None
         self._share.reset()
         self.optimizer.zero_grad(set_to_none)
         if (lanes := self._clock.lanes) is not None:
@@ -206,12 +228,21 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if due:
             self._settled = clock.serial
         if due and clock.lanes is not None:
+            if self._engine is not None:
+                raise StepError(
+                    "several weighted losses in each micro-step of a window have gradients of their own, which an engine adds "
+                    "up at once; their means would be mixed. Add the losses before backward(), or set "
+                    "gradient_accumulation_steps=1."
+                )
             clock.merge_lanes(self.parameters)
             due = False
         if self._scaled:
             self._precision.unscale(self.optimizer)
         if due and (factor := clock.correction()) is not None:
-            multiply(self.optimizer.param_groups, factor)
+            if self._engine is None:
+                multiply(self.optimizer.param_groups, factor)
+            else:
+                self._engine.multiply_gradients(factor)
 
     def _explain(self, error: Exception) -> None:
         """Raise a StepError in place of torch's complaint about an operation that shards do not have."""
@@ -224,9 +255,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
                 "itself, such as AdamW, or strategy='ddp'."
             ) from error
 
-    def _step_scaled(self) -> Any:
+    def _step_reported(self) -> Any:
         try:
-            self.last = result = self._precision.step(self.optimizer)
+            engine = self._engine
+            self.last = result = self._precision.step(self.optimizer) if engine is None else engine.apply()
         except (RuntimeError, NotImplementedError) as error:
             self._explain(error)
             raise
@@ -240,6 +272,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         name = type(self.optimizer).__name__
+        if self._engine is not None:
+            raise StepError(
+                f"{name}.step(closure) cannot run in an engine, which takes its gradients from backward() alone; the closure's "
+                "would be lost. Call backward() and step() instead."
+            )
         if self._scaled:
             raise StepError(
                 f"{name}.step(closure) cannot run under mixed_precision='fp16': the closure computes gradients inside "

@@ -28,12 +28,13 @@ def build(
     fp8: FP8Config | None = None,
     in_flight: Callable[[], int] | None = None,
     sharded: bool = False,
+    scales: bool = True,
 ) -> Precision:
     """The Precision for `spec` on `device`.
 
     `comm` holds the ranks that must agree on an overflow. `in_flight` counts the losses whose gradients no optimizer
     has used yet (`StepClock.in_flight`): the loss scale does not move under them. `sharded` says that parameters are
-    spread by FSDP2.
+    spread by FSDP2; `scales` is false where an engine scales losses by itself.
 
     Raises: PrecisionError when the device cannot compute in it, naming what it can.
     """
@@ -46,7 +47,7 @@ def build(
             return AutocastPrecision(spec, device, torch.bfloat16, kwargs)
         case "fp16":
             check_autocast(spec, torch.float16, device)
-            loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm)
+            loss_scaler = LossScaler(device, scaler or GradScalerKwargs(), comm) if scales else None
             return AutocastPrecision(spec, device, torch.float16, kwargs, loss_scaler, in_flight)
         case "fp8":
             return Fp8Precision(device, fp8 or FP8Config(), kwargs, sharded)

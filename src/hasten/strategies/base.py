@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -156,8 +156,12 @@ class Strategy(KeepsLoopState, Protocol):
         """Compute the loss of a batch and backpropagate what `weigh` makes of it; the loss. Ranks: every rank."""
         ...
 
-    def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank's copy of a parameter counts in a norm over all ranks; false for a copy counted elsewhere."""
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients at the end of a window to a global norm; the norm they had. Ranks: every rank."""
+        ...
+
+    def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A block in which weights may be written into the user's module; every copy follows. Ranks: every rank."""
         ...
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:

@@ -43,7 +43,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             return _replicated(config, ctx)
         case "fsdp":
             return _sharded(config, ctx)
-        case "deepspeed" | "megatron" | "xla":
+        case "deepspeed":
+            engine = import_module("hasten.strategies.deepspeed")  # an optional package
+            chosen: Strategy = engine.DeepSpeedStrategy(config)
+            return chosen
+        case "megatron" | "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
                 "change what you asked for; use 'ddp' or 'fsdp'."

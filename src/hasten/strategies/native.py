@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from hasten.bundle import Bundle, Item, is_factory
 from hasten.errors import PrepareError, StepError
+from hasten.optim import clip
+from hasten.optim.engine import Placeholder
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
@@ -32,8 +34,8 @@ class RunsStages(Protocol):
         """Forward and backward of one batch; its loss."""
         ...
 
-    def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank's copy of a parameter is the one that counts."""
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients to a norm over all stages; the norm they had."""
         ...
 
 
@@ -56,7 +58,7 @@ class NativeStrategy:
 
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
-        _make_optimizers(bundle.of("optimizer"), [item.value for item in models])
+        make_optimizers(bundle.of("optimizer"), [item.value for item in models])
         originals = [*bundle.earlier, *(item.value for item in models)]
         optimizers = bundle.of("optimizer")
         records = [OptimizerRecord.write(item.value, originals) for item in optimizers]
@@ -95,8 +97,13 @@ class NativeStrategy:
         self.backward(weigh(loss))
         return loss.detach()
 
-    def counts(self, parameter: Tensor) -> bool:
-        return self._stages is None or self._stages.counts(parameter)
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        if self._stages is not None:
+            return self._stages.clip_norm(parameters, max_norm, norm_type)
+        return clip.clip_norm(parameters, max_norm, norm_type)
+
+    def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()  # whoever fills sharded parameters fills its own part
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
         kept = {Stage.RECOMPUTE, Stage.PLACE}
@@ -128,9 +135,14 @@ class NativeStrategy:
         return self._spread.restore_loop_state(model, names, state)
 
 
-def _make_optimizers(items: Iterable[Item], models: list[nn.Module]) -> None:
+def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders: bool = False) -> None:
     """Replace optimizer factories by optimizers over the trainable parameters of the one model they can mean."""
     for item in items:
+        if isinstance(item.value, Placeholder) and not placeholders:
+            raise PrepareError(
+                f"{type(item.value).__name__} stands for an optimizer that DeepSpeed makes from its configuration, so that nothing "
+                "would be trained here. Use strategy='deepspeed', or prepare a real optimizer."
+            )
         if not is_factory(item.value):
             continue
         trainable = [model for model in models if any(p.requires_grad for p in model.parameters())]

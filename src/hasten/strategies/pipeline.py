@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from hasten.modules import forwarding
 from hasten.modules.dtensors import is_dtensor
 from hasten.modules.names import named_parameters
 from hasten.modules.stages import TAG
+from hasten.optim import clip
 from hasten.precision.base import Precision
 from hasten.runtime.axes import AXES, LOSS, Axis
 from hasten.runtime.context import ProcessContext
@@ -117,9 +118,11 @@ class Pipeline:
     def undo(self, model: nn.Module) -> nn.Module:
         return self._within.undo(model)
 
-    def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank's copy of a parameter is the one that counts in a norm."""
-        return id(parameter) not in self._copies
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients to a norm over all stages, in which a weight held by two of them counts once."""
+        return clip.clip_norm(
+            parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
+        )
 
     def _line(self, model: nn.Module) -> Line:
         forward = forwarding.find(model, TAG)

@@ -1,0 +1,54 @@
+"""Placeholders for an optimizer and a scheduler that DeepSpeed makes from its own configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hasten.errors import StepError
+from hasten.optim.engine import Placeholder
+
+
+class DummyOptim(Placeholder):
+    """Stands for the optimizer in DeepSpeed's configuration; its numbers fill the "auto" values there."""
+
+    def __init__(
+        self,
+        params: Any,  # Any: parameters, or groups of them
+        lr: float = 0.001,
+        weight_decay: float = 0.0,
+        **kwargs: Any,  # Any: further options, such as betas and eps
+    ) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, **kwargs)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's own signature
+        """Refuse: nothing would be updated."""
+        raise StepError(
+            "DummyOptim stands for an optimizer that DeepSpeed makes, so a step of its own updates nothing. Prepare it together "
+            "with its model under strategy='deepspeed'."
+        )
+
+
+class DummyScheduler:
+    """Stands for the scheduler in DeepSpeed's configuration; its numbers fill the "auto" values there."""
+
+    def __init__(
+        self,
+        optimizer: Any,  # Any: the optimizer or its placeholder
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,  # Any: further options of the scheduler
+    ) -> None:
+        self.optimizer = optimizer
+        self.make = lr_scheduler_callable
+        """Makes the scheduler from the engine's optimizer, in place of DeepSpeed's configuration."""
+        known = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, **kwargs}
+        self.options = {key: value for key, value in known.items() if value is not None}
+
+    def step(self) -> None:
+        """Refuse: there is no schedule yet."""
+        raise StepError(
+            "DummyScheduler stands for a scheduler that DeepSpeed makes, so a step of its own changes nothing. Prepare it together "
+            "with its optimizer under strategy='deepspeed'."
+        )

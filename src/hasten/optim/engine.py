@@ -1,0 +1,44 @@
+"""EngineOptimizer: what an optimizer must offer whose parameters, gradients and state an engine keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hasten.precision.base import StepResult
+
+
+class EngineOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer that an engine carries out.
+
+    Its groups hold the model's own parameters and the options that schedulers write; where gradients and state lie is the
+    engine's business, so that nothing may be read from `.grad`.
+    """
+
+    num_passes: int = 0
+    """Backward passes that have reached this engine's parameters since its gradients were last cleared."""
+
+    @abstractmethod
+    def apply(self) -> StepResult:
+        """Update the parameters with what the window has gathered; whether that was done. Ranks: every rank."""
+
+    @abstractmethod
+    def multiply_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of the window that ends here. Ranks: every rank."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's own signature
+        """Update the parameters, without a report. Ranks: every rank."""
+        self.apply()
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for their own mark
+
+
+class Placeholder(torch.optim.Optimizer):
+    """Stands for an optimizer that an engine makes from its own configuration."""
+
+    def __init__(self, params: Any, **options: Any) -> None:  # Any: parameters or groups of them; numbers
+        super().__init__(params, {key: value for key, value in options.items() if value is not None})
+        self.options = {key: value for key, value in options.items() if value is not None}

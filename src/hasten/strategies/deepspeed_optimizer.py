@@ -1,0 +1,328 @@
+"""The optimizer of a DeepSpeed engine: one owner of the window's end, of clipping and of the state."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.checkpoint.base import Slice, local_data
+from hasten.errors import StepError
+from hasten.optim import clip
+from hasten.optim.engine import EngineOptimizer
+from hasten.precision.base import APPLIED, StepResult
+from hasten.strategies.deepspeed_config import EngineConfig
+from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
+
+log = logging.getLogger(__name__)
+
+_SCALE: Final = "loss_scale"
+
+
+class DeepSpeedOptimizer(EngineOptimizer):
+    """Steps an engine when the loop's window ends.
+
+    The engine is told at every backward that the window goes on. Gradients are reduced to their final values once, by whoever
+    needs them first: clipping, a correction of the window's mean, or the step.
+    """
+
+    def __init__(
+        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig
+    ) -> None:  # Any: DeepSpeed is untyped
+        # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
+        self.engine = engine
+        self.stage = made.stage
+        self.param_groups = groups
+        self.state = defaultdict(dict)
+        self.defaults = dict(engine.basic_optimizer.defaults)
+        self.stale = False
+        """Weights were loaded that this engine's persistent parameters do not show yet (ZeRO-3)."""
+        self.entered = False
+        """The backward that runs has reached this engine."""
+        self._clipping = made.clipping
+        self._told = False
+        self._clipped = False
+        self._final = False
+        engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
+            engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros: bias corrections would be off
+        self._count_passes()
+
+    def __repr__(self) -> str:
+        return f"DeepSpeedOptimizer(stage={self.stage}, {self.engine.basic_optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: an engine lays its parameters out once."""
+        raise StepError(
+            "add_param_group() cannot add to an engine, which has laid out its parameters already; they would not be trained. "
+            "Give the optimizer all groups before prepare()."
+        )
+
+    def _count_passes(self) -> None:
+        before: Callable[[], None] = self.engine._backward_prologue
+
+        def counted() -> None:
+            if self.entered:  # a second output of this engine in the same loss
+                return
+            if self._final:
+                raise StepError(
+                    "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
+                    "backward() for every loss of the window first."
+                )
+            self.num_passes += 1
+            self.entered = True
+            before()
+
+        self.engine._backward_prologue = counted
+
+    # -- one update -----------------------------------------------------------------------------------------------
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A block in which a loss is backpropagated that may come from this engine, and from others."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
+            again()  # this may be the second backward after a forward
+        self.entered, engine._running_engine_backward = False, True
+        try:
+            yield
+            if self.entered:
+                engine._backward_epilogue()
+        except BaseException:
+            if self.entered and callable(leave := getattr(optimizer, "exit_backward", None)):
+                leave()
+            raise
+        finally:
+            self.entered = engine._running_engine_backward = False
+
+    def finalize(self) -> None:
+        """Reduce what the window has gathered to its final values, once. Ranks: every rank."""
+        if self._final or not self.num_passes:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage >= 2:
+            self.engine.optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            self.engine.allreduce_gradients()
+        self._final = True
+
+    def apply(self) -> StepResult:
+        if not self.num_passes:  # as torch: without gradients nothing is updated
+            return APPLIED
+        self.finalize()
+        if self._clipping and not self._clipped:
+            self.clip(self._clipping)
+        for own, inner in zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key != "params"})
+        before = self.loss_scale
+        self.engine.step()
+        self._opt_called = True  # what torch's schedulers look for
+        applied = bool(self.engine.was_step_applied())
+        if not applied:
+            log.warning(
+                "DeepSpeed skipped an update because gradients were inf or nan; the loss scale went from %g to %g",
+                before,
+                self.loss_scale,
+            )
+        self._reset()
+        return StepResult(applied=applied, scale=before if before != 1.0 else None)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
+        self.finalize()
+        if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
+            self._told = True
+            log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
+        self._clipped = True
+        norm = self.norm()
+        wrapper = self.engine.optimizer
+        if max_norm == 0:
+            self.multiply_gradients(0.0)
+        elif hasattr(wrapper, "clip_grad"):
+            wrapper.clip_grad = float(max_norm)  # done in float32, with the unscaling
+        else:
+            clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
+        return norm
+
+    def norm(self) -> Tensor:
+        """The norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
+        if not self.num_passes:
+            return torch.zeros((), device=self.engine.device)
+        grads = gradients_of(self.engine, self.stage)
+        norms = [torch.linalg.vector_norm(grad.detach(), 2, dtype=torch.float32) for grad in grads]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+        if self.stage:
+            total = total.to(self.engine.device)
+            dist.all_reduce(total)
+        return total.sqrt() / self.loss_scale
+
+    def multiply_gradients(self, factor: float | Tensor) -> None:
+        self.finalize()
+        with torch.no_grad():
+            for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        for key, value in kept.items():
+            kept[key] = value * abs(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what the engine has gathered since its last update."""
+        if not self.num_passes:
+            return
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        self.engine.zero_grad()
+        if self.stage in (1, 2):
+            optimizer.micro_step_id = -1
+            optimizer._release_preflattened_grad_buffers()
+            for number in list(optimizer.averaged_gradients):
+                optimizer.averaged_gradients[number] = None
+            for number in list(optimizer.all_grad_tensors):
+                optimizer.all_grad_tensors[number] = None
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+                optimizer._offload_accumulated_param_ids = set()
+        elif self.stage == 3:
+            optimizer.averaged_gradients = {}
+            optimizer._offload_boundary_param_ids = set()
+            if optimizer.offload_optimizer:
+                optimizer.reset_cpu_buffers()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin a new window."""
+        self.num_passes = 0
+        self._final = self._clipped = False
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = 0.0
+        if self.stage == 3 and (room := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+            room.zero_()  # a parameter that the next window does not use would be updated by this one's gradient
+        self.engine.set_gradient_accumulation_boundary(False)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def _shards(self) -> dict[int, Shard]:
+        return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
+
+    def _numbered(self) -> dict[int, Shard]:
+        """The shards by the number of their parameter in the groups."""
+        known = self._shards()
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        inner = self.engine.basic_optimizer.state
+        state: dict[int, dict[str, Any]] = {}
+        for number, shard in self._numbered().items():
+            values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+            for key, value in inner.get(shard.flat, {}).items():
+                laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
+                values[key] = shard.stored(value) if laid_out else value
+            if values:
+                state[number] = values
+        groups, count = [], 0
+        for group in self.param_groups:
+            size = len(group["params"])
+            groups.append({**group, "params": list(range(count, count + size))})
+            count += size
+        scale = self._scaler()
+        return {
+            "state": state,
+            "param_groups": groups,
+            _SCALE: {} if scale is None else {k: v for k, v in vars(scale).items() if type(v) in (bool, int, float)},
+        }
+
+    def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
+        """Memory for a stored tensor of a parameter: this rank's part, or all of it when it is not spread."""
+        shard = self._shards().get(id(parameter))
+        if shard is None or shape not in ((shard.total,), tuple(shard.flat.shape)) or shape == ():
+            return torch.empty(shape, dtype=dtype)
+        return shard.room(dtype)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
+        inner = self.engine.basic_optimizer.state
+        fresh: dict[Tensor, dict[str, Any]] = {}
+        for number, shard in self._numbered().items():
+            saved = dict(state_dict["state"].get(number, {}))
+            master = saved.pop(MASTER, None)
+            if master is not None and shard.has_master:
+                shard.part(shard.flat).copy_(local_data(master))
+            elif not shard.whole:
+                shard.part(shard.flat).copy_(self._weights(shard))
+            for key, value in saved.items():
+                _put(fresh.setdefault(shard.flat, {}), key, value, shard)
+        for flat in {shard.flat: None for shard in self._numbered().values()}:
+            inner.pop(flat, None)
+        inner.update(fresh)
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({key: value for key, value in saved.items() if key != "params"})
+        scale = self._scaler()
+        for key, value in state_dict.get(_SCALE, {}).items():
+            if scale is not None:
+                setattr(scale, key, value)
+        if fresh and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+            self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self.stale = self.stage == 3
+
+    def keeping(self) -> Callable[[], None]:
+        """What puts the state back as it is now: for a load that fails. Local."""
+        before = _copied(self.state_dict())
+        return lambda: self.load_state_dict(before)
+
+    def refresh(self) -> None:
+        """Show loaded weights in the parameters that ZeRO-3 keeps whole. Ranks: every rank."""
+        if not self.stale:
+            return
+        self.stale = False
+        optimizer = self.engine.optimizer
+        if kept := list(optimizer.persistent_parameters):
+            for parameter in kept:
+                parameter.partition(has_been_updated=False)
+            kept[0].all_gather(kept)
+
+    def _weights(self, shard: Shard) -> Tensor:
+        """The part of the model's own weights that the shard updates."""
+        parameter: Any = shard.parameter
+        if self.stage == 3:
+            found: Tensor = parameter.ds_tensor.narrow(0, 0, shard.size)
+            return found
+        return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)
+
+    def _scaler(self) -> Any:
+        optimizer = self.engine.optimizer
+        return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _put(room: dict[str, Any], key: str, value: Any, shard: Shard) -> None:  # Any: state is nested freely
+    """Put one stored value of a parameter into the state of the tensor its shard lies in."""
+    if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):
+        if key not in room:
+            room[key] = torch.zeros_like(shard.flat, dtype=local_data(value).dtype, requires_grad=False)
+        shard.part(room[key]).copy_(local_data(value))
+    else:
+        room[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+def _copied(value: Any) -> Any:  # Any: a nested state
+    if isinstance(value, Slice):
+        return Slice(value.data.clone(), value.shape, value.offset, value.owned)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,119 @@
+"""Where an engine keeps each parameter's master weights, state and gradients: this rank's part of the flattened tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.base import Slice
+
+MASTER: Final = "master"
+"""The key of the float32 weights beside those of an optimizer's own state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One parameter's part of a tensor the inner optimizer updates."""
+
+    parameter: Tensor
+    flat: Tensor
+    """The tensor the inner optimizer updates; it may hold parts of several parameters."""
+    start: int
+    """Where in `flat` the part begins."""
+    offset: int
+    """Where in the flattened parameter the part begins."""
+    size: int
+    total: int
+    """Elements of the parameter."""
+    whole: bool = False
+    """`flat` is the parameter's own tensor, with its shape."""
+    has_master: bool = True
+    """`flat` is a float32 copy of weights the model holds in half precision."""
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This parameter's part of a tensor that is laid out like `flat`."""
+        return tensor if self.whole else tensor.narrow(0, self.start, self.size)
+
+    def stored(self, tensor: Tensor) -> Tensor | Slice:
+        """The part as checkpoints see it."""
+        data = self.part(tensor.detach())
+        return data if self.whole else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
+
+    def room(self, dtype: torch.dtype) -> Tensor | Slice:
+        """Memory for such a part."""
+        if self.whole:
+            return torch.empty_like(self.flat, dtype=dtype, requires_grad=False)
+        return Slice(torch.empty(self.size, dtype=dtype), (self.total,), (self.offset,))
+
+
+def shards_of(engine: Any, stage: int) -> Iterator[Shard]:
+    """A shard for each trainable parameter. Any: DeepSpeed is untyped."""
+    optimizer = engine.optimizer
+    if stage == 3:
+        yield from _partitioned(optimizer)
+    elif stage:
+        yield from _flattened(optimizer)
+    elif hasattr(optimizer, "fp16_groups"):
+        for models, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            for parameter, master in zip(models, masters, strict=True):
+                yield Shard(parameter, master, 0, 0, master.numel(), master.numel(), whole=True)
+    else:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                size = parameter.numel()
+                yield Shard(parameter, parameter, 0, 0, size, size, whole=True, has_master=False)
+
+
+def _flattened(optimizer: Any) -> Iterator[Shard]:
+    """Stages 1 and 2: each rank updates a range of the parameters laid end to end."""
+    for number, group in enumerate(optimizer.bit16_groups):
+        flat = optimizer.single_partition_of_fp32_groups[number]
+        for parameter in group:
+            mine, total = parameter._hp_mapping, parameter.numel()
+            half = parameter.dtype != flat.dtype
+            if mine is None:
+                yield Shard(parameter, flat, 0, 0, 0, total, has_master=half)
+                continue
+            inner, outer = mine.hp_fragment_address, mine.lp_fragment_address
+            yield Shard(parameter, flat, inner.start, outer.start, outer.numel, total, has_master=half)
+
+
+def _partitioned(optimizer: Any) -> Iterator[Shard]:
+    """Stage 3: each rank updates an equal, padded part of every parameter."""
+    for group in optimizer.fp16_groups:
+        for parameter in group:
+            number, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            flat = optimizer.fp32_partitioned_groups_flat[number]
+            offset, size = own_range(parameter)
+            half = parameter.ds_tensor.dtype != flat.dtype
+            yield Shard(parameter, flat, start, offset, size, parameter.ds_numel, has_master=half)
+
+
+def own_range(parameter: Any) -> tuple[int, int]:
+    """Where this rank's part of a ZeRO-3 parameter begins, and its size without padding. Any: DeepSpeed's attributes."""
+    share = parameter.partition_numel()
+    offset = min(share * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
+    return offset, min(share, parameter.ds_numel - offset)
+
+
+def weight_slice(parameter: Any) -> Slice:
+    """This rank's part of a ZeRO-3 parameter's weights, as checkpoints see it."""
+    offset, size = own_range(parameter)
+    return Slice(parameter.ds_tensor.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
+
+
+def gradients_of(engine: Any, stage: int) -> list[Tensor]:
+    """The gradients this rank will use in the next step; below stage 1 they are the same on every rank."""
+    optimizer = engine.optimizer
+    if stage == 0:
+        return [p.grad for p in engine.module.parameters() if p.grad is not None]
+    if stage == 3:
+        if optimizer.offload_optimizer:
+            return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
+    elif optimizer.cpu_offload:
+        return [flat.grad for flat in optimizer.single_partition_of_fp32_groups]
+    return [grad for group in optimizer.averaged_gradients.values() for grad in group or () if grad is not None]
