@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final, Literal
 
 from hasten.debug.state import Seen, State
@@ -27,6 +28,8 @@ Cause = Literal[
 Ends = Literal["never", "hardly", "perhaps"]
 """It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
 _BARRIER: Final = "barrier/"
+_LARGE: Final = 2**22
+"""Elements of a tensor that a slow network may need seconds for."""
 _SLOW_IO: Final = ("checkpoint",)
 
 
@@ -250,7 +253,16 @@ def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> boo
     if at_barrier:
         return all(any(not group.startswith(_BARRIER) for group in ahead[rank]) for rank in in_group)
     groups = {group for state in states.values() for group in state.counts if not group.startswith(_BARRIER)}
-    return len(groups) == 1 or all(ahead[rank] for rank in in_group)
+    if len(groups) > 1:
+        return all(ahead[rank] for rank in in_group)
+    (group,) = groups
+    most = max(states[rank].counts.get(group, 0) for rank in in_group)
+    return not any(_may_receive(states[rank]) for rank in in_group if states[rank].counts.get(group, 0) < most)
+
+
+def _may_receive(state: State) -> bool:
+    """Whether a rank behind the others may still be receiving what they have sent: a large tensor, or nobody knows what."""
+    return not state.op if state.shape is None else prod(state.shape) > _LARGE
 
 
 def _is(ranks: Sequence[int]) -> str:

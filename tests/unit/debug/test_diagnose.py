@@ -231,3 +231,21 @@ def test_the_kernel_knows_this_process() -> None:
     assert processes.status_of(pid, started + 1) == "gone"  # a later process with the same pid
     assert processes.status_of(2**22 + 1, 0) == "gone"
     assert processes.io_count() > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        ({"op": "broadcast", "shape": (64, 2**20)}, "hardly"),  # the sender is done first
+        ({}, "hardly"),  # of torch's own: nobody knows how much it sends
+        ({"op": "gather", "shape": (4,)}, "never"),
+        ({"op": "barrier"}, "never"),
+    ],
+)
+def test_who_may_still_receive_is_given_time(size: int, behind: dict[str, Any], ends: str) -> None:
+    states = [state(0, "train.py:41", counts={"0/cpu": 11}, op="gather", shape=(4,))]
+    states += [state(rank, "train.py:40", "broadcast", **behind) for rank in range(1, size)]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", ends)
