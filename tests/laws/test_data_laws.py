@@ -512,7 +512,7 @@ def test_random_loaders_resume_exactly_or_are_refused(rank_pool: Pool) -> None:
     assert tally.verdicts["exact"], str(tally)
 
 
-ONCE_BROKEN: Final = (131, 271, 311, 2114, 2134)
+ONCE_BROKEN: Final = (131, 271, 311, 2114, 2134, 3377)
 
 
 @pytest.mark.parametrize("seed", ONCE_BROKEN)

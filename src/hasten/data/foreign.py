@@ -17,13 +17,14 @@ def is_hub_stream(dataset: object) -> bool:
     return _is_a(dataset, _HUB_STREAM)
 
 
-def state_loses_samples(stream: Any) -> bool:
+def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
     """Whether `state_dict()` of a stream leaves samples out: it ends in a shuffle buffer of `datasets`.
 
     The documentation of `datasets` says that such a state forgets what the buffer held. A dataset of the user's that
-    wraps such a stream and passes its state on forgets as much.
+    wraps such a stream and passes its state on forgets as much. A buffer of one forgets nothing; taken in a worker, which
+    reads some of the shards only, its state cannot be loaded again: `datasets` compares it with the state of all shards.
     """
-    return any(_is_a(part, _HUB_BUFFER) and part.buffer_size > 1 for part in _parts(stream))
+    return any(_is_a(part, _HUB_BUFFER) and (part.buffer_size > 1 or in_worker) for part in _parts(stream))
 
 
 def has_fixed_shard_order(stream: Any) -> bool:

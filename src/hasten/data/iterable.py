@@ -139,7 +139,7 @@ class _Cutter:
         self._num_shards, self._shard = (cutting.num_shards, cutting.shard) if strided else (1, 0)
         self._pads = cutting.even and cutting.num_shards > 1
         has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-        self._trusted = has_state and not state_loses_samples(stream)
+        self._trusted = has_state and not state_loses_samples(stream, in_worker=get_worker_info() is not None)
         # The state of a stream of `datasets` holds its generators. Of others it is unknown, and those that draw are
         # read again up to the position instead.
         self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
