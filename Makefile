@@ -27,7 +27,7 @@ train: $(READY) ## train the digits example on two CPU processes
 	$(BIN)/hasten launch --cpu --num_processes 2 examples/digits.py
 
 test: $(READY) ## run the whole test suite
-	$(BIN)/python -m pytest -m 'not exhaustive'
+	$(BIN)/python -m pytest -m 'not exhaustive' -n 2 --dist loadfile
 
 test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM and 1000 random cases: hours
 	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0

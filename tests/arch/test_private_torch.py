@@ -36,6 +36,19 @@ NOT_TORCH: Final = frozenset(
         "_hf_hook",  # transformers and accelerate
         "_no_split_modules",
         "_starting_state_dict",  # datasets
+        "_backward_epilogue",  # DeepSpeed, whose versions are bounded in pyproject.toml
+        "_backward_prologue",
+        "_hp_mapping",
+        "_hp_optimizer_states_linked",
+        "_lazy_init_hp_params_optimizer_state",
+        "_offload_accumulated_param_ids",
+        "_offload_boundary_param_ids",
+        "_register_deepspeed_module",
+        "_release_preflattened_grad_buffers",
+        "_release_process_group_references",
+        "_running_engine_backward",
+        "_support_torch_style_backward",
+        "_wrapped_by_lr_sched",  # a mark that torch's schedulers look for on `step`; where they do not, it means nothing
     }
 )
 

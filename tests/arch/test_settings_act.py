@@ -222,6 +222,10 @@ def public_functions() -> Iterator[tuple[str, ast.FunctionDef]]:
             elif isinstance(node, ast.ClassDef) and node.name == name and name not in BASES:
                 methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
                 public = [one for one in methods if not one.name.startswith("_") or one.name == "__init__"]
+                if any(isinstance(base, ast.Name) and base.id == "TrainerCallback" for base in node.bases):
+                    public = [
+                        one for one in public if not one.name.startswith("on_")
+                    ]  # events: the Trainer's own calls
                 yield from ((f"{name}.{one.name}", one) for one in public if not _is_stub(one))
 
 

@@ -164,12 +164,3 @@ def test_a_loss_over_the_gathered_sequence_has_the_gradient_of_one_process(ctx: 
     torch.testing.assert_close(mine, loss)
     for got, expected in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-6)
-
-
-@ranks(2)
-def test_the_snippets_of_the_page_run(ctx: ProcessContext) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text("utf-8")
-    found = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(found) == 4
-    for snippet in found:
-        exec(compile(snippet, "docs/parallel.md", "exec"), {})

@@ -30,12 +30,17 @@ from hasten.testing.pool import ranks
 HOME: Final = str(Path(hasten.__file__).parent) + "/"
 MEETING: Final = ("comm/", "checkpoint/agreeing.py", "testing/", "runtime/logs.py")
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""
-BEFORE: Final = frozenset({"Accelerator.save_state", "Saving.save_state", "Accelerator.load_state", "Saving.load_state"})
+BEFORE: Final = frozenset(
+    {
+        *("Accelerator.save_state", "Saving.save_state", "Accelerator.load_state", "Saving.load_state"),
+        *("Noted.__init__", "Noted.__enter__"),
+    }
+)
 """A rank that fails on its way to the call never arrives: the others name it when checkpoint_arrival_s is over."""
 OUTSIDE: Final = frozenset(
     {
         "AsyncWriter.submit.<locals>.run",  # a thread that was started and does not run at all
-        "Undo.__exit__",  # after the ranks have agreed that all is done
+        *("Undo.__exit__", "Noted.__exit__"),  # after the ranks have agreed that all is done
         # arithmetic that torch's archive writer calls; it reports a failure there in words of its own
         *(f"_BlankArchive.{name}" for name in ("write", "seek", "tell", "flush", "read", "close", "seekable", "writable")),
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -78,6 +79,7 @@ def load(ctx: ProcessContext, strategy: str, folders: list[Path]) -> list[State]
     return found
 
 
+@pytest.mark.timeout(300)
 def test_every_pair_of_layouts_is_bitwise_equal(rank_pool: Pool, tmp_path: Path) -> None:
     folders = [tmp_path / f"{strategy}-{world}" for strategy, world in LAYOUTS]
     saved = [

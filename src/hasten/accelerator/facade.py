@@ -22,7 +22,7 @@ from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
-from hasten.accelerator.recording import noted
+from hasten.accelerator.recording import Noted
 from hasten.accelerator.run_state import RunParts
 from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
 from hasten.accelerator.setup import Parts, build
@@ -585,14 +585,14 @@ class Accelerator:
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
         goes on while it is written. `metrics` rank checkpoints for `keep_best`.
         """
-        with noted(self.run_log, "saved"):
+        with Noted(self.run_log, "saved"):
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
     def load_state(
         self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
     ) -> list[LoadReport]:
         """Put the run back to where a checkpoint was saved, by default the newest complete one. Ranks: every rank."""
-        with noted(self.run_log, "loaded"):
+        with Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def wait_for_saves(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.version import __version__
+
+log = logging.getLogger(__name__)
 
 
 def open_run_log(
@@ -53,21 +56,33 @@ def open_run_log(
     return RunLog(Path(folder) / FOLDER, ctx.rank, facts, MemoryGauge(ctx.device).used_bytes)
 
 
-@contextmanager
-def noted(run_log: RunLog | None, kind: str) -> Iterator[None]:
-    """Note what the block does as an event, with the seconds it took or how it failed."""
-    if run_log is None:
-        yield
-        return
-    began = time.perf_counter()
-    try:
-        yield
-    except BaseException as error:
-        run_log.event(f"{kind}: failed", error=f"{type(error).__name__}: {error}")
-        run_log.flush()
-        raise
-    run_log.event(kind, seconds=round(time.perf_counter() - began, 4))
-    run_log.flush()
+class Noted:
+    """A block whose end is an event of the run log, with the seconds it took or how it failed.
+
+    The log is only a log: what goes wrong with it is logged and never changes how the block ends.
+    """
+
+    def __init__(self, run_log: RunLog | None, kind: str) -> None:
+        self._run_log = run_log
+        self._kind = kind
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._run_log is None:
+            return
+        try:
+            if error is None:
+                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4))
+            else:
+                self._run_log.event(f"{self._kind}: failed", error=f"{type(error).__name__}: {error}")
+            self._run_log.flush()
+        except Exception as wrong:  # of any kind: other ranks have saved or loaded, and this one has, too
+            log.warning("the run log could not note %r: %s", self._kind, wrong)
 
 
 def _setting(entry: Entry) -> list[str]:

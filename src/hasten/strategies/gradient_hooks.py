@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
+from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.errors import PrepareError
@@ -24,10 +26,13 @@ def refuse_later_hooks(model: nn.Module) -> None:
     """Make `register_hook` of the sharded parameters raise from now on."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            parameter.register_hook = _refused  # type: ignore[method-assign]  # an attribute of this one parameter
+            parameter.register_hook = partial(_refused, ref(parameter))  # type: ignore[method-assign]  # of this one only
 
 
-def _refused(hook: Callable[..., Any]) -> None:
+def _refused(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:  # Any: torch's handle
+    owner = parameter()
+    if getattr(hook, "__module__", "").startswith("torch.") and owner is not None:  # its memory tracker listens only
+        return Tensor.register_hook(owner, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     raise _never_called(
         f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter", "which is called"
     )

@@ -96,7 +96,7 @@ class Rowwise(_SplitForward):
                     f"a layer split rowwise got {x.shape[-1]} features instead of {weight.shape[-1]}: with "
                     "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
                     "all of them. Take the number of tokens from a projection's output, as in "
-                    "`self.q(x).unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
+                    "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
                 )
             out = self.region.scattered(F.linear(x, weight))
             return out if bias is None else out + enter(bias, self.group)

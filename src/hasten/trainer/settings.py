@@ -9,6 +9,7 @@ from torch import nn
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.config.compiling import TorchDynamoPlugin
 from hasten.config.data import DataLoaderConfiguration
+from hasten.config.engines import DeepSpeedPlugin
 from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.config.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, SettingValueError
@@ -41,7 +42,7 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     elif args.fsdp_config:
         raise ConfigError("fsdp_config was given without fsdp, so nothing would be sharded; set fsdp='full_shard'.")
     if args.deepspeed:
-        found["strategy"] = "deepspeed"
+        found |= {"strategy": "deepspeed", "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=args.deepspeed)}
     if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         found["recompute"] = _recompute(model)
     if handlers := _handlers(args):

@@ -298,7 +298,7 @@ class Trainer:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ArgumentError(
-                "evaluate() has no data: the Trainer was made without an eval_dataset; give one of them."
+                "there is no data to evaluate on: the Trainer was made without an eval_dataset; give one of them."
             )
         if isinstance(dataset, dict):
             metrics: dict[str, float] = {}

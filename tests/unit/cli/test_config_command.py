@@ -59,6 +59,7 @@ def test_show_why(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     path = home / "c.yaml"
     path.write_text("mixed_precision: fp16\nlaunch:\n  num_processes: 2\n")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("COLUMNS", "400")  # temporary folders may have long names
     argv = ["config", "show", "--why", "--config_file", str(path), "--mixed-precision", "bf16"]
     assert main(argv) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -24,6 +24,7 @@ from hasten import (
 from hasten.errors import ArgumentError, ConfigError
 from hasten.testing.toys import Rows, Scored, TinyLM, next_token_loss, seeded
 from hasten.trainer.callbacks import EVENTS
+from hasten.trainer.settings import accelerator_settings
 
 
 def make(
@@ -216,9 +217,10 @@ def test_auto_starts_fresh_without_a_checkpoint(tmp_path: Path) -> None:
     assert make(tmp_path).train(resume_from_checkpoint="auto").global_step == 5
 
 
-def test_an_engine_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="DeepSpeed"):
-        make(tmp_path, deepspeed="zero3.json")
+def test_the_file_of_an_engine_reaches_it(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), deepspeed="zero3.json")
+    found = accelerator_settings(args, nn.Linear(1, 1))
+    assert (found["strategy"], found["deepspeed_plugin"].hf_ds_config) == ("deepspeed", "zero3.json")
 
 
 def test_saved_models_load_again(tmp_path: Path) -> None:
