@@ -26,8 +26,12 @@ $(READY): pyproject.toml constraints.txt dropin/pyproject.toml
 train: $(READY) ## train the digits example on two CPU processes
 	$(BIN)/hasten launch --cpu --num_processes 2 examples/digits.py
 
+# What ranks and launchers do is timed: tests/dist has the processors to itself, the rest shares them.
 test: $(READY) ## run the whole test suite
-	$(BIN)/python -m pytest -m 'not exhaustive' -n 2 --dist loadfile
+	@status=0; \
+	$(BIN)/python -m pytest -m 'not exhaustive' -n 2 --dist loadfile --ignore=tests/dist || status=$$?; \
+	$(BIN)/python -m pytest -m 'not exhaustive' tests/dist || status=$$?; \
+	exit $$status
 
 test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM and 1000 random cases: hours
 	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0
