@@ -48,7 +48,6 @@ NOT_TORCH: Final = frozenset(
         "_release_process_group_references",
         "_running_engine_backward",
         "_support_torch_style_backward",
-        "_wrapped_by_lr_sched",  # a mark that torch's schedulers look for on `step`; where they do not, it means nothing
     }
 )
 

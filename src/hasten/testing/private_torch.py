@@ -103,6 +103,13 @@ NAMES: Final = (
     ),
     Name("torch.distributed.tensor:DTensor", "_local_tensor", (_SHARDS,), "sharded updates fail"),
     Name("torch.optim:Adam", "_init_group", (_SHARDS,), _FAST),
+    # schedulers
+    Name(
+        "torch.optim.lr_scheduler:LRScheduler",
+        "_wrapped_by_lr_sched",
+        ("src/hasten/optim/engine.py",),
+        "degrades: torch wraps an engine's step() and warns about the order of calls",
+    ),
     # loss scaling
     Name(_SCALER, "_enabled", (_SCALING,), _SCALE),
     Name(_SCALER, "_per_optimizer_states", (_SCALING,), _SCALE),
