@@ -120,7 +120,7 @@ def start_tasks(folder: Path, changes: tuple[dict[str, str], ...]) -> list[tuple
     finally:
         for task in tasks:
             task.kill()
-            task.wait()
+            task.communicate()
 
 
 def test_ranks_made_by_srun_check_in_and_meet(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import errno
 import fcntl
 import socket
 import struct
@@ -18,17 +17,6 @@ def free_port(address: str = "127.0.0.1") -> int:
     """A port that nothing listens on at this moment."""
     with closing(socket.create_server((address, 0))) as server:
         return int(server.getsockname()[1])
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a server could listen on `port` of every interface now."""
-    try:
-        with closing(socket.create_server(("", port), reuse_port=False)):
-            return True
-    except OSError as error:
-        if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            return False
-        raise
 
 
 def owns_address(address: str) -> bool:

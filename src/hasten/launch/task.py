@@ -5,6 +5,7 @@ Rank 0 serves the store at MASTER_ADDR:MASTER_PORT for its whole life, and every
 
 from __future__ import annotations
 
+import errno
 import socket
 import sys
 import time
@@ -18,7 +19,6 @@ from hasten.launch import worker
 from hasten.launch.base import Target
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.network import port_is_free
 from hasten.launch.report import code_digest, package_versions
 from hasten.launch.run import say
 from hasten.runtime import env as environment
@@ -66,8 +66,8 @@ def _open_store(topology: Topology) -> TCPStore:
     address, _, port_text = topology.meeting_point().removeprefix("tcp://").rpartition(":")
     host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
     try:
-        if topology.is_main and port_is_free(port):
-            return serve(host, port, timeout, alone=topology.local_world_size == topology.world_size)
+        if topology.is_main and (served := _serve(topology, host, port, timeout)) is not None:
+            return served
         return join(host, port, timeout)
     except (DistError, OSError) as error:
         raise LaunchError(
@@ -75,6 +75,16 @@ def _open_store(topology: Topology) -> TCPStore:
             f"({str(error).splitlines()[0][:200]}). Check that rank 0 runs there and the port is free; "
             f"set MASTER_ADDR and MASTER_PORT otherwise."
         ) from error
+
+
+def _serve(topology: Topology, host: str, port: int, timeout: timedelta) -> TCPStore | None:
+    """The store, or None if another process has the port. Only taking it tells: a port seen free may be gone at the next call."""
+    try:
+        return serve(host, port, timeout, alone=topology.local_world_size == topology.world_size)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
 
 
 def main() -> None:

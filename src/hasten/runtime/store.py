@@ -71,12 +71,12 @@ def _listener(address: str, port: int, alone: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(sockaddr)
+            listener.listen(_BACKLOG)  # where two bind at the same moment, the second fails only here
         except OSError as error:
             listener.close()
             if error.errno in _NOT_OURS:
                 continue
             raise
-        listener.listen(_BACKLOG)
         return listener
     return _everywhere(address, port)
 
