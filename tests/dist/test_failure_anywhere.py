@@ -27,6 +27,8 @@ from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
+pytestmark = pytest.mark.timed
+
 HOME: Final = str(Path(hasten.__file__).parent) + "/"
 MEETING: Final = ("comm/", "checkpoint/agreeing.py", "testing/", "runtime/logs.py")
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""

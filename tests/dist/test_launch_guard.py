@@ -15,6 +15,8 @@ from torch.distributed import TCPStore
 
 from hasten.launch.guard import Interrupted, SignalGuard, kill_groups
 
+pytestmark = pytest.mark.timed
+
 
 def stuck(folder: Path, signals: int) -> tuple[int, float, str]:
     """Exit code, seconds and last words of a forked launcher that is stuck in a native wait when signals arrive."""

@@ -19,6 +19,8 @@ from torch.distributed import TCPStore
 from hasten.cli.main import main
 from hasten.launch.notebook import notebook_launcher
 
+pytestmark = pytest.mark.timed
+
 # Run by a rank: the addresses on which this rank, its peers and their launcher listen.
 LISTEN: Final = """
 import os, re, subprocess

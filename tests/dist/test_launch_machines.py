@@ -18,7 +18,7 @@ from typing import Final
 import cloudpickle
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 ZYGOTE: Final = Path(__file__).with_name("launch_zygote.py")
 

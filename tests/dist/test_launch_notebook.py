@@ -16,7 +16,7 @@ import pytest
 from hasten.errors import LaunchError
 from hasten.launch.notebook import notebook_launcher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 SETUP: Final = """
 import os, json

@@ -19,7 +19,7 @@ from hasten import Accelerator
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 TRAIN: Final = """
 import os, sys, time

@@ -24,6 +24,8 @@ from torch.distributed import TCPStore
 
 from hasten.cli.main import main
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(scope="module", autouse=True)
 def native_leftovers() -> None:

@@ -23,7 +23,7 @@ from hasten import Accelerator
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 CLUSTER: Final = Path(__file__).with_name("slurm_cluster.py")
 TRAIN: Final = Path(__file__).with_name("slurm_train.py")

@@ -18,6 +18,8 @@ from hasten.errors import ConfigError, RanksFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 
+pytestmark = pytest.mark.timed
+
 
 def meet(ctx: ProcessContext) -> float:
     """Needs every rank."""

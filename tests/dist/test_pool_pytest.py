@@ -20,6 +20,8 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 
+pytestmark = pytest.mark.timed
+
 FACTOR = 3
 
 

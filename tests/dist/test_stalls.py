@@ -21,6 +21,8 @@ from hasten.cli.main import main
 from hasten.debug import ending
 from hasten.launch import failure
 
+pytestmark = pytest.mark.timed
+
 HERE: Final = Path(__file__).parent
 SCRIPT: Final = HERE / "stall_cases.py"
 AFTER_S: Final = 1.5

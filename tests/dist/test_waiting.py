@@ -18,6 +18,8 @@ from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.topology import Topology
 from hasten.runtime.waiting import announced_waiting
 
+pytestmark = pytest.mark.timed
+
 
 @pytest.fixture(scope="module", autouse=True)
 def native_leftovers() -> None:
