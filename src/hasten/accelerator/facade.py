@@ -190,7 +190,7 @@ class Accelerator:
         return self.ctx.world
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Ranks: every rank."""
+        """Block until every process has reached this call. Ranks: every rank."""
         self.process.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
@@ -206,42 +206,42 @@ class Accelerator:
         return self.process.local_main_process_first()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """The function, run on the main process only."""
+        """Decorate a function to run on the main process only; it returns None elsewhere."""
         return self.process.on_main_process(function)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """The function, run on each node's main process only."""
+        """Decorate a function to run on each node's main process only; it returns None elsewhere."""
         return self.process.on_local_main_process(function)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """The function, run on the last process only."""
+        """Decorate a function to run on the last process only; it returns None elsewhere."""
         return self.process.on_last_process(function)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """The function, run on one process only. Any: a function, or a decorator when called without one."""
+        """Decorate a function to run on one process only: `@accelerator.on_process(process_index=2)`."""
         return self.process.on_process(function, process_index)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """The function, run on one process of each node. Any: a function, or a decorator when called without one."""
+        """Decorate a function to run on one process of each node."""
         return self.process.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This process's share of a list, tuple, dict of those, tensor or dataset. Any: the same kind comes back."""
+        """Context manager that yields this process's share of a list, tuple, dict of those, tensor or dataset."""
         return self.process.split_between_processes(inputs, apply_padding)
 
     def set_trigger(self) -> None:
-        """Raise the flag that `check_trigger` shows on every process. Ranks: any."""
+        """Set a flag that `check_trigger` returns on every process. Ranks: any."""
         self.process.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the trigger; it is lowered again. Ranks: every rank."""
+        """Whether any process has set the trigger; the call resets it. Ranks: every rank."""
         return self.process.check_trigger()
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Models, optimizers, schedulers and loaders ready for this run, in the order given. Any: the user's objects.
+        """Prepare models, optimizers, schedulers and loaders for this run; they are returned in the order given.
 
-        An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object comes back alone, several as a
+        An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object is returned by itself, several as a
         tuple. Ranks: every rank, with the same objects in the same order.
         """
         prepared = self._preparer.prepare(objects, device_placement)
@@ -250,13 +250,13 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model, ready; in evaluation mode placed, cast and compiled, but not spread for training."""
+        """Prepare one model; with `evaluation_mode` it is placed, cast and compiled, but not wrapped for training."""
         placement = None if device_placement is None else [device_placement]
         prepared: nn.Module = self._preparer.prepare((model,), placement, train=not evaluation_mode)[0]
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
-        """The optimizer of a prepared model, following the step clock; its state lives where the parameters are."""
+        """Prepare the optimizer of a prepared model; it steps only when an accumulation window ends."""
         if device_placement is False:
             raise PrepareError(
                 "prepare_optimizer(device_placement=False) asks for optimizer state apart from its parameters, which torch does "
@@ -266,29 +266,29 @@ class Accelerator:
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
-        """The scheduler of a prepared optimizer, stepping once per update."""
+        """Prepare the scheduler of a prepared optimizer; it advances once per optimizer update."""
         prepared: PreparedScheduler = self._preparer.prepare((scheduler,))[0]
         return prepared
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Loader:
-        """The loader, reading this process's share. Any: a DataLoader of any element, and the user's own slicing."""
+        """Prepare a loader; it reads this process's share and puts the batches on the device."""
         arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
         return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def skip_first_batches(self, data_loader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
-        """The loader, beginning `num_batches` later in its current epoch."""
+        """A loader that skips the first `num_batches` batches of the current epoch."""
         arguments.check_loader(data_loader, "skip_first_batches(data_loader)")
         arguments.check_number(num_batches, "skip_first_batches(num_batches)")
         return skip_first_batches(data_loader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
-        """One micro-step over these models (all of them when none is named).
+        """Context manager for one micro-step of these models (all prepared models by default).
 
-        Optimizers and schedulers act, and gradients are synchronised, only where the window ends. A window also ends
-        with the epoch of `loader`, by default the one that moves first in each step of the loop.
+        Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
+        of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
         arguments.check_modules(models, "accumulate(models)")
         self.clock.cursors.followed = None if loader is None else loader.cursor
@@ -303,13 +303,13 @@ class Accelerator:
         return made
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which backward leaves this model's gradients unsynchronised."""
+        """Context manager in which backward does not synchronise this model's gradients."""
         arguments.check_modules((model,), "no_sync(model)")
         return self.strategy.no_sync(model)
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its window."""
+        """Whether the current micro-step ends its accumulation window."""
         return self.clock.boundary
 
     @sync_gradients.setter
@@ -318,7 +318,7 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-steps per update; a change acts from the next window on."""
+        """The number of micro-steps per update; a change takes effect with the next window."""
         return self.clock.every
 
     @gradient_accumulation_steps.setter
@@ -327,10 +327,10 @@ class Accelerator:
         self.clock.every = value
 
     def backward(self, loss: Tensor, weight: float | Tensor | None = None, **kwargs: Any) -> None:
-        """Backpropagate the loss, weighed so that the window's gradient is the mean over the big batch.
+        """Backpropagate the loss, scaled so that the window's gradient is the mean over all its micro-batches and ranks.
 
-        With `weight` (the tokens or samples the loss is the mean of), the mean is weighted over all micro-steps and
-        ranks. Any: keywords of torch's backward.
+        With `weight`, the number of tokens or samples that `loss` is the mean of, the mean is weighted accordingly.
+        `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
             arguments.check_loss(loss)
@@ -349,9 +349,9 @@ class Accelerator:
             self.run_log.backward_done()
 
     def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
-        """Forward and backward of one batch; its loss, detached and the same on every pipeline stage.
+        """Run forward and backward on one batch; returns the loss, detached and equal on every pipeline stage.
 
-        `loss_of(model, batch)` gives the mean loss over the samples, as in a plain loop. Under pipeline parallelism it is
+        `loss_of(model, batch)` returns the mean loss over the samples, as in a plain loop. Under pipeline parallelism it is
         called for every micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling
         `backward(loss_of(model, batch))`. Ranks: every rank.
         """
@@ -369,10 +369,10 @@ class Accelerator:
         dims: Sequence[int],
         labels: Tensor | Literal["auto"] | None = "auto",
     ) -> AbstractContextManager[SequenceShards]:
-        """A block in which each buffer holds this rank's part along its dimension, and attention spans all parts.
+        """Context manager in which each buffer holds this rank's part along its dimension, and attention spans all parts.
 
-        Forward and backward belong inside; buffers are whole again after it. The loss weighs as much as this rank has
-        labels other than -100: those of `labels`, by default the buffer that has any; None weighs ranks alike.
+        Run forward and backward inside; the buffers are restored on exit. Each rank's loss is weighted by its number of
+        labels other than -100, taken from `labels` (by default the buffer that contains -100); None weights ranks equally.
         """
         return self._context.block(buffers, dims, labels=labels)
 
@@ -382,16 +382,16 @@ class Accelerator:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Iterable[Tensor] | None = None,
     ) -> AbstractContextManager[SequenceShards]:
-        """Like `context_parallel`, by the established name: losses of ranks weigh alike, named buffers stay parts."""
+        """`context_parallel` under its established name: ranks weigh equally, and `no_restore_buffers` are not restored."""
         return self._context.block(buffers or (), buffer_seq_dims or (), no_restore_buffers or (), labels=None)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A block that computes in this run's precision, for code outside a prepared model."""
+        """Context manager that runs code outside a prepared model in this run's compute precision."""
         arguments.check_kind(autocast_handler, AutocastKwargs, "autocast(autocast_handler)")
         return self.precision.forward_context(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:  # Any: one optimizer, several, or None for all
-        """Bring gradients to their final size at the end of a window; harmless to repeat. Ranks: every rank."""
+        """Unscale and normalise the gradients at the end of a window; calling it again does nothing. Ranks: every rank."""
         if not self.clock.boundary:
             return
         chosen = self.prepared.optimizers if optimizer is None else optimizer
@@ -403,7 +403,7 @@ class Accelerator:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip gradients to a global norm at the end of a window and give the norm they had; None before the end.
+        """Clip gradients to a global norm at the end of a window; returns the norm before clipping, None inside a window.
 
         Ranks: every rank.
         """
@@ -445,7 +445,7 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:  # Any: prepared models and optimizers
-        """A block in which processes may run out of batches at different times."""
+        """Context manager in which processes may run out of batches at different times."""
         need = "it needs a list of prepared models and optimizers"
         arguments.check_iterable(joinables, "join_uneven_inputs(joinables)", need)
         return self._preparer.join(joinables, even_batches)
@@ -456,13 +456,13 @@ class Accelerator:
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
-        """Every process's tensors joined along the first dimension, over the world or some mesh axes."""
+        """Concatenate the tensors of all processes along the first dimension, over the world or the given mesh axes."""
         return ops.gather(tensor, self._over(axes))
 
     def reduce(
         self, tensor: Tree, reduction: ReduceKind = "sum", scale: float = 1.0, axes: Sequence[Axis] | None = None
     ) -> Tree:
-        """Tensors summed, averaged, or their min or max taken over processes, times `scale`."""
+        """Reduce tensors over processes by sum, mean, min or max, and multiply by `scale`."""
         return ops.reduce(tensor, self._over(axes), reduction, scale)
 
     def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
@@ -470,11 +470,11 @@ class Accelerator:
         return ops.gather_ragged(tensor, self._over(axes))
 
     def broadcast(self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
-        """The tensors of one process."""
+        """Broadcast the tensors of one process to all."""
         return ops.broadcast(tensor, self._over(axes), from_process)
 
     def scatter(self, parts: Sequence[Tree] | None, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
-        """This process's tree of the list that one process gives; the others pass None."""
+        """Scatter a list from one process: each process gets its item. The other processes pass None."""
         return ops.scatter(parts, self._over(axes), from_process)
 
     def pad_across_processes(
@@ -485,25 +485,25 @@ class Accelerator:
         pad_first: bool = False,
         axes: Sequence[Axis] | None = None,
     ) -> Tree:
-        """Tensors padded along `dim` to the largest size any process has."""
+        """Pad tensors along `dim` to the largest size on any process."""
         return ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
 
     def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:  # Any: the user's objects
-        """Every process's object in a list; when every process gives a list, those lists joined."""
+        """Gather one object per process into a list; if every process passes a list, the lists are concatenated."""
         return ops.gather_object(obj, self._over(axes))
 
     def broadcast_object_list(
         self, objects: list[Any], from_process: int = 0, axes: Sequence[Axis] | None = None
     ) -> list[Any]:  # Any: the user's objects
-        """The list, its items replaced in place by those of one process."""
+        """Replace the items of the list in place by those of one process."""
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None
     ) -> Any:  # Any: tensors or objects
-        """The results of every process for the current batch, each real sample once.
+        """Gather results of the current batch from all processes; samples added as padding are dropped.
 
-        `loader` says whose batch it is when several loaders are iterated beside each other.
+        `loader` names the loader of the batch when several are iterated at the same time.
         """
         cursor = self.clock.cursors.only() if loader is None else loader.cursor
         return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object)
@@ -520,7 +520,7 @@ class Accelerator:
     def init_trackers(
         self, project_name: str, config: Any = None, init_kwargs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> None:
-        """Begin a run of every tracker. Any: a mapping, namespace or dataclass of settings. Ranks: every rank."""
+        """Start a run with every tracker; `config` is a mapping, namespace or dataclass of settings. Ranks: every rank."""
         self.tracking.init(project_name, config, init_kwargs)
 
     def log(
@@ -529,7 +529,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record numbers and strings with every tracker; tensors are read later, without a device sync. Ranks: any."""
+        """Log numbers and strings to every tracker; tensors are read later, without a device sync. Ranks: any."""
         self.tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -538,24 +538,24 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record images with every tracker that takes them. Any: arrays, tensors, PIL images. Ranks: any."""
+        """Log images (arrays, tensors or PIL images) to every tracker that supports them. Ranks: any."""
         self.tracking.log_images(values, step, log_kwargs)
 
     def log_table(self, name: str, **table: Any) -> None:
-        """Record a table: `columns` and `data`, or a `dataframe`; `step`, `log_kwargs`. Any: cells. Ranks: any."""
+        """Log a table given as `columns` and `data` or as a `dataframe`, with optional `step` and `log_kwargs`. Ranks: any."""
         self.tracking.log_table(name, **table)
 
     @property
     def trackers(self) -> list[Tracker]:
-        """The trackers that run on this process."""
+        """The trackers that are active on this process."""
         return self.tracking.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, a foreign package's object
-        """The tracker of this name, or its package's own object."""
+        """The tracker of this name; with `unwrap`, the package's own run or writer."""
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish saves in flight and close the trackers. Ranks: every rank."""
+        """Wait for background saves and close the trackers. Ranks: every rank."""
         self.saving.close()
         self.tracking.finish()
         if self.run_log is not None:
@@ -566,7 +566,7 @@ class Accelerator:
     @overload
     def progress(self, iterable: None = None, **options: Any) -> Progress[Any]: ...
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
-        """A progress bar with loss, rates, memory and time left, on the main process. Any: see docs/tracking.md."""
+        """A progress bar on the main process with loss, rates, memory and time left; docs/tracking.md lists the options."""
         if self._progress is None:
             build = import_module("hasten.progress.build")  # loads rich, which a run without a bar does without
             self._progress = build.ProgressMaker(self.ctx)
@@ -580,10 +580,10 @@ class Accelerator:
         blocking: bool = True,
         metrics: Mapping[str, float] | None = None,
     ) -> str:
-        """Save everything the run needs to go on, atomically; where it lies. Ranks: every rank.
+        """Save everything needed to resume the run, atomically; returns the checkpoint's path. Ranks: every rank.
 
-        Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
-        goes on while it is written. `metrics` rank checkpoints for `keep_best`.
+        Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` the checkpoint is
+        written in the background. `metrics` are used to rank checkpoints for `keep_best`.
         """
         with Noted(self.run_log, "saved"):
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
@@ -591,16 +591,16 @@ class Accelerator:
     def load_state(
         self, input_dir: str | Path | None = None, strict: bool = True, allow_pickle: bool = False
     ) -> list[LoadReport]:
-        """Put the run back to where a checkpoint was saved, by default the newest complete one. Ranks: every rank."""
+        """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
         with Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def wait_for_saves(self) -> None:
-        """Return when no save is in flight; an error of one is raised here. Ranks: every rank."""
+        """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""
         self.saving.wait_for_saves()
 
     def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
-        """Save and load these objects with the run."""
+        """Include these objects in `save_state` and `load_state`."""
         self.saving.register_for_checkpointing(*objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
@@ -609,13 +609,13 @@ class Accelerator:
         return self.saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
-        """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
+        """Call `hook(models, folder)` before each load; models it removes from the list are not loaded."""
         arguments.check_callable(hook, "register_load_state_pre_hook(hook)")
         return self.saving.register_load_state_pre_hook(hook)
 
     @property
     def preempted(self) -> bool:
-        """Whether any rank was told to stop by SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
+        """Whether any rank has received SIGTERM or SIGUSR1. Ranks: every rank, once per step."""
         return self.saving.preempted
 
     should_stop = preempted
@@ -627,7 +627,7 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a prepared model's weights in the layout of the Hub. Ranks: every rank."""
+        """Write the weights of a prepared model as safetensors in the Hub layout. Ranks: every rank."""
         arguments.check_model(model, "save_model(model)")
         state = self.get_state_dict(model)
         with agree(self.ctx.world, "save_model"):
@@ -635,17 +635,17 @@ class Accelerator:
                 export.save_model(state, save_directory, max_shard_size, safe_serialization)
 
     def load_model(self, model: nn.Module, directory: str | Path, strict: bool = True) -> LoadReport:
-        """Fill a prepared model from exported weights; each rank reads only the slices it holds. Ranks: every rank."""
+        """Load exported weights into a prepared model; each rank reads only its own slices. Ranks: every rank."""
         with agree(self.ctx.world, "load_model"), self.strategy.whole_weights(model):
             return load_weights(self.strategy.unwrap(model), directory, strict)
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:  # Any: the user's object
-        """Write an object to a file, at once and on the main process only. Ranks: any."""
+        """Write an object to a file, atomically and on the main process only. Ranks: any."""
         if self._writes:
             export.save_object(obj, f, safe_serialization)
 
     def load(self, f: str | Path, allow_pickle: bool = False) -> Any:  # Any: the user's object
-        """The object that `save` wrote, its tensors on the CPU; a `.safetensors` file gives a dict of tensors. Ranks: any.
+        """Read an object written by `save`, with its tensors on the CPU; a `.safetensors` file gives a dict. Ranks: any.
 
         Raises: UnsafeCheckpointError for a file that runs code when it is unpickled, unless `allow_pickle`.
         """
@@ -663,17 +663,17 @@ class Accelerator:
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
-        """Every parameter and buffer of a prepared model, whole. Ranks: every rank."""
+        """The full, unsharded state dict of a prepared model. Ranks: every rank."""
         arguments.check_model(model, "get_state_dict(model)")
         return self.strategy.full_state_dict(model)
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[TorchProfile]:
-        """A block under torch.profiler, leaving one Chrome trace per rank when a folder is given."""
+        """Context manager around `torch.profiler`; writes one Chrome trace per rank if a folder is given."""
         arguments.check_kind(profile_handler, ProfileKwargs, "profile(profile_handler)")
         return profile.profile(profile_handler or self.config.profile, self.ctx)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
-        """Forget everything prepared and hand cached device memory back; the arguments come back as None."""
+        """Release everything prepared and empty the device's cache; returns None for each argument."""
         self.prepared.clear()
         self._accumulations.clear()
         cleared = [None] * len(objects)
