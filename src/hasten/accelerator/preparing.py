@@ -42,7 +42,7 @@ class Prepared:
     loaders: list[Loader] = field(default_factory=list)
 
     def holds(self, value: object) -> bool:
-        """Whether `value` is something this Accelerator has handed out."""
+        """Whether `prepare()` of this Accelerator returned `value`."""
         return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
 
     def index_of(self, model: nn.Module) -> int:
@@ -151,7 +151,7 @@ class Preparer:
             item.value = self.loader(item.value, item.place, seed)
 
     def prepare_loader(self, loader: Any, placement: bool | None = None, slice_fn: Any = None) -> Loader:
-        """One loader, prepared with the user's own slicing. Any: a DataLoader of any element type."""
+        """Prepare one loader, with the user's own function for slicing batches."""
         if self.done.holds(loader):
             return loader  # type: ignore[no-any-return]  # held loaders are Loaders
         place = self._config.device_placement if placement is None else placement
@@ -159,7 +159,7 @@ class Preparer:
 
     @contextmanager
     def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
-        """A block in which ranks may run out of batches at different times. Any: prepared models and optimizers."""
+        """Context manager in which ranks may run out of batches at different times."""
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.done.loaders:
@@ -168,7 +168,7 @@ class Preparer:
             yield
 
     def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Loader:
-        """The loader, prepared. Any: a DataLoader of any element type, and the user's own slicing."""
+        """Prepare a loader."""
         prepared = prepare_loader(
             loader,
             ctx=self._ctx,

@@ -69,7 +69,7 @@ class Process:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Ranks: every rank."""
+        """Block until every process has reached this call. Ranks: every rank."""
         self.ctx.world.barrier("wait_for_everyone")
 
     def print(self, *args: Any, **kwargs: Any) -> None:  # Any: print's own arguments
@@ -119,32 +119,26 @@ class Process:
         vote(self.ctx.world, error, label)
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """The function, run on the main process only; None elsewhere."""
+        """Decorate a function to run on the main process only; it returns None elsewhere."""
         return self._only(lambda: self.is_main_process, function)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """The function, run on each node's main process only; None elsewhere."""
+        """Decorate a function to run on each node's main process only; it returns None elsewhere."""
         return self._only(lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """The function, run on the last process only; None elsewhere."""
+        """Decorate a function to run on the last process only; it returns None elsewhere."""
         return self._only(lambda: self.is_last_process, function)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """The function, run on one process only; also usable as `@on_process(process_index=2)`.
-
-        Any: a function, or a decorator when called without one.
-        """
-        if function is None:
+        """Decorate a function to run on one process only; also usable as `@on_process(process_index=2)`."""
+        if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(lambda: self.process_index == process_index, function)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """The function, run on one process of each node; also usable as `@on_local_process(local_process_index=1)`.
-
-        Any: a function, or a decorator when called without one.
-        """
-        if function is None:
+        """Decorate a function to run on one process of each node: `@on_local_process(local_process_index=1)`."""
+        if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(lambda: self.local_process_index == local_process_index, function)
 
@@ -158,19 +152,19 @@ class Process:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's share of a list, tuple, dict of those, tensor or dataset.
+        """Context manager that yields this process's share of a list, tuple, dict of those, tensor or dataset.
 
-        Shares differ by at most one; with `apply_padding` the last element is repeated until all are equal.
-        Any: the caller's own container comes back as the same kind.
+        Shares differ by at most one element; with `apply_padding` the last element is repeated until all are equal.
         """
+        # Any: the caller's own container; the share is of the same kind.
         yield share(inputs, self.process_index, self.num_processes, apply_padding)
 
     def set_trigger(self) -> None:
-        """Raise the flag that `check_trigger` shows on every process. Ranks: any."""
+        """Set a flag that `check_trigger` returns on every process. Ranks: any."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the trigger; it is lowered again. Ranks: every rank."""
+        """Whether any process has set the trigger; the call resets it. Ranks: every rank."""
         return self._trigger.check()
 
 
@@ -181,7 +175,7 @@ def start_here(cpu: bool = False) -> ProcessContext:
 
 
 def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
-    """Where share number `index` begins and ends when `length` things are dealt out in order; the first get more."""
+    """The start and end of contiguous share `index` of `length` elements; the first shares get one more."""
     each, rest = divmod(length, shares)
     start = index * each + min(index, rest)
     return start, start + each + (index < rest)

@@ -56,7 +56,7 @@ class Parts:
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
-    """The parts for these constructor arguments. Any: settings of every type. Ranks: every rank."""
+    """The parts for these constructor arguments. Ranks: every rank."""
     resolved = _settings(given)
     config = resolved.config
     ctx = context or _context(config)

@@ -223,7 +223,7 @@ def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> N
 
 
 def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
-    """Upload a folder to the Hub, creating the repository if it is new. Any: huggingface_hub's own options and result.
+    """Upload a folder to the Hub, creating the repository if it is new.
 
     Ranks: main only.
     """

@@ -22,7 +22,7 @@ from hasten.modules.stages import stage_part
 def model_component(
     model: nn.Module, fmt: Format = "safetensors", weights: Mapping[str, Any] | None = None
 ) -> Component:
-    """The model's state; `weights` in its place when a save hook has edited it. Any: extra state is the user's."""
+    """The model's state; `weights` in its place when a save hook has edited it."""
     state = dict(model.state_dict(keep_vars=True)) if weights is None else dict(weights)
     tensors = {plain_name(key): as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
     extra = {plain_name(key): value for key, value in state.items() if not isinstance(value, Tensor)}

@@ -350,7 +350,7 @@ class RemoteStore:
         if num_bytes > usage.free:
             raise CheckpointError(
                 f"{self._url}/{name} has {num_bytes / 1e6:,.1f} MB to download and the disk of {folder.parent} has "
-                f"{usage.free / 1e6:,.1f} MB free. Nothing was loaded. Make room there, or set TMPDIR to a folder on a larger "
+                f"{usage.free / 1e6:,.1f} MB free. Nothing was loaded. Free space there, or set TMPDIR to a folder on a larger "
                 "disk."
             )
 

@@ -46,14 +46,14 @@ class Comm(Protocol):
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every member's object, in order of rank. Any: objects are the caller's.
+        """Every member's object, in order of rank.
 
         Raises: CommError on every member if an object cannot be sent, or was not sent by a member.
         """
         ...
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object of member `src`. Any: objects are the caller's."""
+        """The object of member `src`."""
         ...
 
     def session(self) -> Session:

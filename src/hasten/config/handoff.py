@@ -44,7 +44,7 @@ def _entry(name: str, value: Any, kind: str, detail: str) -> Entry:
 
 
 def _travels(value: Any) -> bool:
-    """Whether a value survives the journey: functions and objects stay where they are."""
+    """Whether a value is serialisable: functions and objects are not."""
     try:
         json.dumps(encode(value))
     except TypeError:

@@ -20,7 +20,7 @@ from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.config.tracking import ProfileKwargs, TrackingConfig
 
 Fields: TypeAlias = Mapping[str, Any]
-"""A section as a mapping of its fields. Any: settings of every type."""
+"""A section as a mapping of its fields."""
 
 
 class Keywords(TypedDict, total=False):

@@ -115,7 +115,7 @@ class SeededOrder:
 
 
 class DistributedOrder:
-    """The user's own DistributedSampler: it has dealt the samples out already, so its order is this rank's alone."""
+    """The user's own DistributedSampler: it has already split the samples, so its order is for this rank only."""
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         self.sampler = sampler

@@ -55,7 +55,7 @@ class IndexedReader:
 
 @dataclass(frozen=True, slots=True)
 class BatchReader:
-    """Whole batches of a source that reads for everyone: dealt out one a rank, or split by rows."""
+    """Whole batches of a source that reads for every rank: one batch per rank, or each batch split by rows."""
 
     num_shards: int
     split: bool

@@ -36,7 +36,7 @@ class Assignment:
     split: tuple[int, int] | None = None
     """(number of shares, share) when each batch of the user's batch sampler is split over the ranks."""
     stride: int = 1
-    """Ranks that the user's own DistributedSampler has dealt the order out to."""
+    """The number of ranks that the user's own DistributedSampler splits the order over."""
 
     @property
     def unit(self) -> Unit:

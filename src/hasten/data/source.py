@@ -200,7 +200,7 @@ class IndexedSource:
             if not notes:
                 raise DataError(
                     f"{type(self._loader).__name__} gave a batch that was not asked for (rank {self._rank}, batch "
-                    f"{number}): it overrides how a DataLoader iterates, so samples cannot be dealt out to ranks. "
+                    f"{number}): it overrides how a DataLoader iterates, so samples cannot be split over ranks. "
                     f"Prepare a plain DataLoader, and wrap the prepared one."
                 )
             indices, real, last = take()

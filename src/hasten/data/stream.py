@@ -193,7 +193,7 @@ class StreamSource:
         own = self._cutting.sharing != "strided"
         if shards != self._cutting.num_shards or ("shards" in stream) != own:
             raise DataError(
-                f"the stream's position was saved with the dataset's shards dealt out to {shards} rank(s), and there "
+                f"the stream's position was saved with the dataset's shards split over {shards} rank(s), and there "
                 f"are {self._cutting.num_shards} now; a rank's part is another one, so samples would be lost or "
                 f"repeated. Resume on {shards} data-parallel processes, or use dispatch_batches=True from the start."
             )
@@ -235,7 +235,7 @@ def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def agreed(items: Iterator[Item], comm: Comm, drop_last: bool, mark: Mark, first: Any = None) -> Iterator[Item]:
-    """The same items on a step count that all ranks share: one small exchange a step, before the batch is handed out.
+    """The same items on a step count that all ranks share: one small exchange a step, before the batch is returned.
 
     A rank that runs out early repeats the epoch's first batch as padding until the others are done, or with
     `drop_last` all end with the first that does. `mark` is where the items begin, and `first` the epoch's first batch

@@ -21,19 +21,19 @@ class ModelHook:
     """Run the forward without gradients."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """The module, made ready, when the hook is attached."""
+        """Called when the hook is attached; returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Args, Kwargs]:
-        """The arguments the forward is called with."""
+        """Called before the forward; returns the arguments it is called with."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """The output the caller gets."""
+        """Called after the forward; returns the output the caller gets."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """The module, as it was, when the hook is taken off."""
+        """Called when the hook is removed; returns the module as it was."""
         return module
 
 
@@ -89,7 +89,7 @@ def hook_of(module: nn.Module) -> ModelHook | None:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """The module with `hook` around its forward; it takes the place of an earlier hook unless it is appended."""
+    """Attach `hook` to a module's forward; it replaces an earlier hook unless `append` is set."""
     earlier = hook_of(module)
     if earlier is not None and append:
         chain = [*(earlier.hooks if isinstance(earlier, SequentialHook) else [earlier]), hook]
@@ -105,7 +105,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """The module without its hook, and with `recurse` without those of its parts."""
+    """Remove a module's hook, and with `recurse` those of its submodules."""
     hook = hook_of(module)
     if hook is not None:
         module = hook.detach_hook(module)

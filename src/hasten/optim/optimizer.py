@@ -17,7 +17,7 @@ from hasten.precision.base import APPLIED, Precision, StepResult
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, stepping and clearing only when a window of micro-steps ends.
+    """Wraps the user's optimizer; it steps and clears gradients only when an accumulation window ends.
 
     Everything it holds (groups, state, hooks, options) is the inner optimizer's own.
     """
@@ -113,7 +113,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     @property
     def untouched(self) -> bool:
-        """Whether training has not begun: no step was tried and no loss is on its way."""
+        """Whether training has not begun: no step was attempted and no backward has run."""
         return self.num_attempts == 0 and self._clock.boundary and self._clock.in_flight == 0
 
     @property
@@ -122,7 +122,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self._clock.boundary
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: the inner one's
-        """Update the parameters if the window ends here; what the inner optimizer returns.
+        """Update the parameters if the window ends here; returns what the inner optimizer returns.
 
         Ranks: every rank, like any backward before it.
         """
@@ -200,7 +200,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def settled_in(self, serial: int) -> bool:
-        """Whether the gradients have their final size for this window."""
+        """Whether the gradients are unscaled and normalised for this window."""
         return self._settled == serial
 
     def note_gradients(self) -> None:
@@ -209,17 +209,17 @@ class PreparedOptimizer(torch.optim.Optimizer):
             self._share.note(self.parameters)
 
     def clear_late(self) -> None:
-        """Clear the gradients if `zero_grad` was put off until the window's end."""
+        """Clear the gradients if `zero_grad` was deferred until the window's end."""
         if self._share.clears_late is not None:
             self._clear(self._share.clears_late)
 
     @property
     def due(self) -> bool:
-        """Whether the gradients may not yet have their final size: the loss is scaled, or the window needs correction."""
+        """Whether the gradients may still need unscaling or normalising: the loss is scaled, or the window needs correction."""
         return self._scaled or self._clock.pending
 
     def settle(self) -> None:
-        """Bring the gradients to their final size, before they are read or used; harmless to repeat.
+        """Unscale and normalise the gradients before they are read or used; a second call does nothing.
 
         Ranks: every rank.
         """

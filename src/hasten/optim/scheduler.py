@@ -40,7 +40,7 @@ class PreparedScheduler(LRScheduler):
         return rates
 
     def get_lr(self) -> Any:
-        """The inner scheduler's next learning rates. Any: some schedulers return tensors."""
+        """The inner scheduler's next learning rates."""
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:

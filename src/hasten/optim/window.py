@@ -31,7 +31,7 @@ class Holder(Protocol):
     def parameters(self) -> list[Tensor]: ...
 
     def settled_in(self, serial: int) -> bool:
-        """Whether its gradients have their final size for this window."""
+        """Whether its gradients are unscaled and normalised for this window."""
         ...
 
     def note_gradients(self) -> None:

@@ -21,7 +21,7 @@ class StepResult:
     scale: float | None = None
     """The loss scale in force, when the loss is scaled."""
     value: Any = None
-    """What the optimizer's own step returned. Any: the optimizer's business."""
+    """What the optimizer's own `step()` returned."""
 
 
 APPLIED: Final = StepResult(applied=True)
@@ -55,7 +55,7 @@ class Precision(Protocol):
         ...
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the optimizer's gradients back to their true size; harmless to repeat before its step.
+        """Unscale the optimizer's gradients; a second call before its step does nothing.
 
         Ranks: every rank, when losses are scaled.
         """

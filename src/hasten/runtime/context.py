@@ -15,7 +15,7 @@ from hasten.runtime.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class ProcessContext:
-    """The process's place in the world, its device, and the groups it can talk to."""
+    """The process's rank, its device, and its process groups."""
 
     topology: Topology
     mesh: MeshSpec
@@ -33,10 +33,10 @@ class ProcessContext:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that speaks for all."""
+        """Whether this is rank 0 of the world."""
         return self.topology.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the one process that speaks for its node."""
+        """Whether this is the first rank of its node."""
         return self.topology.local_rank == 0

@@ -113,7 +113,7 @@ class Spread(Transform, KeepsLoopState, Protocol):
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Every parameter and buffer whole. Any: tensors and extra state. Ranks: every rank."""
+        """The full, unsharded state dict. Ranks: every rank."""
         ...
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -121,7 +121,7 @@ class Spread(Transform, KeepsLoopState, Protocol):
         ...
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """A block in which ranks may run out of batches at different times."""
+        """Context manager in which ranks may run out of batches at different times."""
         ...
 
 
@@ -139,11 +139,11 @@ class Strategy(KeepsLoopState, Protocol):
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which backward leaves gradients unsynchronised."""
+        """Context manager in which backward does not synchronise gradients."""
         ...
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backpropagate. Any: torch's own keywords."""
+        """Backpropagate; keywords are passed to `Tensor.backward`."""
         ...
 
     def forward_backward(
@@ -161,7 +161,7 @@ class Strategy(KeepsLoopState, Protocol):
         ...
 
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which weights may be written into the user's module; every copy follows. Ranks: every rank."""
+        """Context manager in which weights may be written into the user's module; all copies are updated. Ranks: every rank."""
         ...
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
@@ -177,7 +177,7 @@ class Strategy(KeepsLoopState, Protocol):
         ...
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
-        """A block in which ranks may run out of batches at different times."""
+        """Context manager in which ranks may run out of batches at different times."""
         ...
 
 

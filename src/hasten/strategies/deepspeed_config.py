@@ -34,7 +34,7 @@ class Facts:
     """The batch size of the loader prepared along; None when there is none."""
     hidden_size: int | None = None
     optimizer: Mapping[str, Any] | None = None
-    """Options of a placeholder optimizer; None when the script has a real one. Any: numbers and pairs."""
+    """Options of a placeholder optimizer; None when the script has a real one."""
     scheduler: Mapping[str, Any] | None = None
     """Options of a placeholder scheduler; None when there is none."""
     on_cpu: bool = True

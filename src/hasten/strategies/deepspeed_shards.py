@@ -51,7 +51,7 @@ class Shard:
 
 
 def shards_of(engine: Any, stage: int) -> Iterator[Shard]:
-    """A shard for each trainable parameter. Any: DeepSpeed is untyped."""
+    """A shard for each trainable parameter."""
     optimizer = engine.optimizer
     if stage == 3:
         yield from _partitioned(optimizer)
@@ -94,7 +94,7 @@ def _partitioned(optimizer: Any) -> Iterator[Shard]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Where this rank's part of a ZeRO-3 parameter begins, and its size without padding. Any: DeepSpeed's attributes."""
+    """Where this rank's part of a ZeRO-3 parameter begins, and its size without padding."""
     share = parameter.partition_numel()
     offset = min(share * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
     return offset, min(share, parameter.ds_numel - offset)
