@@ -29,7 +29,7 @@ GRACE_S: Final = 8.0  # threads and children that were told to stop may need a m
 IGNORED_VARIABLES: Final = frozenset({"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"})
 IGNORED_FILES: Final = (
     *("/dev/null", "/dev/urandom", "/dev/random", "/proc/", "/sys/", "/dev/nvidia"),
-    "/tmp/perf-",  # torch's matrix library keeps a map of the code it generates, open for ever (Arm processors)
+    "/tmp/perf-",  # torch's matrix library keeps a map of the code it generates, open forever (Arm processors)
 )
 IGNORED_CHILDREN: Final = ("resource_tracker", "forkserver", "semaphore_tracker")
 WATCHED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)

@@ -64,7 +64,7 @@ def kind_of(value: Any) -> Kind:  # Any: whatever the user gave
         return "loader"
     hint = "wrap the dataset in a torch.utils.data.DataLoader" if isinstance(value, Dataset) else "leave it out"
     raise PrepareError(
-        f"prepare() got an object of type {type(value).__name__}, which is no model, optimizer, scheduler or "
+        f"prepare() got an object of type {type(value).__name__}, which is not a model, optimizer, scheduler or "
         f"DataLoader, so nothing would be done with it; {hint}."
     )
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timed
 
 @pytest.fixture(scope="module", autouse=True)
 def native_leftovers() -> None:
-    """The first store of a process makes a pipe that its native library keeps for ever: let it be made before we look."""
+    """The first store of a process makes a pipe that its native library keeps forever: let it be made before we look."""
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -93,7 +93,7 @@ def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str
     assert "HASTEN_CONFIG" not in os.environ
 
 
-# What the agent and the launcher add to the plan's variables, for every launch in the same way.
+# What the agent and the launcher add to the plan's variables, forevery launch in the same way.
 ADDED: Final = frozenset(
     (
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -86,7 +86,7 @@ HARMLESS: Final = ("long_first", "long_everywhere", "long_save")
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The socket of a process that forks ranks."""
-    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its native library keeps a pipe for ever
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # its native library keeps a pipe forever
     path = str(tmp_path_factory.mktemp("warm") / "socket")
     server = subprocess.Popen(
         [sys.executable, str(HERE / "rank_zygote.py"), "serve", path], stdout=subprocess.PIPE, text=True

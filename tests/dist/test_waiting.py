@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timed
 
 @pytest.fixture(scope="module", autouse=True)
 def native_leftovers() -> None:
-    """The first store of a process makes a pipe that its native library keeps for ever: let it be made before we look."""
+    """The first store of a process makes a pipe that its native library keeps forever: let it be made before we look."""
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

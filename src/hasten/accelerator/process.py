@@ -96,7 +96,7 @@ class Process:
             return
         if self._ordering is not None:
             raise CommError(
-                f"{label} was entered inside {self._ordering}; the processes would wait for each other for ever. "
+                f"{label} was entered inside {self._ordering}; the processes would wait for each other forever. "
                 "Leave the outer block first, or use the same one for both."
             )
         if not first:  # the first may prepare data for hours: no timeout, but a word in the log

@@ -266,7 +266,7 @@ def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_s
     if strict:
         raise CheckpointError(
             f"{checkpoint.folder}: the {type(thing).__name__} registered for checkpointing ({name}) had a state of its own "
-            f"on each of the {saved_world} processes, which cannot be shared out over {world_size}. Nothing was loaded. "
+            f"on each of the {saved_world} processes, which cannot be split over {world_size}. Nothing was loaded. "
             f"Resume on {saved_world} processes, make its state equal on every rank before saving, or load with "
             f"strict=False: rank r then takes the state of rank r % {saved_world}."
         )

@@ -153,7 +153,7 @@ def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
     if any(key.startswith(PARTIAL) for found in everyone for key in found.pieces):
         raise CheckpointError(
             f"the checkpoint was saved inside an accumulation window of {len(everyone)} processes that shard and replicate, "
-            f"whose gradients are reduced in part and cannot be shared out over {here.world_size} processes or another "
+            f"whose gradients are reduced in part and cannot be split over {here.world_size} processes or another "
             f"layout. Nothing was loaded. Resume on {len(everyone)} processes with the same strategy, mesh and wrapping, "
             "or save where a window ends (accelerator.sync_gradients)."
         )

@@ -23,7 +23,7 @@ def as_dtype(dtype: DType) -> torch.dtype | None:
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise ConfigError(f"{dtype!r} is no dtype of torch; write for example 'bfloat16'.")
+            raise ConfigError(f"{dtype!r} is not a torch dtype; write for example 'bfloat16'.")
         return found
     return dtype
 
@@ -61,7 +61,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, DeviceKey]:
-    """A device for every part of the model: accelerators are filled in order, then "cpu", then "disk".
+    """A device forevery part of the model: accelerators are filled in order, then "cpu", then "disk".
 
     Modules of `no_split_module_classes` stay whole, tied weights stay together, and when parts are offloaded the first
     accelerator keeps room to stream them. `verbose` logs the reasons.

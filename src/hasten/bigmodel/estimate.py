@@ -72,12 +72,12 @@ def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_c
                 model: nn.Module = library.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{target!r} is no folder here, and the Hub gives no model of that name ({str(error).splitlines()[0]}). "
+                f"{target!r} is not a folder here, and the Hub gives no model of that name ({str(error).splitlines()[0]}). "
                 "Give a folder with weights, a model's name, or module:function."
             ) from error
         return of_model(model, target, inputs)
     raise ConfigError(
-        f"{target!r} is no folder of weights and no module:function. Install transformers for models of the Hub."
+        f"{target!r} is neither a folder of weights nor module:function. Install transformers for models of the Hub."
     )
 
 

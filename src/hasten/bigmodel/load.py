@@ -281,7 +281,7 @@ def work_out(
         return device_map
     if device_map not in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ConfigError(
-            f"device_map={device_map!r} is no way to place a model; use 'auto', 'balanced', 'balanced_low_0', "
+            f"device_map={device_map!r} is not a way to place a model; use 'auto', 'balanced', 'balanced_low_0', "
             "'sequential' or a map from names to devices."
         )
     limits: Mapping[DeviceKey, int | str] | None = max_memory

@@ -47,7 +47,7 @@ def parse_size(size: int | str) -> int:
                 return int(float(head) * factor)
             except ValueError:
                 break
-    raise ConfigError(f"{size!r} is no size of a file; write it as 10GB, 500MB or 2GiB.")
+    raise ConfigError(f"{size!r} is not a file size; write it as 10GB, 500MB or 2GiB.")
 
 
 def save_model(
@@ -229,7 +229,7 @@ def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
     """
     root = Path(folder)
     if not root.is_dir():
-        raise ConfigError(f"{folder} is no folder; save the model there before pushing it.")
+        raise ConfigError(f"{folder} is not a folder; save the model there before pushing it.")
     api = need("huggingface_hub", why="pushing to the Hub").HfApi(token=options.pop("token", None))
     api.create_repo(repo_id, exist_ok=True, private=options.pop("private", None))
     ignore = [".hasten-*", *options.pop("ignore_patterns", [])]

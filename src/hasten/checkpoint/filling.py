@@ -139,7 +139,7 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> int:
             _read(stretch, fd, _places(stretch, buffer))
     except OSError as error:
         raise CheckpointError(
-            f"{stretch.file.path}: cannot be read any more ({error}). Look after the disk, and "
+            f"{stretch.file.path}: cannot be read any more ({error}). Check the disk, and "
             "load this or another checkpoint."
         ) from error
     finally:

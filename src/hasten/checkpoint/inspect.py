@@ -70,7 +70,7 @@ def find(place: str) -> tuple[CheckpointStore, str]:
         if any(number_of(other) is not None for other in inside.names()):
             return inside, newest(inside)
     raise IncompleteCheckpointError(
-        f"{place} is no complete checkpoint of hasten and holds none (no {MANIFEST_NAME}). Give another folder, or "
+        f"{place} is not a complete hasten checkpoint and holds none (no {MANIFEST_NAME}). Give another folder, or "
         "convert it with `hasten ckpt convert`."
     )
 

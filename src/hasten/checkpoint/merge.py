@@ -52,7 +52,7 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False) 
     """
     folder = Path(source)
     if not folder.is_dir():
-        raise IncompleteCheckpointError(f"{source} is no folder. Give the folder that another tool saved.")
+        raise IncompleteCheckpointError(f"{source} is not a folder. Give the folder that another tool saved.")
     components: dict[str, Component] = {}
     for name, state in _models(folder, allow_pickle).items():
         components[name] = Component(state, None, "model")

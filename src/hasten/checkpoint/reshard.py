@@ -29,7 +29,7 @@ def dtensor_slice(tensor: DTensor) -> Slice:
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise CheckpointError(
-            f"a tensor with placements {placements} holds partial sums, which are no state; reduce it before saving "
+            f"a tensor with placements {placements} holds partial sums, which are not a state that can be saved; reduce it before saving "
             "(call redistribute with Replicate or Shard)."
         )
     local: Tensor = tensor.to_local()

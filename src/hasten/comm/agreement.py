@@ -29,7 +29,7 @@ def vote(comm: Comm, error: BaseException | None, label: str) -> None:
         raise error
     quoted = "; ".join(f"rank {comm.ranks[i]} raised {text}" for i, text in enumerate(reports) if text is not None)
     raise PeerFailedError(
-        f"{label}: {quoted.rstrip('.')}. This rank stops here so that nobody waits for ever; fix the error of the rank named first."
+        f"{label}: {quoted.rstrip('.')}. This rank stops here so that nobody waits forever; fix the error of the rank named first."
     )
 
 

@@ -56,8 +56,8 @@ def decode(data: bytes | memoryview) -> Any:
         return msgspec.msgpack.decode(data, ext_hook=_raise_ext)
     except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         raise CommError(
-            f"a message of {len(data)} bytes from another rank cannot be decoded ({error}): it was damaged on its way or "
-            f"does not come from this version of hasten. Use the same version on every machine."
+            f"a message of {len(data)} bytes from another rank cannot be decoded ({error}): it was damaged in transit or "
+            f"was not sent by this version of hasten. Use the same version on every machine."
         ) from error
 
 

@@ -91,9 +91,7 @@ def read(path: Path | str) -> SettingsFile:
 
 def contents(path: Path) -> str:
     """The text of a settings file; a device, a pipe or a file too large for settings is refused before it is read."""
-    descriptor = os.open(
-        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-    )  # a pipe nobody writes to would wait for ever
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe nobody writes to would wait forever
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

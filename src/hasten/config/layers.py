@@ -225,7 +225,9 @@ def _handlers(handlers: Iterable[Any]) -> list[Entry]:
         kind = next((cls for cls in HANDLERS if isinstance(handler, cls)), None)
         if kind is None:
             known, name = ", ".join(cls.__name__ for cls in HANDLERS), type(handler).__name__
-            raise UnknownSettingError(f"kwargs_handlers holds {name}, which has no place; known are {known}.")
+            raise UnknownSettingError(
+                f"kwargs_handlers holds {name}, which is not a settings class; known are {known}."
+            )
         if kind in seen:
             raise ContradictionError(f"kwargs_handlers holds {kind.__name__} twice; only one could count, keep one.")
         seen.add(kind)

@@ -22,7 +22,7 @@ Form = Literal["rows", "batches", "items"]
 
 Lot = tuple[Any, int | None, bool]
 """One batch of indices for this rank: what the dataset is indexed with, rows that are not padding (None for all), and
-whether it is the rank's last of the epoch. A plain tuple, because one is made for every batch."""
+whether it is the rank's last of the epoch. A plain tuple, because one is made forevery batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Assignment:
         if at.consumed % self.stride:
             raise DataError(
                 f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
-                f"DistributedSampler deals to, so samples would be lost or read twice. Resume on a number of processes "
+                f"DistributedSampler splits over, so samples would be lost or read twice. Resume on a number of processes "
                 f"that divides {at.consumed}, or leave the sampler out: prepare() shards the loader by itself."
             )
         return at.consumed // self.stride
@@ -152,7 +152,7 @@ class Assignment:
     def _shares_of(self, round_: list[Lot | None]) -> list[Lot | None]:
         assert self.split is not None, "only split assignments share batches"
         lot = round_[0]
-        assert lot is not None, "a drawn batch is there for everyone"
+        assert lot is not None, "a drawn batch is there foreveryone"
         return [self._share_of(lot, share) for share in range(self.split[0])]
 
     def _share_of(self, lot: Lot, share: int) -> Lot:

@@ -96,7 +96,7 @@ def _wait_for_all(
             words = f"{', '.join(missing)} of {count}"
             if elapsed > timeout_s:
                 raise LaunchError(
-                    f"{words} did not check in within {timeout_s:g} s, so the job cannot start complete. "
+                    f"{words} did not check in within {timeout_s:g} s, so the job cannot start. "
                     f"Start the same command there, check that it reaches this address, or raise "
                     f"--rdzv_conf join_timeout=SECONDS."
                 )
@@ -152,7 +152,7 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
     if found := disagreements(reports):
         lines = "\n".join(f"  - {line}" for line in found)
         raise LaunchError(
-            f"the machines do not run the same thing, so they would train apart or hang:\n{lines}\n"
+            f"the machines do not run the same thing, so they would diverge or hang:\n{lines}\n"
             f"Bring the same files and packages to every machine (or allow it: --check_in warn)."
         )
 

@@ -178,7 +178,7 @@ def agreed_code(codes: Sequence[int]) -> int:
 
 
 class Watch:
-    """Looks after the other machines in a thread of its own, because a store whose network is gone blocks for ever."""
+    """Looks after the other machines in a thread of its own, because a store whose network is gone blocks forever."""
 
     def __init__(self, peers: Peers, lost: str) -> None:
         self._peers = peers

@@ -84,7 +84,7 @@ def _listener(address: str, port: int, alone: bool) -> socket.socket:
 def _everywhere(address: str, port: int) -> socket.socket:
     """All interfaces: behind a service name, the others come in by an address that this machine does not know."""
     log.warning(
-        "the store listens on all interfaces, because %s is no address of this machine's own; give the address of one of its "
+        "the store listens on all interfaces, because %s is not an address of this machine; give the address of one of its "
         "interfaces as main_process_ip to listen there alone",
         address,
     )

@@ -98,7 +98,7 @@ class Replicated(DistributedDataParallel):
         who = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "") or "some parameters"
         return (
             f"in the last step these parameters of {type(self.module).__name__} took no part in the loss: {who}. "
-            "The processes would wait for their gradients for ever. Use every output in the loss, freeze the "
+            "The processes would wait for their gradients forever. Use every output in the loss, freeze the "
             "parameters with requires_grad_(False), or pass "
             "DistributedDataParallelKwargs(find_unused_parameters=True)."
         )

@@ -68,7 +68,7 @@ def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) ->
             parent = dict(model.named_modules()).get(point.rpartition(".")[0])
             if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(parent.named_children()):
                 raise ConfigError(
-                    f"pp_handler.split_points names {point!r}, which is no member of a ModuleList or Sequential of "
+                    f"pp_handler.split_points names {point!r}, which is not a member of a ModuleList or Sequential of "
                     f"{name}; a stage begins with a block of such a list. Its lists are: {_few(list(_lists(model)))}."
                 )
         if len(parents) > 1:
@@ -113,7 +113,7 @@ def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -
     for setting, names in (("first_stage", config.first_stage), ("last_stage", config.last_stage)):
         if unknown := sorted(set(names) - {*first, *last}):
             raise ConfigError(
-                f"pp_handler.{setting} names {unknown[0]!r}, which is no module with weights beside the blocks of "
+                f"pp_handler.{setting} names {unknown[0]!r}, which is not a module with weights beside the blocks of "
                 f"{type(model).__name__}; those are: {_few([*first, *last])}."
             )
     return tuple(first), tuple(last)

@@ -60,7 +60,7 @@ class Wire:
         return hidden
 
     def settle(self) -> None:
-        """Wait for everything that was sent."""
+        """Wait foreverything that was sent."""
         for work, _ in self._flying:
             work.wait()
         self._flying.clear()
@@ -103,7 +103,7 @@ def _describe(tree: Any) -> Any:
         of = {str(key): _describe(part) for key, part in tree.items()}
         return {"dict": of} if kind is dict else {"output": [kind.__module__, kind.__qualname__, of]}
     raise StepError(
-        f"the model returned a {kind.__name__}, which cannot be handed to the other pipeline stages. Return tensors, or "
+        f"the model returned a {kind.__name__}, which cannot be sent to the other pipeline stages. Return tensors, or "
         "tuples, lists and dicts of them."
     )
 

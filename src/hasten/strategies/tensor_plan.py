@@ -77,7 +77,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, lenient: bo
         style = dict(_ALIASES).get(word, word)
         if style not in STYLES and not lenient:
             raise ConfigError(
-                f"{source}: {pattern!r} asks for {word!r}, which is no way to split a layer; use one of "
+                f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
                 f"{', '.join(STYLES)}."
             )
         matches = re.compile(translate(pattern)).match

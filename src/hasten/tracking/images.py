@@ -34,7 +34,7 @@ def as_pixels(name: str, value: Any) -> list[Pixels]:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim != 4 or array.shape[3] not in _CHANNELS:
         raise TrackerError(
-            f"{name!r} has the shape {tuple(np.shape(array))}, which is no image; it was dropped. "
+            f"{name!r} has the shape {tuple(np.shape(array))}, which is not an image; it was dropped. "
             "Give (H,W), (H,W,C), (C,H,W) or a batch of these, with 1, 3 or 4 channels."
         )
     if array.dtype.kind == "f":

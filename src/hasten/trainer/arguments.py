@@ -156,20 +156,22 @@ class TrainingArguments:
             if name not in known:
                 near = get_close_matches(name, known, n=1, cutoff=0.6)
                 hint = f"did you mean {near[0]!r}?" if near else "the names are listed in docs/trainer.md."
-                raise UnknownSettingError(f"TrainingArguments has no setting {name!r}, so it would act nowhere; {hint}")
+                raise UnknownSettingError(
+                    f"TrainingArguments has no setting {name!r}, so it would have no effect; {hint}"
+                )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                raise SettingValueError(f"{name}={value!r} means nothing; give one of {', '.join(choices)}.")
+                raise SettingValueError(f"{name}={value!r} is not a known value; give one of {', '.join(choices)}.")
         for name, least in _AT_LEAST.items():
             if (value := getattr(self, name)) < least:
                 raise SettingValueError(f"{name}={value!r} is below {least}; give a number from {least} up.")
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise SettingValueError(
-                    f"{name}={value!r} is no number of updates; give one from 1 up, or a part of the training between 0 and 1."
+                    f"{name}={value!r} is not a number of updates; give one from 1 up, or a part of the training between 0 and 1."
                 )
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs == 0):
             raise SettingValueError(

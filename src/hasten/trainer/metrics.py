@@ -67,7 +67,7 @@ def _logits(found: EvalPrediction, ndim: int) -> Array:
     logits = np.asarray(first)
     if logits.ndim != ndim:
         raise DataError(
-            f"predictions have the shape {logits.shape} instead of {ndim} dimensions, so they are no scores of classes; "
+            f"predictions have the shape {logits.shape} instead of {ndim} dimensions, so they are not class scores; "
             "let the model return its logits first, or pick them with preprocess_logits_for_metrics."
         )
     return logits

@@ -74,7 +74,7 @@ def _fsdp(args: TrainingArguments) -> Any:  # Any: the plugin's own class
     words = args.fsdp.split() if isinstance(args.fsdp, str) else [] if isinstance(args.fsdp, bool) else list(args.fsdp)
     for word in words:
         if word not in _FSDP_WORDS:
-            raise SettingValueError(f"fsdp={args.fsdp!r}: {word!r} means nothing; use {', '.join(_FSDP_WORDS)}.")
+            raise SettingValueError(f"fsdp={args.fsdp!r}: {word!r} is not a known value; use {', '.join(_FSDP_WORDS)}.")
     options: dict[str, Any] = {}
     if strategy := next((word for word in words if word.startswith(("full", "shard", "hybrid"))), None):
         options["sharding_strategy"] = strategy.upper()

@@ -16,7 +16,7 @@ from hasten.config import files, yaml_text
 from hasten.errors import ConfigError, ConfigFileError
 
 SIZE: Final = files.MOST_BYTES
-PATIENCE_S: Final = 20.0  # the old code took minutes, or for ever
+PATIENCE_S: Final = 20.0  # the old code took minutes, or forever
 
 
 def refused(path: Path, words: str) -> None:

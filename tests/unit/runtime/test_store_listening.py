@@ -23,7 +23,7 @@ def listening() -> set[str]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm() -> None:
-    """The first store of a process makes a pipe that its native library keeps for ever."""
+    """The first store of a process makes a pipe that its native library keeps forever."""
     store.serve("127.0.0.1", 0, WITHIN)
 
 
