@@ -50,7 +50,7 @@ def test_an_address_of_another_machine_opens_all_interfaces_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         store._listener("192.0.2.1", 0, alone=False).close()
-    assert "listens on all interfaces, because 192.0.2.1 is no address of this machine's own" in caplog.text
+    assert "listens on all interfaces, because 192.0.2.1 is not an address of this machine" in caplog.text
     # a host name that the machine calls 127.0.1.1: no other machine would reach that
     name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kw: name)

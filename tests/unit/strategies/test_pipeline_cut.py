@@ -56,7 +56,7 @@ def test_every_key_is_written_once_and_every_parameter_has_one_owner(stages: int
 
 
 def test_models_and_names_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is no member of a ModuleList or Sequential"):
+    with pytest.raises(ConfigError, match="is not a member of a ModuleList or Sequential"):
         cut(lm(), split_points=("head",))
     with pytest.raises(ConfigError, match="Name blocks of one list"):
         cut(nn.ModuleDict({"a": lm(), "b": lm()}), split_points=("a.blocks.1", "b.blocks.1"))
