@@ -520,6 +520,11 @@ def test_what_the_search_found_stays_mended(rank_pool: Pool, seed: int) -> None:
     assert check(draw(seed), rank_pool) in ("exact", "each sample once on another world")
 
 
+def test_a_batch_too_small_to_split_is_refused_by_every_rank(rank_pool: Pool) -> None:
+    """One rank alone raised once, and the others waited for it."""
+    assert check(draw(10_190), rank_pool) == "refused"
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="run this case alone")

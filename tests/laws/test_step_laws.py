@@ -14,11 +14,12 @@ import math
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -470,7 +471,7 @@ def check(case: Case, pool: Pool) -> str:
             if undisturbed is not None:
                 compare_bitwise(undisturbed, saved, 0)
         if case.kind != "dropout":
-            compare_with_torch(case, together(one.micros for one in whole), whole[0])
+            compare_with_torch(case, together(case.layout, whole), whole[0])
         if not rests:
             args = (case, case.new_layout, Path(folder), True)
             rests = pool.run(run, case.new_layout[1], *args, timeout_s=PATIENCE_S)
@@ -482,14 +483,15 @@ def check(case: Case, pool: Pool) -> str:
         for one, rest in zip(whole, rests, strict=True):
             compare_bitwise(one, rest, stop)
         return "exact"
-    steps = together(one.micros[:stop] for one in whole) + together(one.micros for one in rests)
+    steps = together(case.layout, whole, stop) + together(case.new_layout, rests)
     compare_with_torch(case, steps, rests[0])
     return "as in torch on another layout"
 
 
-def together(ranks: Iterable[list[Micro]]) -> list[tuple[Micro, ...]]:
-    """The micro-steps of all ranks, step after step."""
-    return list(zip(*ranks, strict=True))
+def together(layout: tuple[str, int], ranks: Sequence[Run], stop: int | None = None) -> list[tuple[Micro, ...]]:
+    """The micro-steps of the ranks that read different samples, step after step; ranks of a tensor-parallel group read the same."""
+    alike = {"tp": layout[1], "tp+ddp": 2, "tp+fsdp": 2}.get(layout[0], 1)
+    return list(zip(*(one.micros[:stop] for one in ranks[::alike]), strict=True))
 
 
 def law(pool: Pool) -> Law[Case]:
@@ -503,6 +505,12 @@ def test_a_seed_draws_one_case() -> None:
     assert {case.layout for case in drawn} == {case.new_layout for case in drawn} == set(LAYOUTS), (
         "every layout is drawn"
     )
+
+
+@pytest.mark.parametrize("seed", [10_122, 10_220])
+def test_a_weighted_window_goes_on_with_other_ranks_reading_the_same(rank_pool: Pool, seed: int) -> None:
+    """Four ranks with samples of their own save, and two tensor-parallel pairs resume in the middle of the window."""
+    assert check(draw(seed), rank_pool) == "as in torch on another layout"
 
 
 def test_random_runs_train_as_in_torch_and_resume_exactly(rank_pool: Pool) -> None:

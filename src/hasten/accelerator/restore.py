@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hasten.accelerator.rank_state import plan_options
 from hasten.accelerator.run_state import RunParts, load_packed, named_buffers, numbered_name, settle_loops
 from hasten.accelerator.undo import Stateful, Undo
-from hasten.accelerator.window_state import Gradients, Layout, plan_gradients, put_gradients
+from hasten.accelerator.window_state import Gradients, Layout, loss_ranks, plan_gradients, put_gradients, same_data
 from hasten.checkpoint.agreeing import Agreement
 from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.model_state import LoadReport, ModelPlan, plan_model
@@ -40,6 +40,7 @@ class Restore:
     gradients: Gradients | None = None
     buffers: dict[str, Tensor] = field(default_factory=dict)
     same_world: bool = True
+    """Whether each rank reads the samples that the rank of this number read in the saved run."""
     seed_generators: Callable[[], None] = lambda: None
 
     @property
@@ -186,7 +187,8 @@ def plan_restore(
     `models` are the user's own modules; None stands for one that a load hook takes care of.
     """
     saved_world = checkpoint.manifest.world_size
-    plan = Restore(parts, same_world=saved_world == world_size)
+    here = Layout(rank, world_size, mesh or checkpoint.manifest.mesh, {})
+    plan = Restore(parts, same_world=same_data(checkpoint, here))
     names = parameter_names(parts.plain_models())
     elsewhere = names_elsewhere(parts.plain_models(), names)
     for index, model in enumerate(models):
@@ -203,8 +205,8 @@ def plan_restore(
     plan.progress = checked_progress(load_packed(checkpoint, "progress", rank % saved_world))
     plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
     if "gradients" in checkpoint.manifest.components:
-        _plan_window(plan, checkpoint, Layout(rank, world_size, mesh or checkpoint.manifest.mesh, {}), strict)
-    if saved_world == world_size:
+        _plan_window(plan, checkpoint, here, strict)
+    if plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:
             plan.buffers = load_packed(checkpoint, "own_buffers", rank)
         plan.seed_generators = parts.randomness.restoring(load_packed(checkpoint, "random_states", rank), strict)
@@ -294,7 +296,7 @@ def _plan_window(plan: Restore, checkpoint: Checkpoint, here: Layout, strict: bo
     weighted = any(window["weighted"] for window in plan.progress["clock"]["windows"])
     plan.gradients = plan_gradients(checkpoint, models, names, here, weighted=weighted, strict=strict)
     if not plan.same_world:
-        plan.progress = {**plan.progress, "clock": _mean_clock(checkpoint, here.world_size, plan.progress["clock"])}
+        plan.progress = {**plan.progress, "clock": _mean_clock(checkpoint, here, plan.progress["clock"])}
 
 
 def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file holds
@@ -333,17 +335,19 @@ def _checked_loop(notes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mean_clock(checkpoint: Checkpoint, world_size: int, clock: dict[str, Any]) -> dict[str, Any]:
-    """The clock with the weight of every old rank shared out over the new ones."""
-    saved_world = checkpoint.manifest.world_size
-    others = [load_packed(checkpoint, "progress", other)["clock"]["windows"] for other in range(saved_world)]
+def _mean_clock(checkpoint: Checkpoint, here: Layout, clock: dict[str, Any]) -> dict[str, Any]:
+    """The clock with the window's total weight split evenly over the ranks that average their losses."""
+    manifest = checkpoint.manifest
+    others = [load_packed(checkpoint, "progress", other)["clock"]["windows"] for other in range(manifest.world_size)]
     if len({len(windows) for windows in others}) != 1:
         raise CheckpointError(
-            f"the {saved_world} ranks of the checkpoint stood in different accumulation windows, which cannot be shared "
-            f"out over {world_size}. Nothing was loaded. Resume on {saved_world} processes."
+            f"the {manifest.world_size} ranks of the checkpoint stood in different accumulation windows, which cannot be "
+            f"split over {here.world_size}. Nothing was loaded. Resume on {manifest.world_size} processes."
         )
+    copies = manifest.world_size / loss_ranks(manifest.mesh, manifest.world_size)  # ranks that read the same samples
+    each = 1 / (copies * loss_ranks(here.mesh, here.world_size))
     windows = [
-        {**window, "weight": sum(other[i]["weight"] for other in others) / world_size}
+        {**window, "weight": sum(other[i]["weight"] for other in others) * each}
         for i, window in enumerate(clock["windows"])
     ]
     return {**clock, "windows": windows}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from hasten.checkpoint.reader import Checkpoint, Found
 from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
 from hasten.errors import CheckpointError
 from hasten.modules.dtensors import is_dtensor
+from hasten.runtime.axes import AXES, BATCH, LOSS
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import PARTIAL, UNSHARDED
 
@@ -52,6 +54,19 @@ class Layout:
     groups: Mapping[str, list[str]]
 
 
+def loss_ranks(mesh: Mapping[str, int], world_size: int) -> int:
+    """The number of ranks whose losses are averaged; the other ranks of a mesh compute with the same samples."""
+    return math.prod(mesh.get(str(axis), 1) for axis in LOSS) if mesh else world_size
+
+
+def same_data(checkpoint: Checkpoint, here: Layout) -> bool:
+    """Whether each rank reads the samples that the rank of this number read in the run that saved."""
+    saved = checkpoint.manifest.mesh
+    apart = [str(axis) for axis in AXES if axis not in BATCH]
+    alike = not saved or not here.mesh or all(saved.get(axis, 1) == here.mesh.get(axis, 1) for axis in apart)
+    return alike and checkpoint.manifest.world_size == here.world_size
+
+
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """What each parameter's .grad will be on this rank, by name, and what wrapped models will hold besides."""
@@ -79,7 +94,7 @@ def plan_gradients(
     live = {names[id(p)]: p for model in models for p in model.parameters()}
     saved_world = checkpoint.manifest.world_size
     _refuse_other_stages(checkpoint.manifest.mesh, here.mesh)
-    if saved_world == here.world_size:
+    if same_data(checkpoint, here):
         mine = checkpoint.component("gradients", here.rank)
         if _fits(mine, live, checkpoint, here):
             return _as_they_are(mine)
@@ -91,7 +106,8 @@ def plan_gradients(
             "here holds. Nothing was loaded. Prepare the models that were saved, or load with strict=False."
         )
     # A weighted window is divided by the number of ranks at its end: the sum over ranks must stay, not the mean.
-    factor = saved_world / here.world_size if weighted else 1.0
+    saved_ranks = loss_ranks(checkpoint.manifest.mesh, saved_world)
+    factor = saved_ranks / loss_ranks(here.mesh, here.world_size) if weighted else 1.0
     moved = ((name, _moved(name, parameter, everyone, strict)) for name, parameter in live.items())
     return Gradients({name: value * factor if factor != 1.0 else value for name, value in moved if value is not None})
 

@@ -159,7 +159,7 @@ class Assignment:
         assert self.split is not None, "only split assignments share batches"
         num_shares, size = self.split[0], len(lot[0])
         mine = cut(size, num_shares, share, self.plan.even)
-        if not mine.rows:
+        if not cut(size, num_shares, num_shares - 1, self.plan.even).rows:  # raised by every rank, also those with rows
             raise DataError(
                 f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have "
                 f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
