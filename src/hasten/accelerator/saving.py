@@ -103,11 +103,6 @@ class Saving:
         """The number the next automatic checkpoint gets, unless higher ones exist."""
         return self._iteration
 
-    @property
-    def staged_bytes(self) -> int:
-        """Host memory that background saves hold."""
-        return self._writer.staging.num_bytes
-
     def reserve(self) -> None:
         """Take the host memory for background saves now, while training goes on, so that the first one is fast too.
 

@@ -13,7 +13,7 @@ from hasten.bigmodel.dispatch import Place, device_of
 from hasten.bigmodel.placed import detach, moved
 from hasten.bigmodel.units import tensors_in
 from hasten.errors import PrepareError
-from hasten.modules.hooks import Args, Kwargs, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from hasten.modules.hooks import Args, Kwargs, ModelHook, add_hook_to_module, remove_hook_from_module
 from hasten.modules.surgery import parent_of
 from hasten.trees import tensors
 
@@ -314,8 +314,3 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     """Take every hook, placement and streaming off a module and its parts."""
     detach(module)
     remove_hook_from_module(module, recurse=True)
-
-
-def hooks_in(hook: ModelHook) -> list[ModelHook]:
-    """The single hooks of a chain."""
-    return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,8 +181,3 @@ def _first_rank(checkpoint: Checkpoint, component: str) -> int | None:
 
 def _kept(tensor: Tensor, copy: bool) -> Tensor:
     return tensor.clone() if copy else tensor
-
-
-def names_of(rows: Sequence[Row]) -> list[str]:
-    """The names in a list."""
-    return [row.name for row in rows]

@@ -117,11 +117,6 @@ def meta_of(cls: type[Section], name: str) -> Meta:
     return cast(Meta, cls.__dataclass_fields__[name].metadata[_META])
 
 
-def field_types(cls: type[Section]) -> Mapping[str, Any]:
-    """Return the declared type of every field; config modules do not postpone annotations, so these are real types."""
-    return {name: spec.type for name, spec in cls.__dataclass_fields__.items()}
-
-
 def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = False) -> Any:
     """Return `value` as the field's type and within its range.
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hasten.optional import need
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -23,12 +22,6 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
         return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
-
-
-def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP2 shards this module."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return kind is not None and isinstance(module, kind)
 
 
 def placements() -> Any:  # Any: a module of torch's, typed nowhere

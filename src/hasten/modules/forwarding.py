@@ -88,16 +88,6 @@ def restore(module: nn.Module, tag: str) -> bool:
     return False
 
 
-def restore_all(module: nn.Module) -> int:
-    """Take every replacement off `module` and its children; the number taken off."""
-    count = 0
-    for part in module.modules():
-        while isinstance(forward := part.__dict__.get(_FORWARD), Forward):
-            _put_back(part, forward.inner)
-            count += 1
-    return count
-
-
 def _put_back(module: nn.Module, forward: Callable[..., Any]) -> None:
     if getattr(forward, "__func__", None) is getattr(type(module), _FORWARD):
         del module.__dict__[_FORWARD]

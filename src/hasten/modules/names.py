@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from torch import Tensor, nn
@@ -13,14 +12,6 @@ _WRAPPER_PARTS: Final = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_
 """Attributes under which torch's wrappers keep the module they wrap; no model of a user has such names."""
 _WRAPPER_CLASSES: Final = (DistributedDataParallel, DataParallel)
 """Wrappers that keep the module under `module`, a name that a user's model may have as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterName:
-    """A parameter of one of several models: the model's position and the parameter's canonical name in it."""
-
-    model: int
-    name: str
 
 
 def plain_name(name: str) -> str:
@@ -54,17 +45,6 @@ def _child(module: object, part: str) -> object:
     return module._modules.get(part) if isinstance(module, nn.Module) else None
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside every wrapper around the whole model."""
-    while True:
-        inner = next((model._modules[part] for part in _WRAPPER_PARTS if part in model._modules), None)
-        if inner is None and isinstance(model, _WRAPPER_CLASSES):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
 def named_parameters(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by canonical name, in the model's order; with `tied`, under every name they have."""
     for name, parameter in model.named_parameters(remove_duplicate=not tied):
@@ -85,15 +65,3 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
         if name not in names:
             names.append(name)
     return tuple(tuple(names) for names in by_id.values() if len(names) > 1)
-
-
-def names_by_id(*models: nn.Module) -> dict[int, ParameterName]:
-    """`id(parameter)` to its name, over several models; a shared parameter has the first of its names.
-
-    The map is good while the models are alive and their parameters are not replaced.
-    """
-    found: dict[int, ParameterName] = {}
-    for position, model in enumerate(models):
-        for name, parameter in named_parameters(model):
-            found.setdefault(id(parameter), ParameterName(position, name))
-    return found

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 
 from torch import nn
-
-from hasten.errors import PrepareError
 
 
 def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -48,22 +46,6 @@ def swap_where(
 def linear_names(model: nn.Module) -> list[str]:
     """The names of the model's linear layers, in order of registration."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-
-
-def of_classes(model: nn.Module, class_names: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules whose class is called one of `class_names`, with their names.
-
-    Raises: PrepareError naming a class the model has no module of, with the classes it has.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    if missing := sorted(set(class_names) - present):
-        raise PrepareError(
-            f"the model has no module of class {missing[0]!r}; a setting that names it would do nothing. "
-            f"Its classes are: {', '.join(sorted(present))}."
-        )
-    for name, module in model.named_modules():
-        if type(module).__name__ in class_names:
-            yield name, module
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Final
 
 from hasten.errors import ConfigError
 
@@ -20,25 +19,6 @@ LOG_LEVEL: Final = "HASTEN_LOG_LEVEL"
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE: Final = frozenset({"0", "false", "no", "off", "n", "f", ""})
-
-
-@dataclass(frozen=True, slots=True)
-class HastenEnv:
-    """What the library itself reads from the environment, parsed."""
-
-    config: str | None
-    debug: bool
-    home: Path
-    log_level: str | None
-
-    @classmethod
-    def read(cls, env: Mapping[str, str] | None = None) -> Self:
-        """The settings in `env`, by default this process's environment.
-
-        Raises: ConfigError for a value that is not what its variable may hold.
-        """
-        env = snapshot() if env is None else env
-        return cls(config=config(env), debug=debug(env), home=home(env), log_level=log_level(env))
 
 
 def snapshot() -> Mapping[str, str]:

@@ -73,11 +73,6 @@ class Topology:
         """Whether this is the first process of its node."""
         return self.local_rank == 0
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this is the rank with the highest number."""
-        return self.rank == self.world_size - 1
-
     def meeting_point(self) -> str:
         """The address of the rendezvous, as init_process_group takes it.
 

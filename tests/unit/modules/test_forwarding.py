@@ -60,7 +60,7 @@ def test_a_forward_the_user_had_put_on_the_instance_is_put_back() -> None:
     model.forward = mine  # type: ignore[method-assign, assignment]
     forwarding.replace(model, Plus("a", 5))
     assert model(torch.tensor(1.0)).item() == 5
-    assert forwarding.restore_all(model) == 1
+    assert forwarding.restore(model, "a")
     assert model.forward is mine
 
 
@@ -74,7 +74,8 @@ def test_a_copy_calls_its_own_weights(how: str) -> None:
         twin.weight.zero_()
     assert twin(torch.tensor(1.0)).item() == 2
     assert model(torch.tensor(1.0)).item() == 4
-    assert forwarding.restore_all(twin) == 2
+    assert forwarding.restore(twin, "a")
+    assert forwarding.restore(twin, "b")
     assert twin(torch.tensor(1.0)).item() == 0
 
 

@@ -10,13 +10,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hasten.modules.names import (
-    ParameterName,
     canonical_name,
     named_buffers,
     named_parameters,
-    names_by_id,
     tied_groups,
-    unwrapped,
 )
 from hasten.testing.toys import Classifier, TinyLM
 
@@ -62,12 +59,6 @@ def test_names_do_not_depend_on_wrappers(
     assert [name for name, _ in named_parameters(wrapped)] == expected
 
 
-def test_unwrapped_is_the_users_module() -> None:
-    model = HasModule()
-    assert unwrapped(compiled(nn.DataParallel(compiled(model)))) is model
-    assert unwrapped(model) is model, "a user's own attribute called module is no wrapper"
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -98,13 +89,3 @@ def test_tied_groups() -> None:
     assert tied_groups(both) == (("0.weight", "2.weight", "3.weight"), ("0.bias", "2.bias", "3.bias"))
     assert len(list(named_parameters(both))) == 2
     assert len(list(named_parameters(both, tied=True))) == 6
-
-
-def test_names_by_id_over_several_models() -> None:
-    first, second = TinyLM(tied=True), HasModule()
-    second.inner[0] = nn.Linear(2, 2)
-    names = names_by_id(nn.DataParallel(first), compiled(second))
-    assert names[id(first.head.weight)] == ParameterName(0, "embed.weight")
-    assert names[id(second.module.weight)] == ParameterName(1, "module.weight")
-    assert len(names) == len(list(first.parameters())) + len(list(second.parameters()))
-    assert names_by_id(first, first) == names_by_id(first)

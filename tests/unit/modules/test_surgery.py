@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from hasten.errors import PrepareError
 from hasten.modules import sizes, surgery
 
 
@@ -29,11 +27,7 @@ def test_swaps_reach_every_name_of_a_module() -> None:
     assert net[0] is net[2]
 
 
-def test_classes_are_found_by_name_or_refused() -> None:
-    net = model()
-    assert [name for name, _ in surgery.of_classes(net, ["ReLU"])] == ["1.1"]
-    with pytest.raises(PrepareError, match=r"no module of class 'Relu'.*ReLU"):
-        list(surgery.of_classes(net, ["Relu"]))
+def test_repeated_blocks_are_found() -> None:
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(3)])
     assert surgery.repeated_blocks(nn.Sequential(nn.Embedding(3, 2), blocks)) == list(blocks)
     assert surgery.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []

@@ -9,19 +9,22 @@ import pytest
 
 from hasten.errors import ConfigError
 from hasten.runtime import env
-from hasten.runtime.env import HastenEnv
 
 
 def test_defaults() -> None:
-    found = HastenEnv.read({"HOME": "/home/me"})
-    assert found == HastenEnv(config=None, debug=False, home=Path("/home/me/.cache/hasten"), log_level=None)
+    given = {"HOME": "/home/me"}
+    assert env.config(given) is None
+    assert env.debug(given) is False
+    assert env.home(given) == Path("/home/me/.cache/hasten")
+    assert env.log_level(given) is None
 
 
 def test_values() -> None:
-    found = HastenEnv.read(
-        {"HASTEN_CONFIG": "{}", "HASTEN_DEBUG": "1", "HASTEN_HOME": "/data/h", "HASTEN_LOG_LEVEL": "debug"}
-    )
-    assert found == HastenEnv(config="{}", debug=True, home=Path("/data/h"), log_level="DEBUG")
+    given = {"HASTEN_CONFIG": "{}", "HASTEN_DEBUG": "1", "HASTEN_HOME": "/data/h", "HASTEN_LOG_LEVEL": "debug"}
+    assert env.config(given) == "{}"
+    assert env.debug(given) is True
+    assert env.home(given) == Path("/data/h")
+    assert env.log_level(given) == "DEBUG"
     assert env.home({"XDG_CACHE_HOME": "/cache"}) == Path("/cache/hasten")
 
 
