@@ -94,7 +94,7 @@ class Module:
         return held
 
     def reads(self) -> Iterator[tuple[str, str]]:
-        """(class, field) forevery attribute taken from a section; `given(section)` takes all of them."""
+        """(class, field) for every attribute taken from a section; `given(section)` takes all of them."""
         for node in self._nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "given":
                 for cls in self._classes_of(node.args[0]):

@@ -155,7 +155,7 @@ def last_name(node: ast.expr) -> str:
 
 
 def catch_narrowly(source: Source) -> Iterator[str]:
-    """A handler foreverything says on its line why that is right, unless it passes everything on."""
+    """A handler for everything says on its line why that is right, unless it passes everything on."""
     broad = {"Exception", "BaseException"}
     for node in ast.walk(source.tree):
         match node:

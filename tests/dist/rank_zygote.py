@@ -37,7 +37,7 @@ def stand_in(path: str, argv: list[str]) -> None:
 
 
 def serve(path: str) -> None:
-    """Fork a rank forevery connection until the input ends."""
+    """Fork a rank for every connection until the input ends."""
     import torch._dynamo  # noqa: F401, PLC0415 - what makes it warm
     import torch.distributed.fsdp  # noqa: F401, PLC0415
     from torch import nn  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Tree collectives on real gloo ranks: right forevery dtype and shape, and an error foreverybody when ranks differ."""
+"""Tree collectives on real gloo ranks: right for every dtype and shape, and an error for everybody when ranks differ."""
 
 from __future__ import annotations
 

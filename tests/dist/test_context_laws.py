@@ -154,7 +154,7 @@ def test_every_way_with_every_axis_trains_like_plain_torch(ctx: ProcessContext, 
 def test_weights_of_losses_count_tokens_over_ranks_and_micro_steps(ctx: ProcessContext) -> None:
     """With weight=, one window is the mean over all its tokens, however they lie on ranks and in micro-steps."""
     grads = []
-    forevery in (1, 2):
+    for every in (1, 2):
         accelerator = made_for({"cp_size": 2}, "ring", "no")
         net = accelerator.prepare(model())
         accelerator.gradient_accumulation_steps = every

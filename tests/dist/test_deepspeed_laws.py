@@ -46,7 +46,7 @@ def engine(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 class Run:
-    """One training, step by step; the script is the same forevery strategy."""
+    """One training, step by step; the script is the same for every strategy."""
 
     def __init__(self, accelerator: Accelerator, clip: float | None = None, length: int = 32) -> None:
         self.accelerator, self.clip = accelerator, clip
@@ -106,7 +106,7 @@ def test_every_stage_trains_like_ddp(ctx: ProcessContext, stage: int) -> None:
     fp32: sums in another order, over 20 steps of Adam. bf16: DDP rounds activations, an engine the weights as well.
     """
     for precision, tolerance in (("no", 2e-6), ("bf16", 3e-2)):
-        forevery in (1, 3):
+        for every in (1, 3):
             common = {"mixed_precision": precision, "gradient_accumulation_steps": every}
             plain = trained({**common, "strategy": "ddp" if ctx.world.size > 1 else "none"})
             ours = trained({**common, **engine(stage)})

@@ -93,7 +93,7 @@ def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str
     assert "HASTEN_CONFIG" not in os.environ
 
 
-# What the agent and the launcher add to the plan's variables, forevery launch in the same way.
+# What the agent and the launcher add to the plan's variables, for every launch in the same way.
 ADDED: Final = frozenset(
     (
         *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

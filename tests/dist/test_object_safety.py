@@ -1,4 +1,4 @@
-"""Objects between real ranks: sealed by the job's token, plain without one, and an error foreverybody where one cannot travel."""
+"""Objects between real ranks: sealed by the job's token, plain without one, and an error for everybody where one cannot travel."""
 
 from __future__ import annotations
 

@@ -105,28 +105,28 @@ def train_windows(
 
 @ranks(1, 2, 3, 4)
 def test_mean_losses_equal_the_big_batch(ctx: ProcessContext) -> None:
-    forevery, max_norm in ((1, None), (1, 0.05), (2, 0.05), (3, None), (5, 0.05)):
+    for every, max_norm in ((1, None), (1, 0.05), (2, 0.05), (3, None), (5, 0.05)):
         train_windows(ctx, every, rows=[3], weighted=False, max_norm=max_norm)
 
 
 @ranks(1, 2, 3, 4)
 def test_in_float64_nothing_but_rounding_is_left(ctx: ProcessContext) -> None:
-    """What float32 cannot show because of its noise: the updates are the same to 1e-12, forevery element."""
-    forevery, max_norm in ((1, None), (2, 0.05), (3, None)):
+    """What float32 cannot show because of its noise: the updates are the same to 1e-12, for every element."""
+    for every, max_norm in ((1, None), (2, 0.05), (3, None)):
         train_windows(ctx, every, rows=[3], weighted=False, max_norm=max_norm, dtype=torch.float64)
         train_windows(ctx, every, rows=[1, 7, 3], weighted=True, max_norm=max_norm, dtype=torch.float64)
 
 
 @ranks(1, 2, 3, 4)
 def test_weighted_losses_equal_the_big_batch_for_any_share(ctx: ProcessContext) -> None:
-    forevery, max_norm in ((1, None), (1, 0.05), (2, 0.05), (4, None)):
+    for every, max_norm in ((1, None), (1, 0.05), (2, 0.05), (4, None)):
         train_windows(ctx, every, rows=[1, 7, 3], weighted=True, max_norm=max_norm)
 
 
 @ranks(1, 2, 4)
 def test_short_last_windows_of_a_prepared_loader_count_fully(ctx: ProcessContext) -> None:
     size = ctx.world.size
-    forevery, per_rank in ((2, 5), (3, 4), (4, 3)):
+    for every, per_rank in ((2, 5), (3, 4), (4, 3)):
         samples = [batch(1, seed) for seed in range(2 * size * per_rank)]
         data = [(x[0], y[0]) for x, y in samples]
         accelerator = Accelerator(context=ctx, gradient_accumulation_steps=every)

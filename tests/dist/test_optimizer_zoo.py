@@ -124,7 +124,7 @@ CASES = [
 @ranks(2, 3)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_optimizers_train_as_in_plain_torch(ctx: ProcessContext, strategy: str) -> None:
-    """A sample of the cases below, another one forevery number of ranks and strategy."""
+    """A sample of the cases below, another one for every number of ranks and strategy."""
     for case in random.Random(len(strategy) + 10 * ctx.world.size).sample(CASES, 12):
         check(*case, strategy)
 

@@ -1,4 +1,4 @@
-"""Sharded data parallel trains like one plain process, forevery layout, precision, accumulation and clipping.
+"""Sharded data parallel trains like one plain process, for every layout, precision, accumulation and clipping.
 
 One run of 20 steps goes through accumulation 1 and 3, each without and with clipping, against one plain process.
 Tolerances with AdamW: float32 differs from plain torch by the order of sums only (1e-5 on a loss of 3). bf16 keeps 8

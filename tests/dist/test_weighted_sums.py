@@ -88,13 +88,13 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_each_loss_is_divided_by_its_own_weight(ctx: ProcessContext, strategy: str) -> None:
     for heads in (1, 2, 3):
-        forevery in (1, 2, 3):
+        for every in (1, 2, 3):
             run(ctx, heads, every, seed=10 * heads + every, tensors=every == 2, strategy=strategy)
 
 
 @ranks(1, 2)
 def test_fp16_keeps_the_losses_apart_too(ctx: ProcessContext) -> None:
-    forevery in (1, 2):
+    for every in (1, 2):
         small = GradScalerKwargs(init_scale=256.0)
         run(ctx, 2, every, seed=every, tensors=True, mixed_precision="fp16", kwargs_handlers=[small])
 

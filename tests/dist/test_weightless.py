@@ -37,7 +37,7 @@ def net() -> nn.Module:
 def test_a_mean_over_nothing_adds_exactly_nothing(ctx: ProcessContext, strategy: str) -> None:
     """Rank 0 has samples in the first micro-step only; every other part is a mean over nothing."""
     for name, loss_of in LOSSES.items():
-        forevery in (1, 2):
+        for every in (1, 2):
             accelerator = Accelerator(gradient_accumulation_steps=every, strategy=strategy)
             model = net()
             model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -157,7 +157,7 @@ def test_models_with_windows_of_their_own_clear_what_other_losses_leave(
     """A GAN loop: the generator's loss goes through the critic, whose zero_grad throws that part away."""
     critic = (("z", 1), ("b", 1), ("s", 1))
     generator = (("z", 0), ("b", 0), ("s", 0))
-    forevery in (1, 2, 3):
+    for every in (1, 2, 3):
         program = Program(2, every, ((0, 1), (1,)), critic + generator if critic_first else generator + critic)
         accelerator = Accelerator(gradient_accumulation_steps=every, strategy=strategy)
         models = nets(2)
@@ -219,7 +219,7 @@ def test_clearing_between_a_loss_and_a_guarded_step_is_refused(ctx: ProcessConte
 @ranks(1, 2)
 def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessContext) -> None:
     """An overflow of the first optimizer moves the scale only when the second has used its gradients."""
-    forevery in (1, 2):
+    for every in (1, 2):
         small = GradScalerKwargs(init_scale=256.0)
         accelerator = Accelerator(
             mixed_precision="fp16", gradient_accumulation_steps=every, kwargs_handlers=[small]
@@ -273,7 +273,7 @@ def test_a_block_inside_a_block_of_the_same_model_is_an_error(ctx: ProcessContex
 @pytest.mark.parametrize("weighted", [False, True])
 def test_blocks_over_different_models_nest_into_one_window(ctx: ProcessContext, weighted: bool) -> None:
     """accumulate(a) around accumulate(b) is accumulate(a, b), wherever the steps stand."""
-    forevery in (1, 2, 3):
+    for every in (1, 2, 3):
         for steps_inside in (True, False):
             results = []
             for nested in (True, False):

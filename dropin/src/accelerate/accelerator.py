@@ -376,7 +376,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         return super().profile(chosen.to_hasten())
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forget everything prepared and hand cached memory back; a None forevery argument."""
+        """Forget everything prepared and hand cached memory back; a None for every argument."""
         count = len(objects)
         del objects
         super().free_memory()

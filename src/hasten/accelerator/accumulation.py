@@ -18,7 +18,7 @@ class Accumulation:
     """One micro-step after another over the same models.
 
     A block inside another one, over other models, is part of the outer micro-step: both are one window.
-    Written as a class and made once, because a generator, or a new object forevery micro-step, would cost more than
+    Written as a class and made once, because a generator, or a new object for every micro-step, would cost more than
     the rest of the step's overhead.
     """
 

@@ -352,7 +352,7 @@ class Accelerator:
         """Run forward and backward on one batch; returns the loss, detached and equal on every pipeline stage.
 
         `loss_of(model, batch)` returns the mean loss over the samples, as in a plain loop. Under pipeline parallelism it is
-        called forevery micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling
+        called for every micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling
         `backward(loss_of(model, batch))`. Ranks: every rank.
         """
         arguments.check_modules((model,), "forward_backward(model)")

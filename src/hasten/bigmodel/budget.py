@@ -11,7 +11,7 @@ from hasten.checkpoint.export import parse_size
 from hasten.errors import ConfigError
 
 DeviceKey = int | str
-_HOST_SHARE = 0.9  # of the memory that is free now; the rest is foreverything else on the machine
+_HOST_SHARE = 0.9  # of the memory that is free now; the rest is for everything else on the machine
 _DEVICE_SHARE = 0.9
 
 

@@ -61,7 +61,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, DeviceKey]:
-    """A device forevery part of the model: accelerators are filled in order, then "cpu", then "disk".
+    """A device for every part of the model: accelerators are filled in order, then "cpu", then "disk".
 
     Modules of `no_split_module_classes` stay whole, tied weights stay together, and when parts are offloaded the first
     accelerator keeps room to stream them. `verbose` logs the reasons.

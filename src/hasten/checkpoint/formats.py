@@ -329,7 +329,7 @@ class _BlankArchive:
             else:
                 segments.append(bytes(part))
             at += part if isinstance(part, int) else len(part)
-        assert next(tensors, None) is None, "torch left room forevery tensor"
+        assert next(tensors, None) is None, "torch left room for every tensor"
         return Blob(segments, self._size), begins
 
 

@@ -212,7 +212,7 @@ class _Rooms:
         }
 
     def of(self, found: Found) -> dict[str, Tensor | Slice]:
-        """Room forevery stored tensor, with the copies that will fill it."""
+        """Room for every stored tensor, with the copies that will fill it."""
         rooms: dict[str, Tensor | Slice] = {}
         for key, pieces in found.pieces.items():
             if self._is_elsewhere(key):

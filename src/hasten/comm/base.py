@@ -14,7 +14,7 @@ ReduceKind = Literal["sum", "mean", "min", "max"]
 
 
 class Comm(Protocol):
-    """A group of processes. Every method is a call forevery member, in the same order.
+    """A group of processes. Every method is a call for every member, in the same order.
 
     Positions (`rank`, `src`) count inside the group; `ranks` holds the members' global ranks.
     Results come back on the device of the argument; arguments are never changed.

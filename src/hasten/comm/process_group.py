@@ -141,7 +141,7 @@ class ProcessGroupComm:
         return y.clone() if copy and y.data_ptr() == x.data_ptr() else y
 
     def _bytes(self, x: Tensor) -> Tensor:
-        """The tensor's raw bytes: moving data then works forevery dtype on every backend."""
+        """The tensor's raw bytes: moving data then works for every dtype on every backend."""
         y = self._own(x)
         y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.resolve_neg()
         return y.reshape(-1).view(torch.uint8)

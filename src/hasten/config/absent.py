@@ -23,7 +23,7 @@ class Absent:
     """A setting, or a whole section, that would have no effect."""
 
     name: str
-    """Dotted, such as parallelism.pp_size; a section stands foreverything below it."""
+    """Dotted, such as parallelism.pp_size; a section stands for everything below it."""
     what: str
     """The feature, as the subject of `… is not in this version`."""
     instead: str

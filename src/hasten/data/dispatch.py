@@ -16,7 +16,7 @@ from hasten.errors import PeerFailedError
 
 
 class Round(NamedTuple):
-    """One step: an item forevery data-parallel rank that has one, and whether another step follows."""
+    """One step: an item for every data-parallel rank that has one, and whether another step follows."""
 
     items: list[Item | None]
     more: bool

@@ -25,7 +25,7 @@ SliceFn = Callable[..., Any]
 
 
 class IndexedReader:
-    """Map-style data: the indices are cut forevery rank first, so each part is read and collated as its own batch."""
+    """Map-style data: the indices are cut for every rank first, so each part is read and collated as its own batch."""
 
     per_round = 1
 
@@ -55,7 +55,7 @@ class IndexedReader:
 
 @dataclass(frozen=True, slots=True)
 class BatchReader:
-    """Whole batches of a source that reads forevery rank: one batch per rank, or each batch split by rows."""
+    """Whole batches of a source that reads for every rank: one batch per rank, or each batch split by rows."""
 
     num_shards: int
     split: bool

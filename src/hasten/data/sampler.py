@@ -22,7 +22,7 @@ Form = Literal["rows", "batches", "items"]
 
 Lot = tuple[Any, int | None, bool]
 """One batch of indices for this rank: what the dataset is indexed with, rows that are not padding (None for all), and
-whether it is the rank's last of the epoch. A plain tuple, because one is made forevery batch."""
+whether it is the rank's last of the epoch. A plain tuple, because one is made for every batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class Assignment:
     def _shares_of(self, round_: list[Lot | None]) -> list[Lot | None]:
         assert self.split is not None, "only split assignments share batches"
         lot = round_[0]
-        assert lot is not None, "a drawn batch is there foreveryone"
+        assert lot is not None, "a drawn batch is there for everyone"
         return [self._share_of(lot, share) for share in range(self.split[0])]
 
     def _share_of(self, lot: Lot, share: int) -> Lot:

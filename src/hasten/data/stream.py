@@ -276,7 +276,7 @@ def _go_on(told: list[int], comm: Comm, drop_last: bool) -> bool:
     if empty and len(empty) < len(told) and not drop_last:
         raise DataError(
             f"the stream gave no sample to rank(s) {', '.join(map(str, empty))} of {len(told)}, so they could not take "
-            f"a step with the others. Give the dataset at least {len(told)} shards, or samples forevery rank; "
+            f"a step with the others. Give the dataset at least {len(told)} shards, or samples for every rank; "
             f"drop_last=True ends the epoch where the shortest rank does, even_batches=False lets each rank end alone."
         )
     return all(said == 2 for said in told) if drop_last else any(said == 2 for said in told)

@@ -34,7 +34,7 @@ class Forwarding:
 
 
 Picked = tuple[list[Any], int]
-"""A batch of indices, and the seed its samples are drawn under. A plain tuple: one is pickled forevery batch."""
+"""A batch of indices, and the seed its samples are drawn under. A plain tuple: one is pickled for every batch."""
 
 
 class WorkerDataset(Forwarding):
@@ -70,5 +70,5 @@ def _sample(dataset: Any, index: Any) -> Any:
 
 
 def batch_seeds(seed: int, epoch: int, shard: int, first: int) -> Iterator[int]:
-    """A seed forevery batch of an epoch on one rank, from batch number `first` on."""
+    """A seed for every batch of an epoch on one rank, from batch number `first` on."""
     return (derive_seed(seed, epoch, shard, number, 2) for number in count(first))

@@ -1,4 +1,4 @@
-"""How many machines and processes a launch has, and with which devices and threads: decided once, forevery launcher."""
+"""How many machines and processes a launch has, and with which devices and threads: decided once, for every launcher."""
 
 from __future__ import annotations
 

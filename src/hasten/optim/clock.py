@@ -315,7 +315,7 @@ class StepClock:
         ):
             raise StepError(
                 "backward() came after this window's gradients were clipped, unscaled or stepped; its share would be "
-                "wrong. Call backward() forevery loss of the window first."
+                "wrong. Call backward() for every loss of the window first."
             )
         window.turn += 1
         window.weights += [0] * (place + 1 - len(window.weights))

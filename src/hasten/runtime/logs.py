@@ -19,7 +19,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     """A logger that speaks on the main process only, unless a call says otherwise.
 
     Every logging method takes two more keywords. `main_process_only=False` logs on every rank, with the rank in front.
-    `in_order=True` beside it logs one rank after the other; such a call is forevery rank, whatever its level.
+    `in_order=True` beside it logs one rank after the other; such a call is for every rank, whatever its level.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

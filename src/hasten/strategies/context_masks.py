@@ -25,7 +25,7 @@ class MaskReader:
     def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
         """`causal`, or this rank's part of a mask of keys with one row.
 
-        Raises: StepError forevery other mask.
+        Raises: StepError for every other mask.
         """
         if self._read is not None and self._read[0] is mask:
             return self._read[1]

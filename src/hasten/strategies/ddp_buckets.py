@@ -26,7 +26,7 @@ class BucketOrders:
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
         """What the next forward would do first: pack by the order of the first backward.
 
-        Local; what it returns is a collective forevery rank (None: there is nothing to do).
+        Local; what it returns is a collective for every rank (None: there is nothing to do).
         """
         if not self._reorders(model) or self.order(model) is not None:
             return None
@@ -47,7 +47,7 @@ class BucketOrders:
     def replay(self, model: nn.Module, order: Sequence[int]) -> Tensor | None:
         """A loss whose backward shows DDP this order, with gradients of zero; None when there is nothing to show.
 
-        Local; its backward is a collective forevery rank, and leaves gradients of zero behind.
+        Local; its backward is a collective for every rank, and leaves gradients of zero behind.
         """
         if not self._reorders(model) or self.order(model) is not None:
             return None

@@ -76,7 +76,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if self._final:
                 raise StepError(
                     "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
-                    "backward() forevery loss of the window first."
+                    "backward() for every loss of the window first."
                 )
             self.num_passes += 1
             self.entered = True

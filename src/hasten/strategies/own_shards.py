@@ -75,7 +75,7 @@ def update_own_shards(optimizer: Optimizer) -> None:
 
     A DTensor checks and wraps in Python at every operation, which on small shards takes longer than the operation; and
     torch's kernels for many tensors at once take shards or whole tensors, not both (a scalar stays whole). Parameters,
-    gradients and state stay DTensors foreverybody else. Optimizers of other classes, and
+    gradients and state stay DTensors for everybody else. Optimizers of other classes, and
     those without a DTensor among their parameters, are left alone.
     """
     if not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):

@@ -60,7 +60,7 @@ class Wire:
         return hidden
 
     def settle(self) -> None:
-        """Wait foreverything that was sent."""
+        """Wait for everything that was sent."""
         for work, _ in self._flying:
             work.wait()
         self._flying.clear()

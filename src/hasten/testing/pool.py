@@ -1,4 +1,4 @@
-"""Warm workers for testing distributed code: `@ranks(2, 4)` for pytest, `Pool` foreverything else.
+"""Warm workers for testing distributed code: `@ranks(2, 4)` for pytest, `Pool` for everything else.
 
     @ranks(1, 2, 4)
     def test_mean(ctx: ProcessContext) -> None:

@@ -40,7 +40,7 @@ def run(script: str, *arguments: str, timeout_s: float = 220) -> Any:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("which", "least"), [("numbered", 160), ("overwriting", 300), ("halfway", 150)])
 def test_every_kill_leaves_the_newest_complete_checkpoint_whole(which: str, least: int) -> None:
-    """Together at least 600 kills, one forevery change of the disk and every way to die there."""
+    """Together at least 600 kills, one for every change of the disk and every way to die there."""
     report = run("power_cuts.py", which)
     assert report["problems"] == []
     assert report["kills"] >= least

@@ -1,4 +1,4 @@
-"""Laws that hold forevery settings class and every single field, in loops over the schema."""
+"""Laws that hold for every settings class and every single field, in loops over the schema."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_class_law(cls: type[Section]) -> None:
 
 @pytest.mark.parametrize("cls", sections(), ids=lambda cls: cls.__name__)
 def test_class_round_trip(cls: type[Section]) -> None:
-    """What is written is read back as it was, forevery field at once and through YAML and JSON."""
+    """What is written is read back as it was, for every field at once and through YAML and JSON."""
     names = [n for n, s in cls.__dataclass_fields__.items() if not subsection(s.type) and samples(s.type)]
     path = next((info.path[:-1] for info in FIELDS if info.owner is cls), ())
     for pick in (0, -1):

@@ -1,4 +1,4 @@
-"""The laws of the mesh, forevery factorization of every world size up to 16, and at 4096 ranks."""
+"""The laws of the mesh, for every factorization of every world size up to 16, and at 4096 ranks."""
 
 from __future__ import annotations
 

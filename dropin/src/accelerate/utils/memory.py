@@ -25,7 +25,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:  # Any: the caller's objects
-    """None forevery object, and memory that is free again once the caller has dropped them."""
+    """None for every object, and memory that is free again once the caller has dropped them."""
     count = len(objects)
     del objects
     clear_device_cache(garbage_collection=True)

@@ -185,7 +185,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Any]:
-    """A device forevery part of a model."""
+    """A device for every part of a model."""
     special = {name: one for name, one in (special_dtypes or {}).items() if isinstance(one, (str, torch.dtype))}
     wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
     found = maps.infer_auto_device_map(
