@@ -8,6 +8,8 @@ another order (1e-6 in float32 on weights of about 1; SGD, whose update does not
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
+from hasten.config.parallel import ParallelismConfig
+from hasten.errors import OutOfMemoryError, PeerFailedError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
@@ -158,7 +162,9 @@ def check(ctx: ProcessContext, case: Case, atol: float = 1e-6) -> None:
     hits = ctx.world.all_reduce(torch.tensor(trouble.hits))
     assert int(hits) > 0, "memory did run out"
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{case} {name}: {text}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=atol, msg=lambda text, name=name: f"{case} {name}: {text}"
+        )
     torch.testing.assert_close(torch.tensor(our_losses), torch.tensor(losses), rtol=0, atol=20 * atol)
 
 
@@ -167,3 +173,139 @@ def check(ctx: ProcessContext, case: Case, atol: float = 1e-6) -> None:
 def test_weights_equal_the_run_that_fits(ctx: ProcessContext, strategy: str) -> None:
     for every, weighted in ((1, False), (3, True)):
         check(ctx, Case(strategy, every, weighted, seed=every))
+
+
+@ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_and_uneven_batches(ctx: ProcessContext, precision: str) -> None:
+    """Halves round every sum over rows, so that sums over parts differ in the last of their 8 or 11 bits."""
+    check(ctx, Case("auto", 3, True, precision, uneven=True), atol=2e-2)
+    check(ctx, Case("fsdp", 1, False, precision, uneven=True), atol=2e-2)
+
+
+@ranks(2)
+def test_shards_and_replicas(ctx: ProcessContext) -> None:
+    replicated = ParallelismConfig(dp_replicate_size=2, dp_shard_size=1)
+    check(ctx, Case("fsdp", 3, True, uneven=True, options={"parallelism_config": replicated}))
+
+
+@ranks(2)
+def test_one_sample_that_does_not_fit_is_an_error_on_every_rank(ctx: ProcessContext) -> None:
+    for strategy in ("auto", "fsdp"):
+        trouble = Trouble(0 if ctx.world.rank == 1 or strategy == "fsdp" else 10**9, "backward")
+        net = Net(trouble)
+        accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)
+        model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+        def step(part: dict[str, Any]) -> None:
+            accelerator.backward(model(part["x"]).pow(2).mean())  # noqa: B023  # called inside this round of the loop
+
+        fits, trouble.rows = trouble.rows, 10**9
+        with accelerator.accumulate(model):
+            accelerator.run_step(step, batch_of(0, 0, ctx.world.rank, False))
+        before = [
+            p.grad.to_local().clone() if hasattr(p.grad, "to_local") else p.grad.clone() for p in model.parameters()
+        ]
+        state = torch.get_rng_state()
+        trouble.rows = fits
+        with (
+            pytest.raises(OutOfMemoryError, match=r"memory ran out on ranks? .*1 with one sample.*recompute") as caught,
+            accelerator.accumulate(model),
+        ):
+            accelerator.run_step(step, batch_of(0, 1, ctx.world.rank, False))
+        assert "optimizer state" in caught.value.report
+        assert "blocks.1" in caught.value.report
+        assert torch.equal(state, torch.get_rng_state())
+        for parameter, kept in zip(model.parameters(), before, strict=True):
+            now = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            assert torch.equal(now, kept), "gradients of the earlier micro-step are as they were"
+
+
+@ranks(2)
+def test_another_error_on_one_rank_ends_the_step_on_all(ctx: ProcessContext) -> None:
+    net = nn.Linear(3, 3)
+    accelerator = Accelerator()
+    model = accelerator.prepare(net)
+
+    def step(x: Tensor) -> None:
+        if ctx.world.rank == 1:
+            raise KeyError("labels")
+        accelerator.backward(model(x).sum())
+
+    with pytest.raises(KeyError if ctx.world.rank == 1 else PeerFailedError, match=r"labels|not for lack of memory"):
+        accelerator.run_step(step, torch.ones(4, 3))
+    assert all(p.grad is None for p in model.parameters())
+
+
+@ranks(1, 2)
+def test_a_failed_attempt_leaves_no_trace(ctx: ProcessContext) -> None:
+    trouble = Trouble(2, "backward")
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    spare = nn.Parameter(torch.ones(3))
+    net.register_parameter("spare", spare)
+    accelerator = Accelerator()
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    draws: list[float] = []
+
+    def step(x: Tensor) -> None:
+        draws.append(float(torch.rand(())))
+        accelerator.backward(Hungry.apply(model(x), trouble).pow(2).mean())
+
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(ctx.world.rank))
+    accelerator.run_step(step, x)
+    assert len(draws) == 4, "the batch, one sample for the report, two halves"
+    assert draws[2] == draws[0], "the generators were put back"
+    inner = accelerator.unwrap_model(model)
+    assert int(inner[1].num_batches_tracked) == 2, "so were the buffers"
+    assert inner.spare.grad is None
+    assert inner[0].weight.grad is not None
+    whole = ctx.world.all_gather(inner[0].weight.grad)
+    assert all(torch.equal(one, whole[0]) for one in whole), "ranks agree on the gradient"
+
+
+@ranks(1)
+def test_what_run_step_refuses(ctx: ProcessContext) -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(3, 3))
+
+    def twice(x: Tensor) -> None:
+        for _ in range(2):
+            accelerator.backward(model(x).sum(), weight=len(x))
+
+    with pytest.raises(StepError, match="Add the losses before backward"):
+        accelerator.run_step(twice, torch.ones(4, 3))
+    with pytest.raises(TypeError, match="tensors whose first dimension"):
+        accelerator.run_step(twice, {"text": "a"})
+
+
+def test_a_real_allocation_that_fails(tmp_path: Any) -> None:
+    """A process whose address space is limited: 24 rows of 16 MiB do not fit, some of them do."""
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[0]) < 1e-6
+    assert 1 <= int(done.stdout.split()[1]) < 24
+
+
+LIMITED = """
+import resource
+from pathlib import Path
+import torch
+from hasten import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 1)
+small = torch.randn(24, 4)
+expected = torch.autograd.grad(model(small).mean(), model.weight)[0]
+model = accelerator.prepare(model)
+
+def step(x):
+    wide = model(x).expand(len(x), 2**22).clone()  # 16 MiB a row, kept for backward by the square
+    accelerator.backward(wide.pow(2).mean().sqrt().detach() * 0 + wide.mean())
+
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 280 * 2**20, resource.RLIM_INFINITY))
+accelerator.run_step(step, small)
+print(float((model.weight.grad - expected).abs().max()), accelerator.retrying.rows)
+"""

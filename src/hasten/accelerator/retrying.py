@@ -248,6 +248,7 @@ class _Step:
     def _pass(self, micro: Tree, done: _Passes) -> None:
         """Forward and backward of one micro-batch; what goes wrong is noted."""
         device = self._owner._ctx.device
+        rewind = self._owner._clock.holding()  # the first weighted loss of a run is a collective: it must be the first again
         begun = {} if self._alone else begun_collectives(device.type)
         try:
             value = self._function(micro)
@@ -268,6 +269,7 @@ class _Step:
         for part in self._parts:
             part.recover()
         _free(device)
+        rewind()
         self._pass_again({name: count - begun.get(name, 0) for name, count in now.items()}, report)
 
     def _pass_again(self, begun: dict[str, int], report: MemoryReport) -> None:
