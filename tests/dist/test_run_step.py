@@ -209,10 +209,13 @@ def test_one_sample_that_does_not_fit_is_an_error_on_every_rank(ctx: ProcessCont
         state = torch.get_rng_state()
         trouble.rows = fits
         with (
-            pytest.raises(OutOfMemoryError, match=r"memory ran out on ranks? .*1 with one sample.*recompute") as caught,
+            pytest.raises(
+                OutOfMemoryError, match=r"memory ran out on ranks? [01] with one sample.*recompute"
+            ) as caught,
             accelerator.accumulate(model),
         ):
             accelerator.run_step(step, batch_of(0, 1, ctx.world.rank, False))
+        assert strategy == "fsdp" or "rank 1:" in caught.value.report
         assert "optimizer state" in caught.value.report
         assert "blocks.1" in caught.value.report
         assert torch.equal(state, torch.get_rng_state())
@@ -305,7 +308,7 @@ def step(x):
     accelerator.backward(wide.pow(2).mean().sqrt().detach() * 0 + wide.mean())
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 280 * 2**20, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + 120 * 2**20, resource.RLIM_INFINITY))
 accelerator.run_step(step, small)
 print(float((model.weight.grad - expected).abs().max()), accelerator.retrying.rows)
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -133,13 +133,13 @@ class Retrying:
         if status == _FINE:
             return True
         step.undo()
-        if done.error is not None:
-            raise done.error
         report = done.report
         words = None if report is None else report.shown() if rows <= 1 else report.summary()
         told: list[str | None] = world.all_gather_object(words)
         reports = {world.ranks[index]: text for index, text in enumerate(told) if text is not None}
         failed = list(reports)
+        if done.error is not None:
+            raise done.error
         if status == _OTHER:
             raise PeerFailedError(
                 f"run_step(): the step failed on another rank{_also(failed)}, and not for lack of memory. This rank stops with it; "
@@ -205,6 +205,14 @@ class _Step:
         for part in self._parts:
             part.put_back()
 
+    def give_up(self) -> None:
+        """Put everything back, also after an error in the middle of a pass."""
+        for part in self._parts:
+            with suppress(StepError):  # a torch that cannot: the error on its way says why the run ends
+                part.recover()
+        self.undo()
+        self._aside.put_back()
+
     def used(self) -> list[int]:
         """Whether each trained parameter of each model has a gradient on this rank; nothing where reductions do not need it."""
         if self._meets:
@@ -248,7 +256,9 @@ class _Step:
     def _pass(self, micro: Tree, done: _Passes) -> None:
         """Forward and backward of one micro-batch; what goes wrong is noted."""
         device = self._owner._ctx.device
-        rewind = self._owner._clock.holding()  # the first weighted loss of a run is a collective: it must be the first again
+        rewind = (
+            self._owner._clock.holding()
+        )  # the first weighted loss of a run is a collective: it must be the first again
         begun = {} if self._alone else begun_collectives(device.type)
         try:
             value = self._function(micro)
@@ -299,8 +309,7 @@ class _Undoable:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._step.undo()
-            self._step._aside.put_back()
+            self._step.give_up()
 
 
 def merged(values: Sequence[Any], weights: Sequence[Any]) -> Any:  # Any: what the user's function returns
