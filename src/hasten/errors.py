@@ -19,7 +19,8 @@
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
-    │   └── LossScaleError                fp16 updates were skipped again and again
+    │   ├── LossScaleError                fp16 updates were skipped again and again
+    │   └── OutOfMemoryError              one sample does not fit into memory
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
@@ -127,6 +128,14 @@ class StepError(HastenError, RuntimeError):
 
 class LossScaleError(StepError):
     """fp16 updates were skipped so often in a row that no loss scale can be the cause."""
+
+
+class OutOfMemoryError(StepError):
+    """Memory ran out in a step that could not be made smaller; `report` says what holds it."""
+
+    def __init__(self, message: str = "", report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class DataError(HastenError):

@@ -206,6 +206,22 @@ def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
     return map_tensors(take, tree)
 
 
+def take_samples(tree: Tree, rows: slice, size: int) -> Tree:
+    """The samples `rows` of a batch of `size`: rows of tensors that have `size`, entries of lists with one for each sample.
+
+    A list has one entry for each sample when it has `size` of them, unless they are tensors of `size` rows themselves.
+    """
+    if isinstance(tree, Tensor):
+        return tree[rows] if tree.ndim and tree.shape[0] == size else tree
+    if not is_container(tree):
+        return tree
+    if type(tree) is list and len(tree) == size:
+        inside = tensors(tree)
+        if not inside or any(x.ndim == 0 or x.shape[0] != size for x in inside):
+            return tree[rows]
+    return rebuild(tree, [take_samples(part, rows, size) for _, part in children(tree)])
+
+
 def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
     """One tree whose tensors are the given trees' tensors joined along `dim`; 0-dim tensors become rows."""
     if len(trees) == 1:

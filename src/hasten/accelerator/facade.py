@@ -23,6 +23,7 @@ from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.recording import Noted
+from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.run_state import RunParts
 from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
 from hasten.accelerator.setup import Parts, build
@@ -115,6 +116,9 @@ class Accelerator:
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
+        self.retrying = Retrying(
+            parts.ctx, parts.strategy, parts.clock, lambda: self.prepared.models, lambda: self.prepared.optimizers
+        )
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
             parts.ctx,
@@ -339,7 +343,7 @@ class Accelerator:
         if self.run_log is not None:
             self.run_log.backward_begins()
         weighed = self.precision.scale(self.clock.weigh(loss, weight))
-        weight = self.clock.share if weight is None else weight
+        weight = self.clock.weight_of(weight)
         if weight is None:
             self.strategy.backward(weighed, **kwargs)
         else:
@@ -362,6 +366,17 @@ class Accelerator:
         return self.strategy.forward_backward(
             model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
         )
+
+    def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R | None:
+        """Call `fn(batch)`, which runs forward and `backward()`; when memory runs out on any rank, all run it again in parts.
+
+        The gradients are those of the whole batch: the mean loss of a micro-batch counts by its rows, one with `weight=` by
+        its weight. Micro-batches are rows of the tensors in the batch, or what `split(batch, start, stop)` gives. What `fn`
+        returns is merged: rows are joined, float scalars averaged, whole numbers added. Any: a batch.
+        Ranks: every rank. Raises: OutOfMemoryError on every rank when one sample does not fit on one of them.
+        """
+        arguments.check_callable(fn, "run_step(fn)")
+        return self.retrying.run(fn, batch, split)
 
     def context_parallel(
         self,

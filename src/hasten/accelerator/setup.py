@@ -16,6 +16,7 @@ from hasten.config.handoff import unpack
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.debug.bulletin import Bulletin
+from hasten.debug.desk import Desk
 from hasten.debug.observe import Observer
 from hasten.debug.watchdog import Watchdog, WatchSettings
 from hasten.optim.clock import StepClock
@@ -108,8 +109,9 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
     if not isinstance(ctx.world, ProcessGroupComm) or config.stall == "off":
         return None
     folder = config.project.logging_dir or config.project.project_dir
+    observer = Observer(ctx.rank, ctx.trail, lambda: clock.num_updates, ctx.device.type)
     return Watchdog(
-        Observer(ctx.rank, ctx.trail, lambda: clock.num_updates, ctx.device.type),
+        observer,
         Bulletin(ctx.world.store, ctx.rank),
         ctx.topology,
         WatchSettings(
@@ -118,6 +120,7 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
             timeout_s=_group(config).timeout_s,
             folder=Path(folder) if folder else env.home(env.snapshot()) / "stalls",
         ),
+        Desk(observer, ctx.topology, ctx.device, env.runtime_folder(env.snapshot())),
     )
 
 

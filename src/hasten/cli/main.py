@@ -22,6 +22,8 @@ COMMANDS: Final = MappingProxyType(
         "test": ("hasten.cli.test_cmd", "check that training works under the current settings"),
         "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
         "report": ("hasten.cli.report_cmd", "one page about a run, or several: curves, times, events, settings"),
+        "top": ("hasten.cli.top_cmd", "a live table of a running job: ranks, steps, waits, memory, stacks"),
+        "attach": ("hasten.cli.top_cmd", "the same as top"),
         "estimate-memory": ("hasten.cli.estimate_cmd", "the memory a model needs, before it is loaded"),
         "plan": ("hasten.cli.plan_cmd", "choose a strategy that fits model and machine"),
     }

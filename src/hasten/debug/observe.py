@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
-from torch.distributed import distributed_c10d as c10d
-
+from hasten.comm.begun import begun_collectives
 from hasten.comm.trail import Trail
 from hasten.debug import processes, stacks
 from hasten.debug.state import Note, Spot, State, Status
@@ -39,16 +37,8 @@ class Observer:
 
     def counts(self) -> dict[str, int]:
         """How many collectives every group of this process has begun, torch's own included."""
-        found = {f"barrier/{name}": turn for name, turn in self.trail.turns.copy().items()}
-        for group, name in dict(c10d._world.pg_names).items():
-            for kind in {"cpu", self.device_type}:
-                try:
-                    backend = group._get_backend(torch.device(kind))
-                    count = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
-                except RuntimeError:  # the group has no backend for this device, or was destroyed meanwhile
-                    continue
-                found[f"{name}/{kind}"] = count
-        return found
+        barriers = {f"barrier/{name}": turn for name, turn in self.trail.turns.copy().items()}
+        return barriers | begun_collectives(self.device_type)
 
     def start_looking(self) -> None:
         """Begin to measure CPU time and file traffic."""

@@ -23,6 +23,7 @@ from typing import Final, Literal
 
 from hasten.debug import ending, processes, words
 from hasten.debug.bulletin import LOST, Bulletin
+from hasten.debug.desk import Desk
 from hasten.debug.diagnose import Diagnosis, diagnose
 from hasten.debug.observe import Observer
 from hasten.debug.state import Note, Seen, State, Status
@@ -57,7 +58,15 @@ class WatchSettings:
 class Watchdog:
     """One rank's watch. `start` begins it, `close` ends it; both are called by the training thread."""
 
-    def __init__(self, observer: Observer, bulletin: Bulletin, topology: Topology, settings: WatchSettings) -> None:
+    def __init__(
+        self,
+        observer: Observer,
+        bulletin: Bulletin,
+        topology: Topology,
+        settings: WatchSettings,
+        desk: Desk | None = None,
+    ) -> None:
+        self._desk = desk
         self._observer = observer
         self._bulletin = bulletin
         self._ranks = range(topology.world_size)
@@ -81,6 +90,8 @@ class Watchdog:
     def start(self) -> None:
         """Say where this rank runs, and begin to watch."""
         self._bulletin.introduce(self._observer.note())
+        if self._desk is not None:
+            self._desk.open()
         self._thread.start()
 
     def close(self, ended: str = "", failed: bool = False) -> None:
@@ -88,8 +99,12 @@ class Watchdog:
         if self._over.is_set():
             return
         self._over.set()
+        if self._desk is not None:
+            self._desk.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _TICK_S)
+        if self._desk is not None:
+            self._desk.close()
         if ended:
             try:
                 self._bulletin.leave(self._observer.note(ended, failed))
@@ -113,7 +128,7 @@ class Watchdog:
     def _run(self) -> None:
         tick, look = self._tick, min(_LOOK_S, self.after_s / 2)
         before = self._quiet_since = time.monotonic()
-        while not self._over.wait(tick):
+        while not self._sleep(tick):
             now = time.monotonic()
             counts = self._observer.counts()
             if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
@@ -122,6 +137,13 @@ class Watchdog:
                 self._look_at = now + self._pause(now)
                 self._wait(now)
             before = now
+
+    def _sleep(self, seconds: float) -> bool:
+        """Let the time pass, answering who asks; whether the watch is over."""
+        if self._desk is None:
+            return self._over.wait(seconds)
+        self._desk.wait(seconds)
+        return self._over.is_set()
 
     def _moved(self, counts: dict[str, int], now: float) -> None:
         """The rank goes on: take back what it said."""

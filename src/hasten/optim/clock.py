@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +15,7 @@ from hasten.errors import ConfigError, StepError
 from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
 from hasten.optim.marks import StepMarks
+from hasten.optim.parts import Part
 from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, checked_weight
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class StepClock:
     """What the run's first weight rounds to: weights are divided by it to keep scaled losses in fp16's range."""
     share: Tensor | None = None
     """What a loss without a weight counts for among the ranks of one sequence; None is as much as the others'."""
+    part: Part | None = None
+    """The part of a batch that the losses are of, while a step runs in parts."""
     joined: bool = False
     """Backward hands gradients from rank to rank: those of other ranks pass through this rank's graph."""
     _windows: dict[Key | None, Window] = field(default_factory=dict)
@@ -190,11 +193,38 @@ class StepClock:
                 "common denominator. Give every backward() of a window a weight, or none."
             )
         window.losses += 1
+        if self.part is not None:
+            loss, weight = self.part.weigh(window, loss, weight)
         if weight is None:
             if self.share is not None:
                 loss = loss * self.share
             return loss if window.every == 1 else loss / window.every
         return self._weigh_in(window, loss, weight)
+
+    def begin_part(self, share: float, first: bool) -> None:
+        """Weigh the losses that follow as those of a part of the batch, which holds `share` of its rows."""
+        if not first:
+            self._current.turn = 0  # the loss of every part is the same loss
+        self.part = Part(share)
+
+    def weight_of(self, weight: Number | None) -> Number | None:
+        """What a loss given this weight counts for; None is as much as every other."""
+        if self.part is not None and self.part.share == 0:
+            return 0.0
+        return self.share if weight is None else weight
+
+    def holding(self) -> Callable[[], None]:
+        """Returns what puts the windows back to where they are now."""
+        current, boundary, pending, unit = self._current, self.boundary, self.pending, self.unit
+        windows = [(key, window, window.copy()) for key, window in self._windows.items()]
+
+        def put_back() -> None:
+            for _, window, kept in windows:
+                window.become(kept)
+            self._windows = {key: window for key, window, _ in windows}
+            self._current, self.boundary, self.pending, self.unit = current, boundary, pending, unit
+
+        return put_back
 
     def correction(self) -> float | Tensor | None:
         """What the current window's gradients must be multiplied by before they are used; None is nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -67,6 +67,16 @@ class Window:
     """Their corrections, once the ranks have agreed on them."""
     lanes: Lanes | None = None
     """The gradients of the second and further weighted losses, kept apart until the window's end."""
+
+    def copy(self) -> Window:
+        """The window as it is now, for `become`."""
+        return replace(self, weights=list(self.weights), factors=dict(self.factors))
+
+    def become(self, kept: Window) -> None:
+        """Be as `kept` was."""
+        fresh = kept.copy()  # which may be needed again
+        for one in fields(fresh):
+            setattr(self, one.name, getattr(fresh, one.name))
 
 
 def checked_weight(weight: Number) -> Number:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import gettempdir
 from types import MappingProxyType
 from typing import Final
 
@@ -42,6 +43,12 @@ def home(env: Mapping[str, str]) -> Path:
         return Path(given)
     cache = env.get("XDG_CACHE_HOME")
     return (Path(cache) if cache else Path(env.get("HOME", "~")).expanduser() / ".cache") / "hasten"
+
+
+def runtime_folder(env: Mapping[str, str]) -> Path:
+    """The user's folder for sockets: in XDG_RUNTIME_DIR, else one with the user's number in the folder for temporary files."""
+    given = env.get("XDG_RUNTIME_DIR")
+    return Path(given) / "hasten" if given else Path(gettempdir()) / f"hasten-{os.geteuid()}"
 
 
 def log_level(env: Mapping[str, str]) -> str | None:

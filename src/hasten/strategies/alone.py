@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import LoopState, Stage, Wish
+from hasten.strategies.retry import Retry, Whole
 
 
 class Alone:
@@ -26,6 +27,9 @@ class Alone:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return Whole()
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(model.state_dict())

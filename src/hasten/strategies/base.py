@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hasten.bundle import Bundle
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
+from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 
@@ -112,6 +113,10 @@ class Spread(Transform, KeepsLoopState, Protocol):
         """A block in which backward leaves gradients unsynchronised, as far as memory allows."""
         ...
 
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        """How the model takes part in a step that may be run again; None where it cannot. Local."""
+        ...
+
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The full, unsharded state dict. Ranks: every rank."""
         ...
@@ -140,6 +145,10 @@ class Strategy(KeepsLoopState, Protocol):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context manager in which backward does not synchronise gradients."""
+        ...
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        """How the model takes part in a step that may be run again, at a window's end or not; None where it cannot. Local."""
         ...
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

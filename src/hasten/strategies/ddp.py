@@ -26,6 +26,8 @@ from hasten.runtime.axes import LOSS
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import LoopState, Stage, Wish, is_trainable
 from hasten.strategies.ddp_buckets import BucketOrders
+from hasten.strategies.ddp_retry import Replica
+from hasten.strategies.retry import Retry, Whole
 
 _OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
@@ -146,6 +148,9 @@ class Replicate:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return Replica(model) if isinstance(model, DistributedDataParallel) else Whole()
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(self.undo(model).state_dict())

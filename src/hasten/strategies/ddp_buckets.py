@@ -55,16 +55,7 @@ class BucketOrders:
         trainable = [p for p in ddp.module.parameters() if p.requires_grad]
         if sorted(order) != list(range(len(trainable))):
             return None
-        own, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
-        ddp.module = _InOrder([trainable[index] for index in order])
-        ddp.require_forward_param_sync = False  # there are no buffers to bring into line now
-        try:
-            with torch.enable_grad():
-                loss: Tensor = ddp()
-        finally:
-            ddp.module = own
-            ddp.train(training)
-            ddp.require_forward_param_sync = sync
+        loss = through(ddp, _InOrder([trainable[index] for index in order]))
         for parameter in trainable:
             parameter.grad = None
         return loss
@@ -93,6 +84,21 @@ class BucketOrders:
                 ", ".join(missing),
             )
         return not missing
+
+
+def through(ddp: Any, stand_in: nn.Module) -> Tensor:  # Any: DDP is not typed in torch
+    """What a forward of DDP gives with `stand_in` in place of the user's module; its backward is a collective."""
+    own, training, sync = ddp.module, ddp.training, ddp.require_forward_param_sync
+    ddp.module = stand_in
+    ddp.require_forward_param_sync = False  # there are no buffers to bring into line now
+    try:
+        with torch.enable_grad():
+            loss: Tensor = ddp.forward()  # not the call of the module, which may be compiled
+    finally:
+        ddp.module = own
+        ddp.train(training)
+        ddp.require_forward_param_sync = sync
+    return loss
 
 
 class _InOrder(nn.Module):

@@ -28,6 +28,7 @@ from hasten.strategies.deepspeed_optimizer import DeepSpeedOptimizer
 from hasten.strategies.deepspeed_shards import weight_slice
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.placing import Convert, Place
+from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -166,6 +167,9 @@ class DeepSpeedStrategy:
     # -- one step -------------------------------------------------------------------------------------------------
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # an engine learns of the window's end when it is stepped
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return None  # the engine keeps gradients where they cannot be taken back
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
         before = [one.optimizer.num_passes for one in self.engines]

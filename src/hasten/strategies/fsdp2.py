@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -43,7 +44,9 @@ from hasten.strategies.filling import (
     source_of,
 )
 from hasten.strategies.fsdp2_gradients import HeldGradients
+from hasten.strategies.fsdp2_retry import Sharded
 from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks, refuse_later_hooks
+from hasten.strategies.retry import Retry, Whole
 from hasten.strategies.whole import average_gradients, scalars
 from hasten.strategies.wrapping import (
     CONTAINERS,
@@ -179,6 +182,11 @@ class Shard:
         if not self._replicated or not isinstance(model, FSDPModule):
             return nullcontext()
         return _without_all_reduce(model)
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        if not isinstance(model, FSDPModule):
+            return Whole()
+        return Sharded(model, self._held, partial(self.no_sync, model), syncs=boundary)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""

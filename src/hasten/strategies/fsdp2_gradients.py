@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -66,6 +66,29 @@ class HeldGradients:
                 gathered = saved.get(UNSHARDED + names[id(held.sharded_param)])
                 held.unsharded_accumulated_grad = None if gathered is None else gathered.to(device, copy=True)
 
+    def holding(self, model: nn.Module) -> Callable[[], None]:
+        """Returns what makes FSDP2 hold the gradients it holds now, and no others; it may be called again and again."""
+        if not self._shown(model):
+            return lambda: None
+        kept = [
+            (
+                group,
+                _copied(group._partial_reduce_output),
+                [_copied(p.unsharded_accumulated_grad) for p in group.fsdp_params],
+            )
+            for group in _groups(model)
+        ]
+
+        def put_back() -> None:
+            for group, partial, gathered in kept:
+                group._partial_reduce_output = _copied(partial)
+                for held, gradient in zip(group.fsdp_params, gathered, strict=True):
+                    held.unsharded_accumulated_grad = _copied(gradient)
+                    if (whole := getattr(held, "_unsharded_param", None)) is not None:
+                        whole.grad = None
+
+        return put_back
+
     def groups(self, model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
         """The parameters of each group, by the name of the first: gradients held by a group fit no other one."""
         if not self._shown(model):
@@ -99,6 +122,10 @@ class HeldGradients:
                 ", ".join(missing),
             )
         return not missing
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.detach().clone()
 
 
 def _group_name(group: Any, names: Mapping[int, str]) -> str:  # Any: not public in torch

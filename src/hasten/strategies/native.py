@@ -18,6 +18,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Wish
 from hasten.strategies.own_shards import refuse_unshardable, update_own_shards
+from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 
@@ -74,6 +75,9 @@ class NativeStrategy:
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._spread.no_sync(model)
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return self._spread.retry(model, boundary)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
         if self._stages is not None:

@@ -36,6 +36,7 @@ from hasten.strategies.pipeline_pass import Line, Seen, StageForward
 from hasten.strategies.pipeline_schedule import LossOf, Stepper, checked_loss
 from hasten.strategies.pipeline_split import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline_travel import Wire, share
+from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)
@@ -224,6 +225,9 @@ class Pipeline:
         return outputs
 
     # -- state ----------------------------------------------------------------------------------------------------
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return None
+
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Whole tensors of all stages in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
         part = self._line(model).part

@@ -31,7 +31,8 @@ _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
 _PIECES: Final = "src/hasten/strategies/context_blocks.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
-_OBSERVE: Final = "src/hasten/debug/observe.py"
+_BEGUN: Final = "src/hasten/comm/begun.py"
+_SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 
 
@@ -58,9 +59,9 @@ _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
     # the watchdog: how many collectives each group has begun
-    Name("torch.distributed.distributed_c10d", "_world", (_OBSERVE,), _STALL),
-    Name("torch.distributed:ProcessGroup", "_get_backend", (_OBSERVE,), _STALL),
-    Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_OBSERVE,), _STALL),
+    Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
+    Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
+    Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_BEGUN,), _STALL),
     # DDP: the order of its buckets
     Name(_DDP, "reducer", (_BUCKETS,), _EXACT),
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),

@@ -1,0 +1,163 @@
+"""`hasten top`: a live table of a job that runs on this machine, from another terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hasten.debug.job_sockets import Address, ask, listening
+from hasten.errors import ConfigError
+from hasten.runtime import env
+
+Status = dict[str, Any]  # Any: JSON values, as a rank answers
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten top …`."""
+    parser = argparse.ArgumentParser(
+        prog="hasten top",
+        description="Show the ranks of a job that runs on this machine: step, rate, share of the time spent waiting for other ranks, "
+        "memory, what each is doing, and the last lines of its log. Only the user who runs the job may ask. Ranks answer "
+        "beside their training; jobs of one process and those with stall=off do not.",
+    )
+    parser.add_argument("job", nargs="?", type=int, metavar="JOB", help="number of a job, as listed without one")
+    parser.add_argument("--once", action="store_true", help="print one table and end")
+    parser.add_argument("--json", action="store_true", help="print what the ranks answer as JSON, once")
+    parser.add_argument("--stacks", action="store_true", help="show where each rank is, call by call")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+    )
+    given = parser.parse_args(argv)
+    folder = env.runtime_folder(env.snapshot())
+    sockets = chosen(folder, given.job)
+    if sockets is None:
+        list_jobs(folder)
+        return 0
+    if given.json:
+        sys.stdout.write(json.dumps(_look(sockets, given.stacks), indent=2) + "\n")
+        return 0
+    console = Console(highlight=False)
+    if given.once:
+        first = _look(sockets, False)
+        time.sleep(min(given.interval, 1.0))  # a wait is told from work by the CPU time between two looks
+        console.print(_page(_look(sockets, given.stacks), {status["rank"]: [] for status in first}))
+        return 0
+    _follow(console, folder, sockets, given)
+    return 0
+
+
+def chosen(folder: Path, job: int | None) -> list[Path] | None:
+    """The sockets of the job; None when several run and none is named.
+
+    Raises: ConfigError when there is no such job, or none at all.
+    """
+    found = list(listening(folder)) if folder.is_dir() else []
+    jobs = sorted({address.job for address, _ in found})
+    if not jobs:
+        raise ConfigError(
+            "no job of yours runs on this machine, or none that answers: jobs of one process and those with stall=off do not. Start one "
+            "with `hasten launch`."
+        )
+    if job is None and len(jobs) > 1:
+        return None
+    wanted = jobs[0] if job is None else job
+    if wanted not in jobs:
+        raise ConfigError(f"there is no job {wanted} on this machine; those that run are {', '.join(map(str, jobs))}.")
+    newest: dict[tuple[int, int], tuple[Address, Path]] = {}
+    for address, path in sorted(found):
+        if address.job == wanted:
+            newest[address.rank, address.pid] = (address, path)
+    return [path for _, path in newest.values()]
+
+
+def list_jobs(folder: Path) -> None:
+    """Print the jobs of this machine."""
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("job", "script", "ranks here", "running"):
+        grid.add_column(heading)
+    for job in sorted({address.job for address, _ in listening(folder)}):
+        answers = _look(chosen(folder, job) or [], False)
+        if answers:
+            grid.add_row(str(job), answers[0]["script"], str(len(answers)), _duration(answers[0]["seconds"]))
+    console = Console(highlight=False)
+    console.print(grid)
+    console.print("several jobs run: `hasten top JOB` shows one of them")
+
+
+def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
+    answers = [ask(path, {"stacks": stacks}) for path in sockets]
+    return sorted((answer for answer in answers if answer is not None), key=lambda answer: int(answer["rank"]))
+
+
+def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argparse.Namespace) -> None:
+    """Redraw the table until the job ends or the user has seen enough."""
+    waits: dict[int, list[bool]] = {}
+    job = Address.parse(sockets[0].name)
+    with Live(console=console, auto_refresh=False) as live:
+        try:
+            while answers := _look(sockets, given.stacks):
+                for status in answers:
+                    waits.setdefault(status["rank"], []).append(status["waits"])
+                    del waits[status["rank"]][:-30]
+                live.update(_page(answers, waits), refresh=True)
+                time.sleep(max(given.interval, 0.1))
+        except KeyboardInterrupt:  # how one leaves a live table
+            return
+    console.print(f"job {job.job if job else ''} has ended".replace("  ", " "))
+
+
+def _page(answers: Sequence[Status], waits: dict[int, list[bool]]) -> RenderableType:
+    if not answers:
+        return Text("no rank answered: the job has ended, or is stopped")
+    first = answers[0]
+    head = f"{first['script']} on {first['host']}: {len(answers)} of {first['world_size']} ranks, for {_duration(first['seconds'])}"
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=head, title_justify="left")
+    for heading in ("rank", "pid", "step", "steps/s", "waiting", *first["memory"], "at"):
+        grid.add_column(heading, justify="left" if heading == "at" else "right", no_wrap=heading != "at")
+    for status in answers:
+        seen = waits.get(status["rank"]) or [status["waits"]]
+        rate = status["steps_per_s"]
+        grid.add_row(
+            str(status["rank"]),
+            str(status["pid"]),
+            str(status["step"]),
+            "" if rate is None else f"{rate:.2f}",
+            f"{sum(seen) / len(seen):.0%}",
+            *(_size(size) for size in status["memory"].values()),
+            status["at"],
+        )
+    parts: list[RenderableType] = [grid]
+    for status in answers:
+        if status["log"]:
+            parts.append(Text(f"log of rank {status['rank']}", style="bold"))
+            parts += [Text(f"  {line}") for line in status["log"][-5:]]
+        if "stack" in status:
+            parts.append(Text(f"stack of rank {status['rank']}", style="bold"))
+            parts += [Text(f"  {line}") for line in status["stack"]]
+    return Group(*parts)
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return (
+        f"{minutes // 60} h {minutes % 60} min"
+        if minutes >= 60
+        else f"{minutes} min {rest} s"
+        if minutes
+        else f"{rest} s"
+    )

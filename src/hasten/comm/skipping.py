@@ -1,0 +1,71 @@
+"""A block that leaves out collectives this process has begun before, for running a pass a second time.
+
+A rank that failed in the middle of a pass has begun some of its collectives; the other ranks wait in the next one. When it runs the
+pass again from the start, the ones it began are answered at once with zeros, and from the next one on it takes part again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACE: Final = "c10d"
+
+
+class SkipBegun(TorchDispatchMode):
+    """Answers the first collectives of each group with zeros; `begun` says how many, as `begun_collectives` names them."""
+
+    def __init__(self, begun: Mapping[str, int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._left = {name: count for name, count in begun.items() if count > 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # Any: torch's own
+        if func.namespace != _NAMESPACE or not self._takes(args):
+            return func(*args, **(kwargs or {}))
+        filled = _zeroed(args[0])
+        work = FakeWork().boxed()
+        returned = func._schema.returns
+        return work if len(returned) == 1 else (filled, work)
+
+    def _takes(self, args: tuple[Any, ...]) -> bool:
+        """Whether this collective is one of those to leave out; it is then counted off."""
+        group = next((found for arg in args if (found := _group(arg)) is not None), None)
+        tensor = next(iter(_tensors(args)), None)
+        if group is None or tensor is None:
+            return False
+        name = f"{group.group_name}/{tensor.device.type}"
+        left = self._left.get(name, 0)
+        if left:
+            self._left[name] = left - 1
+        return left > 0
+
+
+def _group(arg: object) -> ProcessGroup | None:
+    if not isinstance(arg, torch.ScriptObject):
+        return None
+    try:
+        return ProcessGroup.unbox(arg)
+    except (RuntimeError, TypeError):  # another kind of object, such as a reduction operator
+        return None
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _zeroed(outputs: Any) -> Any:
+    """The tensors a collective would have written, filled with zeros."""
+    with torch.no_grad():
+        for tensor in _tensors(outputs):
+            tensor.zero_()
+    return outputs
