@@ -17,6 +17,7 @@ from accelerate import ambient, checkpointing, notyet, tracking
 from accelerate.ambient import AMBIENT
 from accelerate.constructing import HANDLERS, UNSET, sort_arguments
 from accelerate.data_loader import skip_first_batches
+from accelerate.engines import FollowedEngine
 from accelerate.logging import get_logger
 from accelerate.mirrors import Mirrors
 from accelerate.preparing import EstablishedPreparer
@@ -97,6 +98,7 @@ class Accelerator(Mirrors, hasten.Accelerator):
         self._trackers: list[Any] = []  # Any: users' own classes among them
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
+        self._engine = FollowedEngine(self, sorted_.deepspeed)
         self._publish(self._sharding.plugin, sorted_.dynamo, parallelism_config, torch_tp_plugin)
         self.state = AcceleratorState()
         self.gradient_state = GradientState(sorted_.accumulation)
@@ -110,11 +112,10 @@ class Accelerator(Mirrors, hasten.Accelerator):
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
         AMBIENT.clock = self.clock
-        AMBIENT.accelerator = self
         fill_partial(self.config.cpu, strategy=self.strategy.name)
         AMBIENT.whole.update(
             AMBIENT.partial,
-            deepspeed_plugins=None,
+            deepspeed_plugins=self._engine.plugins,
             torch_tp_plugin=tensor_parallel,
             parallelism_config=parallelism,
             device_mesh=None,
@@ -123,6 +124,11 @@ class Accelerator(Mirrors, hasten.Accelerator):
         )
         if fsdp is not None:
             AMBIENT.whole["fsdp_plugin"] = fsdp
+
+    def follow_plugins(self) -> None:
+        """Take over what was changed in plugins since the last prepare()."""
+        self._sharding.follow()
+        self._engine.follow()
 
     # -- this process among the others ----------------------------------------------------------------------------
     def on_main_process(self, function: Any = None) -> Any:
@@ -203,6 +209,8 @@ class Accelerator(Mirrors, hasten.Accelerator):
         """Backpropagate the loss, divided by the window's length."""
         if kwargs.pop("learning_rate", None) is not None:
             notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+        if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
+            loss = loss * self.clock.every
         super().backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

@@ -23,6 +23,7 @@ COMMANDS: Final = MappingProxyType(
         "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
         "report": ("hasten.cli.report_cmd", "one page about a run, or several: curves, times, events, settings"),
         "estimate-memory": ("hasten.cli.estimate_cmd", "the memory a model needs, before it is loaded"),
+        "migrate": ("hasten.cli.migrate_cmd", "move scripts from accelerate to hasten: the diff, and what differs"),
         "plan": ("hasten.cli.plan_cmd", "choose a strategy that fits model and machine"),
     }
 )
