@@ -14,7 +14,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from: a second call installs nothing.
-$(READY): pyproject.toml constraints.txt dropin/pyproject.toml
+$(READY): pyproject.toml constraints.txt dropin/pyproject.toml dropin/setup.cfg
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hasten needs Python 3.11 or newer, found: $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11."; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -71,7 +71,7 @@ PARITY := .parity
 parity: $(READY) ## run the drop-in's scripts under the original package too, and compare
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
-		torch transformers peft trl datasets evaluate scikit-learn tensorboard pillow accelerate==1.15.0
+		torch transformers peft trl sentence-transformers datasets evaluate scikit-learn tensorboard pillow accelerate==1.15.0
 	dropin/tests/record.sh $(abspath $(PARITY))/bin/python $(abspath runs)/parity/original
 	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin
 	$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original runs/parity/dropin

@@ -11,7 +11,7 @@ try() { echo "recording ${*: -1}"; timeout 300 "$@" >"$work/log" 2>&1 || { cat "
 
 try $python "$here/run_parity.py" run "$out/parity_1.json"
 try $two "$here/run_parity.py" run "$out/parity_2.json"
-for client in trainer lora sft; do
+for client in trainer lora sft sentences; do
     try $python "$here/clients/$client.py" "$work/$client-1" "$out/${client}_1.json"
     try $two "$here/clients/$client.py" "$work/$client-2" "$out/${client}_2.json"
 done

@@ -16,7 +16,7 @@ import pytest
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
-NEEDED = {"trainer": "transformers", "lora": "peft", "sft": "trl"}
+NEEDED = {"trainer": "transformers", "lora": "peft", "sft": "trl", "sentences": "sentence_transformers"}
 
 
 @pytest.mark.timeout(300)
@@ -32,7 +32,7 @@ def test_small_scripts_equal_the_original(tmp_path: Path, warm: Any, parity: Mod
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("client", ["trainer", "lora", "sft"])
+@pytest.mark.parametrize("client", sorted(NEEDED))
 def test_libraries_equal_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, client: str, processes: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from accelerate import ambient, checkpointing, notyet, tracking
 from accelerate.ambient import AMBIENT
 from accelerate.constructing import HANDLERS, UNSET, sort_arguments
 from accelerate.data_loader import skip_first_batches
+from accelerate.engines import FollowedEngine
 from accelerate.logging import get_logger
 from accelerate.mirrors import Mirrors
 from accelerate.preparing import EstablishedPreparer
@@ -30,6 +32,7 @@ from accelerate.quirks import (
 )
 from accelerate.resharding import FollowedPlugin
 from accelerate.state import AcceleratorState, GradientState, PartialState, fill_partial
+from accelerate.state_hooks import StateHooks
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_NAME, WEIGHTS_NAME
 from accelerate.utils.dataclasses import AutocastKwargs, ProfileKwargs
@@ -38,6 +41,7 @@ from accelerate.utils.operations import _checked, gather_object
 from accelerate.utils.other import extract_model_from_parallel
 from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
+from hasten.accelerator.saving import HookHandle
 from hasten.comm import ops
 from hasten.optim import clip
 from hasten.optim.window import Key
@@ -90,9 +94,11 @@ class Accelerator(Mirrors, hasten.Accelerator):
         self.flag_tensor = None
         self.has_lomo_optimizer = False
         self.delayed_fp8_autocast = False
+        self._hooks = StateHooks()
         self._trackers: list[Any] = []  # Any: users' own classes among them
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
+        self._engine = FollowedEngine(self, sorted_.deepspeed)
         self._publish(self._sharding.plugin, sorted_.dynamo, parallelism_config, torch_tp_plugin)
         self.state = AcceleratorState()
         self.gradient_state = GradientState(sorted_.accumulation)
@@ -100,17 +106,16 @@ class Accelerator(Mirrors, hasten.Accelerator):
             AMBIENT.plugin_kwargs["num_steps"] = self.clock.every
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
-        self.log_with = tracking.filter_trackers(log_with, self.logging_dir)
+        self.log_with = tracking.chosen(log_with, self.logging_dir)
 
     def _publish(self, fsdp: Any, dynamo: Any, parallelism: Any, tensor_parallel: Any) -> None:
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
         AMBIENT.clock = self.clock
-        AMBIENT.accelerator = self
         fill_partial(self.config.cpu, strategy=self.strategy.name)
         AMBIENT.whole.update(
             AMBIENT.partial,
-            deepspeed_plugins=None,
+            deepspeed_plugins=self._engine.plugins,
             torch_tp_plugin=tensor_parallel,
             parallelism_config=parallelism,
             device_mesh=None,
@@ -119,6 +124,11 @@ class Accelerator(Mirrors, hasten.Accelerator):
         )
         if fsdp is not None:
             AMBIENT.whole["fsdp_plugin"] = fsdp
+
+    def follow_plugins(self) -> None:
+        """Take over what was changed in plugins since the last prepare()."""
+        self._sharding.follow()
+        self._engine.follow()
 
     # -- this process among the others ----------------------------------------------------------------------------
     def on_main_process(self, function: Any = None) -> Any:
@@ -199,6 +209,8 @@ class Accelerator(Mirrors, hasten.Accelerator):
         """Backpropagate the loss, divided by the window's length."""
         if kwargs.pop("learning_rate", None) is not None:
             notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+        if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
+            loss = loss * self.clock.every
         super().backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -309,7 +321,8 @@ class Accelerator(Mirrors, hasten.Accelerator):
                 "ProjectConfiguration(automatic_checkpoint_naming=True)"
             )
         self._sharding.follow_form()
-        place = super().save_state(None if automatic else output_dir, safe_serialization)
+        with self._hooks.errors_as_raised():
+            place = super().save_state(None if automatic else output_dir, safe_serialization)
         self.project_configuration.iteration = self.saving.iteration
         return place
 
@@ -323,8 +336,17 @@ class Accelerator(Mirrors, hasten.Accelerator):
         elif not (Path(input_dir) / "manifest.json").exists():
             self._load_original(str(input_dir), load_model_func_kwargs)
             return
-        super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
+        with self._hooks.errors_as_raised():
+            super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
         self.project_configuration.iteration = self.saving.iteration
+
+    def register_save_state_pre_hook(self, hook: Any) -> HookHandle:
+        """Call `hook(models, weights, folder)` before each save; what it raises is what save_state raises."""
+        return super().register_save_state_pre_hook(self._hooks.watched(hook))
+
+    def register_load_state_pre_hook(self, hook: Any) -> HookHandle:
+        """Call `hook(models, folder)` before each load; what it raises is what load_state raises."""
+        return super().register_load_state_pre_hook(self._hooks.watched(hook))
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
@@ -370,10 +392,16 @@ class Accelerator(Mirrors, hasten.Accelerator):
             return super().get_state_dict(model)
         return (self.unwrap_model(model) if unwrap else model).state_dict()
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
-        """A block under torch.profiler."""
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
+        """A block under torch.profiler; with `output_trace_dir`, its trace is left there under PROFILE_PATTERN_NAME."""
         chosen = profile_handler or self.profile_handler or ProfileKwargs()
-        return super().profile(chosen.to_hasten())
+        with super().profile(replace(chosen.to_hasten(), output_trace_dir=None)) as running:
+            yield running
+        if chosen.output_trace_dir is not None:
+            folder = Path(chosen.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget everything prepared and hand cached memory back; a None for every argument."""

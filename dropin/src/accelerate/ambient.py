@@ -6,7 +6,7 @@ Nothing below this distribution has such a thing; it exists because existing scr
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,6 @@ from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
 from hasten.runtime.topology import Topology
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
 
 
 @dataclass(slots=True)
@@ -33,7 +30,6 @@ class Ambient:
     clock: StepClock | None = None
     loaders: list[Any] = field(default_factory=list)  # Any: loaders being iterated, innermost last
     plugin_kwargs: dict[str, Any] = field(default_factory=dict)
-    accelerator: Accelerator | None = None
 
 
 AMBIENT = Ambient()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hasten
-from accelerate import notyet
+from accelerate import engines, notyet
 from accelerate.ambient import AMBIENT
 from accelerate.quirks import PRECISION_IS_FIXED, kept
 from accelerate.state import AcceleratorState
@@ -27,6 +27,7 @@ from accelerate.utils.dataclasses import (
     TERecipeKwargs,
     TorchDynamoPlugin,
 )
+from accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
 from accelerate.utils.environment import environment
 from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 
@@ -55,6 +56,7 @@ class Arguments:
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
     fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
     dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
 
 
@@ -70,9 +72,12 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
         found.data = given["dataloader_config"]
     if given["split_batches"] is not UNSET:
         found.data.split_batches = bool(given["split_batches"])
-    for name in ("deepspeed_plugin", "deepspeed_plugins"):
-        if given[name] is not None:
-            notyet.refuse("DeepSpeedPlugin", notyet.DEEPSPEED)
+    _engine(
+        found,
+        given["deepspeed_plugin"],
+        given["deepspeed_plugins"],
+        given["gradient_accumulation_plugin"] is not None,
+    )
     if given["megatron_lm_plugin"] is not None:
         notyet.refuse("utils.MegatronLMPlugin", notyet.MEGATRON)
     _sharding(found, given["fsdp_plugin"])
@@ -160,6 +165,26 @@ def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -
             raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
         found.fsdp = plugin
         found.settings["fsdp_plugin"] = plugin.to_hasten()
+
+
+def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None:
+    found.deepspeed = engines.chosen(
+        plugin, AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
+    )
+    active = engines.active(found.deepspeed)
+    if active is None:
+        return
+    found.settings |= {"strategy": "deepspeed", "deepspeed_plugin": active.to_hasten()}
+    steps = active.accumulation
+    if steps is None or explicit:  # libraries that accumulate themselves give a plugin
+        return
+    if found.accumulation.num_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps is {found.accumulation.num_steps} in Accelerator() and {steps} in the DeepSpeed "
+            'configuration, so it is not clear when to update. Give one of them, or write "auto" in the configuration.'
+        )
+    found.accumulation = GradientAccumulationPlugin(num_steps=steps)
+    found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 
 
 def _compiling(found: Arguments, plugin: TorchDynamoPlugin | None, backend: Any) -> None:

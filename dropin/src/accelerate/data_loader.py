@@ -99,7 +99,8 @@ def prepare_data_loader(
     if isinstance(sampler, RandomSampler) and use_seedable_sampler and type(sampler) is not SeedableRandomSampler:
         sampler = _seedable(sampler, data_seed)
         batch_sampler = _with_sampler(batch_sampler, sampler)
-    generator = _shared_generator(dataloader, sampler, size, use_stateful_dataloader)
+    # the main process alone draws the order of batches that it hands out
+    generator = None if dispatch_batches else _shared_generator(dataloader, sampler, size, use_stateful_dataloader)
     if size > 1 and not dispatch_batches:
         dataset, batch_sampler = _sharded(dataloader, batch_sampler, stream, size, index, split_batches, even_batches)
     kwargs = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
@@ -113,6 +114,7 @@ def prepare_data_loader(
     }
     loader: PreparedLoader
     if dispatch_batches:
+        kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
         loader = DataLoaderDispatcher(dataset, slice_fn=slice_fn_for_dispatch, **kwargs)
     else:
         types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]

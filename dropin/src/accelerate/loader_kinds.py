@@ -87,7 +87,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
         world = ambient.start().world
-        rounds = self._rounds() if world.rank == 0 else None
+        rounds = self._rounds(super().__iter__()) if world.rank == 0 else None
+        if (
+            rounds is None
+        ):  # what the main process's iterator draws for its workers, so that the ranks' generators agree
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         skip = max(self.skip_batches, self.progress.resume_at)
         with self._watched():
             number = 0
@@ -114,10 +118,9 @@ class DataLoaderDispatcher(PreparedLoader):
                 if mine["last"]:
                     return
 
-    def _rounds(self) -> Iterator[list[Any]]:
+    def _rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """The parts of all processes, step by step, from the main process's own loader."""
         size = self.num_processes
-        batches = super().__iter__()
         first: Any = None
         following = self._take(batches)
         while following:

@@ -50,9 +50,9 @@ class Mirrors(Base):
         return self.num_processes > 1
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """DeepSpeed's options: none."""
-        return None
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use, if any."""
+        return self.state.deepspeed_plugin
 
     @property
     def parallelism_config(self) -> Any:

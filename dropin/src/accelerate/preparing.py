@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from accelerate.composed import Composed
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.loader_base import PreparedLoader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.quirks import STRANGERS_PASS, kept
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, DummyScheduler
 from hasten import bundle
 from hasten.accelerator.preparing import Preparer
 from hasten.bundle import Item
 from hasten.errors import PrepareError
-
-if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+from hasten.optim.engine import EngineOptimizer
 
 # Any in this file: the user's objects.
 
@@ -27,23 +27,25 @@ if TYPE_CHECKING:
 class EstablishedPreparer(Preparer):
     """Turns what the user gives into AcceleratedOptimizer, AcceleratedScheduler and DataLoaderShard."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Composed) -> None:
         super().__init__(
             accelerator.config, accelerator.ctx, accelerator.strategy, accelerator.precision, accelerator.clock
         )
         self.done = accelerator.prepared
         self._accelerator = accelerator
+        self._engine_schedules = False
 
     def prepare(
         self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True
     ) -> Any:
         """The objects prepared, in call order; what is none of the known kinds comes back as it is."""
-        self._accelerator._sharding.follow()
+        self._accelerator.follow_plugins()
         places = list(placement) if placement is not None else [None] * len(objects)
         if len(places) != len(objects):
             raise ValueError(
                 f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed)."
             )
+        self._engine_schedules = any(isinstance(value, DummyScheduler) for value in objects)
         known = [index for index, value in enumerate(objects) if not _stranger(value)]
         own = [self._config.device_placement if places[index] is None else bool(places[index]) for index in known]
         prepared = super().prepare(tuple(objects[index] for index in known), own, train)
@@ -53,9 +55,8 @@ class EstablishedPreparer(Preparer):
         return tuple(result)
 
     def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        prepared = AcceleratedOptimizer(
-            optimizer, scaler=self._precision.scaler, clock=self._clock, precision=self._precision
-        )
+        kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, EngineOptimizer) else AcceleratedOptimizer
+        prepared = kind(optimizer, scaler=self._precision.scaler, clock=self._clock, precision=self._precision)
         self.done.optimizers.append(prepared)
         return prepared
 
@@ -63,7 +64,8 @@ class EstablishedPreparer(Preparer):
         inner = getattr(scheduler, "optimizer", None)
         owners = [known for known in self.done.optimizers if inner in (known, known.optimizer)]
         config = self._accelerator.dataloader_config
-        prepared = AcceleratedScheduler(
+        kind = DeepSpeedSchedulerWrapper if self._engine_schedules else AcceleratedScheduler
+        prepared = kind(
             scheduler,
             owners or list(self.done.optimizers),
             step_with_optimizer=self._accelerator.step_scheduler_with_optimizer,

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
+import hasten
+from accelerate.composed import Composed
+from accelerate.rebuilding import rebuild
 from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
-from hasten.strategies.choose import choose
-
-if TYPE_CHECKING:
-    import hasten
-    from accelerate.accelerator import Accelerator
-
-# Any in this file: attributes of hasten's collaborators that are replaced together.
 
 
 class FollowedPlugin:
     """The plugin an Accelerator shows, and the settings that were last taken from it."""
 
-    def __init__(self, accelerator: Accelerator, given: FullyShardedDataParallelPlugin | None) -> None:
+    def __init__(self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None) -> None:
         self._accelerator = accelerator
         self.plugin = given
         if given is None and accelerator.strategy.caps.sharded_state:
@@ -51,14 +46,8 @@ class FollowedPlugin:
                 "differently. Change the plugin before the first prepare()."
             )
         self._taken = now
-        self._rebuild({name: getattr(now, name) for name in changed})
-
-    def _rebuild(self, values: dict[str, Any]) -> None:
-        made = self._accelerator
-        made.config = replace(made.config, fsdp=replace(made.config.fsdp, **values))
-        made.strategy = choose(made.config, made.ctx)
-        made.saving._parts.unwrap, made.saving._parts.loops = made.strategy.unwrap, made.strategy
-        made._preparer._config, made._preparer._strategy = made.config, made.strategy
+        fsdp = replace(self._accelerator.config.fsdp, **{name: getattr(now, name) for name in changed})
+        rebuild(self._accelerator, fsdp=fsdp)
 
 
 def _changed(

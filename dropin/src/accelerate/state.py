@@ -63,8 +63,8 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 def distributed_type_of(strategy: str, device: torch.device, num_processes: int) -> DistributedType:
     """The established name of how processes work together."""
-    if strategy == "fsdp":
-        return DistributedType.FSDP
+    if strategy in ("fsdp", "deepspeed"):
+        return DistributedType(strategy.upper())
     if num_processes == 1:
         return DistributedType.NO
     return DistributedType("MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}")
@@ -337,20 +337,30 @@ class AcceleratorState(_Shared):
         return self.distributed_type == DistributedType.FSDP
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """DeepSpeed's options: none, DeepSpeed follows later."""
-        return None
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use, if any."""
+        plugins = self._shared_state.get("deepspeed_plugins")
+        return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
 
-    def get_deepspeed_plugin(self, name: str) -> None:
-        """DeepSpeed's options by name."""
-        raise ValueError(f"DeepSpeed plugins are not in use, so there is none named {name!r}.")
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """A DeepSpeed plugin by its name."""
+        return self._named_plugins(name)[name]
 
-    select_deepspeed_plugin = get_deepspeed_plugin
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make the plugin of this name the one in use."""
+        for key, plugin in self._named_plugins(name).items():
+            plugin._unselect() if key != name else plugin.select(_from_accelerator_state=True)
+
+    def _named_plugins(self, name: str) -> dict[str, Any]:
+        plugins = self._shared_state.get("deepspeed_plugins")
+        if not isinstance(plugins, dict) or name not in plugins:
+            known = sorted(plugins) if isinstance(plugins, dict) else "none by name"
+            raise ValueError(f"There is no DeepSpeed plugin named {name!r}; there are: {known}.")
+        return plugins
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         AMBIENT.whole.clear()
-        AMBIENT.accelerator = None
         if reset_partial_state:
             PartialState._reset_state()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from accelerate.ambient import AMBIENT, process
 from accelerate.logging import get_logger
@@ -63,11 +67,23 @@ class GeneralTracker:
         """End the run."""
 
 
+def _plain(value: Any) -> Any:
+    """A tensor or array of one element as a number; everything else as it is."""
+    alone = hasattr(value, "item") and getattr(value, "shape", ()) in ((), (1,))
+    return value.item() if alone else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
 class _Backend(GeneralTracker):
     """A tracker of hasten's under its established name."""
 
     name = ""
     requires_logging_directory = False
+    takes_any_value = False
+    """Whether the package itself decides what it can show; others get single numbers and strings."""
 
     def __init__(self, run_name: str | None = None, logging_dir: Any = None, **kwargs: Any) -> None:
         super().__init__()
@@ -116,8 +132,12 @@ class _Backend(GeneralTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self._step = self._step + 1 if step is None else int(step)
-        plain = {key: value.item() if hasattr(value, "item") else value for key, value in flatten(values)}
-        self._open().log(Entry(values=plain, step=self._step, time_s=time.time(), options=kwargs))
+        plain = {key: _plain(value) for key, value in flatten(values)}
+        kept = {key: value for key, value in plain.items() if self.takes_any_value or _is_scalar(value)}
+        if len(kept) < len(plain):
+            left_out = sorted(plain.keys() - kept.keys())
+            logger.debug(f"{self.name} takes single numbers and strings: {left_out} left out")
+        self._open().log(Entry(values=kept, step=self._step, time_s=time.time(), options=kwargs))
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -161,6 +181,35 @@ class TensorBoardTracker(_Backend):
         super().__init__(run_name, logging_dir, **{"log_dir": str(Path(logging_dir) / run_name), **kwargs})
 
     @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the run's settings for the HPARAMS tab and as hparams.yml, in a folder named by the time."""
+        config = plain_config(values)
+        shown = {
+            name: value if value is None or _is_scalar(value) else json.dumps(value) for name, value in config.items()
+        }
+        moment = str(time.time())
+        self.tracker.add_hparams(shown, metric_dict={}, run_name=moment)
+        self.tracker.flush()
+        folder = Path(self.tracker.get_logdir()) / moment
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hparams.yml").write_text(yaml.safe_dump(config))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
+        for name, given in values.items():
+            value = _plain(given)
+            if isinstance(value, str):
+                self.tracker.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.tracker.add_scalars(name, value, global_step=step, **kwargs)
+            elif _is_scalar(value):
+                self.tracker.add_scalar(name, value, global_step=step, **kwargs)
+            else:
+                logger.debug(f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out")
+        self.tracker.flush()
+
+    @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
         for name, images in values.items():
@@ -171,6 +220,7 @@ class WandBTracker(_Backend):
     """Weights & Biases."""
 
     name = "wandb"
+    takes_any_value = True
     main_process_only = False
 
 
@@ -178,6 +228,7 @@ class TrackioTracker(_Backend):
     """Trackio."""
 
     name = "trackio"
+    takes_any_value = True
 
 
 class CometMLTracker(_Backend):
@@ -218,6 +269,7 @@ class SwanLabTracker(_Backend):
     """SwanLab."""
 
     name = "swanlab"
+    takes_any_value = True
 
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
@@ -261,15 +313,26 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
             continue
         name = str(one)
         if name not in LOGGER_TYPE_TO_CLASS:
-            raise ValueError(f"Unknown tracker {name!r}; known are {sorted(LOGGER_TYPE_TO_CLASS)} and 'all'.")
+            known = ["all", *LOGGER_TYPE_TO_CLASS]
+            raise ValueError(f"Unsupported logging capability: {name}. Choose between {known}")
         if name in [str(kind) for kind in found]:
             continue
         if name in LoggerType and not _installed(name):
-            logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
+            logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
             continue
         if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
             raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
         found.append(LoggerType(name) if name in LoggerType else name)
+    return found
+
+
+def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
+    """The trackers that `Accelerator(log_with=...)` asks for; a warning when none of them can run here."""
+    found = filter_trackers(log_with, logging_dir)
+    if log_with is not None and not found:
+        warnings.warn(
+            f"`log_with={log_with}` was passed but no supported trackers are currently installed.", stacklevel=3
+        )
     return found
 
 

@@ -38,9 +38,9 @@ ESSENTIAL: Final = frozenset(
 """The settings that `hasten launch --help` shows; `--help-all` shows all of them."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run `hasten launch …` and return the exit code of the job."""
-    given = make_parser().parse_args(argv)
+def main(argv: Sequence[str], program: str = "hasten") -> int:
+    """Run `hasten launch …` and return the exit code of the job; `program` is the command its help and errors name."""
+    given = make_parser(program).parse_args(argv)
     words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])
@@ -62,11 +62,11 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
     return code
 
 
-def make_parser() -> SettingsParser:
+def make_parser(program: str = "hasten") -> SettingsParser:
     """The parser of the command line: every setting, and what belongs to launching alone."""
     parser = SettingsParser(
-        prog="hasten launch",
-        usage="hasten launch [settings] script.py [arguments of the script]",
+        prog=f"{program} launch",
+        usage=f"{program} launch [settings] script.py [arguments of the script]",
         description=DESCRIPTION,
         essential=ESSENTIAL,
     )

@@ -25,6 +25,7 @@ COMMANDS: Final = MappingProxyType(
         "top": ("hasten.cli.top_cmd", "a live table of a running job: ranks, steps, waits, memory, stacks"),
         "attach": ("hasten.cli.top_cmd", "the same as top"),
         "estimate-memory": ("hasten.cli.estimate_cmd", "the memory a model needs, before it is loaded"),
+        "migrate": ("hasten.cli.migrate_cmd", "move scripts from accelerate to hasten: the diff, and what differs"),
         "plan": ("hasten.cli.plan_cmd", "choose a strategy that fits model and machine"),
     }
 )

@@ -13,8 +13,8 @@ from accelerate.commands.launch_flags import FLAGS
 from accelerate.commands.launch_variables import variables_for
 from accelerate.commands.utils import CustomArgumentParser
 from accelerate.utils.environment import patch_environment
-from hasten.cli import main as hasten_cli
-from hasten.errors import HastenError
+from hasten.cli import launch_cmd
+from hasten.errors import ConfigError, HastenError
 
 __all__ = ["launch_command", "launch_command_parser", "load_config_from_file", "main"]
 # Any in this file: values of flags.
@@ -104,8 +104,15 @@ def run(words: Sequence[str]) -> int:
     except HastenError:  # said by the launch itself, in its own way
         variables = {}
     with patch_environment(**variables):
-        code: int = hasten_cli.main(["launch", *words])
-    return code
+        return _launch(words)
+
+
+def _launch(words: Sequence[str]) -> int:
+    try:
+        return launch_cmd.main(words, program="accelerate")
+    except HastenError as error:
+        sys.stderr.write(f"accelerate launch: {error}\n")
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def main() -> NoReturn:

@@ -13,7 +13,7 @@ from hasten.config.root import Config
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
     """What workers of `launch WORDS` find in their environment besides what this process has."""
-    given = make_parser().parse_args(words)
+    given = make_parser("accelerate").parse_args(words)
     env = {name: value for name, value in environment().items() if name != VARIABLE}
     return spelled(effective(env, given.config_file, given.settings).config)
 

@@ -21,6 +21,7 @@ _GONE = {
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
     "fsdp_forward_prefetch": "set fsdp.forward_prefetch_depth in a file of hasten's instead",
 }
+_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 
 
@@ -35,12 +36,13 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name in _GONE:
             said.append(f"{name} is left out: {_GONE[name]}")
         elif name == "fsdp_sharding_strategy":
-            if str(value).upper() not in _RESHARD:
+            strategy = _NUMBERS.get(str(value), str(value).upper())
+            if strategy not in _RESHARD:
                 raise ConfigError(
                     f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it."
                 )
-            fsdp["fsdp_reshard_after_forward"] = _RESHARD[str(value).upper()]
-            if "HYBRID" in str(value).upper():
+            fsdp["fsdp_reshard_after_forward"] = _RESHARD[strategy]
+            if "HYBRID" in strategy:
                 said.append(
                     f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
                 )

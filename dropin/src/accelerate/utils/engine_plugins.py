@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, make_dataclass
 from dataclasses import field as dataclass_field
-from typing import Any, Literal
+from typing import Any
 
 import hasten
 from accelerate import notyet
 
 # Any in this file: values of settings that another engine defines.
-
-
-@dataclass
-class DeepSpeedPlugin:
-    """Options of DeepSpeed."""
-
-    hf_ds_config: Any = None
-    gradient_accumulation_steps: int | str | None = None
-    gradient_clipping: float | str | None = None
-    zero_stage: int | None = None
-    is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = None
-    offload_param_device: str | None = None
-    offload_optimizer_nvme_path: str | None = None
-    offload_param_nvme_path: str | None = None
-    zero3_init_flag: bool | None = None
-    zero3_save_16bit_model: bool | None = None
-    transformer_moe_cls_names: str | None = None
-    enable_msamp: bool | None = None
-    msamp_opt_level: Literal["O1", "O2"] | None = None
-
-    def __post_init__(self) -> None:
-        notyet.refuse("DeepSpeedPlugin", notyet.DEEPSPEED)
 
 
 _MEGATRON = [

@@ -1,0 +1,32 @@
+"""What the parts of an Accelerator ask of the whole, as a protocol: they know no class above them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from hasten.accelerator.preparing import Prepared, Preparer
+from hasten.config.root import Config
+from hasten.optim.clock import StepClock
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Strategy
+
+
+class Composed(Protocol):
+    """An Accelerator, seen from its parts."""
+
+    config: Config
+    ctx: ProcessContext
+    strategy: Strategy
+    precision: Precision
+    clock: StepClock
+    prepared: Prepared
+    saving: Any  # hasten's saver: its parts are replaced together with the strategy
+    dataloader_config: Any  # the established class, above this file
+    rng_types: list[str]
+    step_scheduler_with_optimizer: bool
+    _preparer: Preparer
+
+    def follow_plugins(self) -> None:
+        """Take over what was changed in plugins since the last prepare()."""
+        ...

@@ -1,0 +1,165 @@
+"""DeepSpeed through the established names: settings as the original reads them, and training that equals training without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DummyOptim, DummyScheduler, HfDeepSpeedConfig
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, get_active_deepspeed_plugin
+from hasten.optional import available
+
+HERE = Path(__file__).parent
+needs_deepspeed = pytest.mark.skipif(not available("deepspeed"), reason="needs deepspeed")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def test_single_options_make_the_configuration_the_original_makes() -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3, gradient_clipping=1.0, offload_optimizer_device="cpu")
+    assert plugin.deepspeed_config == {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": inf,
+    }
+    plain = DeepSpeedPlugin()
+    assert (plain.zero_stage, plain.gradient_accumulation_steps, plain.gradient_clipping) == (2, "auto", "auto")
+    assert (plugin.zero3_init_flag, plain.zero3_init_flag) == (True, False)
+
+
+def test_a_configuration_wins_over_options(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5}
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(config))
+    for given in (config, str(file), HfDeepSpeedConfig(config)):
+        plugin = DeepSpeedPlugin(hf_ds_config=given)
+        assert (plugin.zero_stage, plugin.gradient_clipping) == (1, 0.5)
+    with pytest.raises(ValueError, match="specify the ZeRO optimization config"):
+        DeepSpeedPlugin(hf_ds_config={"gradient_clipping": 1.0})
+
+
+def test_questions_about_a_configuration() -> None:
+    config = HfDeepSpeedConfig(
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "fp16": {"enabled": True}}
+    )
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (False, True, True)
+    assert config.get_value("fp16.enabled") is True
+    assert config.get_value("x.y") is None
+    assert (config.is_true("fp16.enabled"), config.is_false("fp16.enabled"), config.is_false("nope")) == (
+        True,
+        False,
+        False,
+    )
+    assert config.find_config_node("fp16.enabled") == ({"enabled": True}, "enabled")
+    with pytest.raises(ValueError, match="mismatch"):
+        DeepSpeedPlugin(
+            hf_ds_config={"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+        ).deepspeed_config_process(gradient_clipping=2.0)
+
+
+def test_plugins_by_name_are_selected() -> None:
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=1)}
+    state = AcceleratorState
+    accelerator = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    assert accelerator.deepspeed_plugin is plugins["student"]
+    state().select_deepspeed_plugin("teacher")
+    assert get_active_deepspeed_plugin(accelerator.state) is plugins["teacher"]
+    with pytest.raises(ValueError, match="no DeepSpeed plugin named"):
+        state().get_deepspeed_plugin("nobody")
+
+
+def _train(accelerator: Accelerator, dummies: bool = False) -> list[float]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer: Any = (
+        DummyOptim(model.parameters(), lr=0.1) if dummies else torch.optim.AdamW(model.parameters(), lr=0.1)
+    )
+    data = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    loader: Any = DataLoader(TensorDataset(data), batch_size=2)
+    things = [model, optimizer, loader]
+    if dummies:
+        things.append(DummyScheduler(optimizer, warmup_num_steps=2, total_num_steps=8))
+    model, optimizer, loader = accelerator.prepare(*things)[:3]
+    losses = []
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert isinstance(optimizer, DeepSpeedOptimizerWrapper) == (
+        accelerator.distributed_type == DistributedType.DEEPSPEED
+    )
+    return losses
+
+
+@needs_deepspeed
+def test_a_loop_trains_as_without_an_engine() -> None:
+    plain = _train(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    AcceleratorState._reset_state(True)
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    assert accelerator.gradient_accumulation_steps == 2
+    assert _train(accelerator) == pytest.approx(plain, abs=1e-6)
+
+
+@needs_deepspeed
+def test_stand_ins_become_what_the_configuration_says() -> None:
+    config = {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}},
+    }
+    losses = _train(Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)), dummies=True)
+    assert len(losses) == 8
+
+
+def test_counts_of_micro_steps_that_differ_are_refused() -> None:
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="4 in the DeepSpeed"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=plugin)
+
+
+@needs_deepspeed
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_trainer_has_the_same_losses_with_an_engine(
+    tmp_path: Path, warm: Any, parity: ModuleType, processes: int
+) -> None:
+    pytest.importorskip("transformers")
+    out = tmp_path / "out.json"
+    done = warm.run(tmp_path, [str(HERE / "clients" / "engine.py"), str(tmp_path / "run"), str(out)], processes)
+    assert not done.failed, done.err
+    found = json.loads(out.read_text())
+    assert parity.differences(found["without"], found["own"], tolerance=1e-5) == []
+    assert len(found["made"]) == len(found["without"])

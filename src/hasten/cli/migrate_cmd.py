@@ -1,0 +1,64 @@
+"""`hasten migrate`: the diff that moves scripts from `accelerate` to `hasten`, and what behaves differently."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hasten.cli.migrating import migrate
+from hasten.errors import ConfigError
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten migrate …`: 0 when nothing is left to do by hand, 1 otherwise."""
+    given = make_parser().parse_args(argv)
+    noted = 0
+    for path in scripts(given.places):
+        source = _text(path)
+        if "accelerate" not in source:
+            continue
+        try:
+            done = migrate(source)
+        except SyntaxError as error:
+            raise ConfigError(
+                f"{path}, line {error.lineno}, is no Python ({error.msg}), so its names cannot be told apart; nothing was "
+                "changed in it. Correct it, or leave it out."
+            ) from error
+        lines = (text.splitlines(keepends=True) for text in (source, done.text))
+        sys.stdout.writelines(difflib.unified_diff(*lines, fromfile=str(path), tofile=str(path)))
+        for finding in done.findings:
+            sys.stderr.write(f"{path}:{finding.line}: {finding.text}\n")
+        noted += len(done.findings)
+        if given.write and done.text != source:
+            path.write_text(done.text, encoding="utf-8", newline="")
+    return 1 if noted else 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="hasten migrate",
+        description="Print the diff that moves scripts from `accelerate` to `hasten`, and name each line that behaves "
+        "differently afterwards. Only names are changed. The exit code is 1 when a line needs a look.",
+    )
+    parser.add_argument("places", nargs="+", type=Path, metavar="SCRIPT_OR_FOLDER", help="scripts, or folders of them")
+    parser.add_argument("--write", action="store_true", help="change the files")
+    return parser
+
+
+def scripts(places: Sequence[Path]) -> list[Path]:
+    """The Python files in question. Raises: ConfigError for a place that does not exist."""
+    found: list[Path] = []
+    for place in places:
+        if not place.exists():
+            raise ConfigError(f"{place} does not exist, so there is nothing to migrate; give a script or a folder.")
+        found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return found
+
+
+def _text(path: Path) -> str:
+    with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
+        return file.read()

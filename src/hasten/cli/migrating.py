@@ -1,0 +1,248 @@
+"""Rewriting a script from `accelerate` to `hasten`: only names change, so that comments and layout survive."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import hasten
+
+OLD: Final = "accelerate"
+NEW: Final = "hasten"
+_MAIN: Final = "Accelerator"
+NOTES: Final = MappingProxyType(
+    {
+        "free_memory": "gives one None for one object, where Accelerate gives a list; drop the comma of `model, = ...`",
+        "save_state": "without a folder numbers the checkpoints under project_dir, without being asked to",
+        "load_state": "restores the position of loaders too; do not call skip_first_batches after it",
+        "gather_object": "gives a list of every rank's objects; Accelerate joins the ranks' lists",
+        "gather_for_metrics": "counts each sample once; Accelerate cuts the last batch by arithmetic",
+        "main_process_first": "may not be nested",
+        "init_trackers": "opens hasten's trackers, whose files and folders have other names",
+    }
+)
+"""Methods whose result is not what it was, and how."""
+_SHUFFLE: Final = (
+    "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
+)
+_SCHEDULER: Final = (
+    "steps a prepared scheduler once per update; Accelerate steps it once per process, so divide no step count"
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One line that needs a look."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """A script's new text, and what is left to its author."""
+
+    text: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    begin: int
+    end: int
+    text: str
+
+
+def migrate(source: str) -> Migrated:
+    """The script with hasten's names. Raises: SyntaxError for text that is no Python."""
+    tree = ast.parse(source)
+    work = _Script(source, tree)
+    work.imports()
+    work.uses()
+    text = source.encode()
+    for edit in sorted(work.edits, key=lambda one: one.begin, reverse=True):
+        text = text[: edit.begin] + edit.text.encode() + text[edit.end :]
+    return Migrated(text.decode(), tuple(sorted(set(work.findings))))
+
+
+class _Script:
+    """One script while it is read: edits as places in its UTF-8 bytes."""
+
+    def __init__(self, source: str, tree: ast.Module) -> None:
+        self.edits: list[_Edit] = []
+        self.findings: list[Finding] = []
+        self._source = source
+        self._tree = tree
+        lines = source.encode().splitlines(keepends=True)
+        self._starts = [0]
+        for line in lines:
+            self._starts.append(self._starts[-1] + len(line))
+        self._bytes = source.encode()
+        self._known: dict[str, str] = {}  # names of the script that are hasten's now -> hasten's own name
+        self._num_made = 0
+        self._modules: set[str] = set()  # names of the script for the package itself
+
+    def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
+        self.findings.append(Finding(node.lineno, text))
+
+    def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        begin = self._starts[node.lineno - 1] + node.col_offset
+        return begin, self._starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or node.col_offset)
+
+    # -- imports --------------------------------------------------------------------------------------------------
+    def imports(self) -> None:
+        """Edit the import statements."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_old(node.module):
+                self._import_from(node)
+            elif isinstance(node, ast.Import):
+                self._import(node)
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        assert node.module is not None, "a module without a name is relative"
+        taken = [one for one in node.names if one.name in hasten.__all__]
+        left = [one for one in node.names if one.name not in hasten.__all__]
+        for one in taken:
+            self._known[one.asname or one.name] = one.name
+        for one in left:
+            self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
+        begin, end = self._span(node)
+        if taken and not left:  # the module's name alone: parentheses and comments between the names stay
+            at = self._bytes.index(node.module.encode(), begin)
+            self.edits.append(_Edit(at, at + len(node.module), NEW))
+        elif taken:
+            indent = " " * node.col_offset
+            comments = [f"{text}\n{indent}" for text in _comments(self._bytes[begin:end].decode())]
+            parts = (f"from {NEW} import {_names(taken)}", f"from {node.module} import {_names(left)}")
+            self.edits.append(_Edit(begin, end, "".join(comments) + f"\n{indent}".join(parts)))
+
+    def _import(self, node: ast.Import) -> None:
+        for one in node.names:
+            if one.name == OLD:
+                self._modules.add(one.asname or OLD)
+                begin, end = self._span(node)
+                at = self._bytes.index(OLD.encode(), begin, end)
+                self.edits.append(_Edit(at, at + len(OLD), NEW))
+            elif _is_old(one.name):
+                self._note(node, f"`import {one.name}` stays; import names from hasten instead")
+
+    # -- uses -----------------------------------------------------------------------------------------------------
+    def uses(self) -> None:
+        """Edit dotted names, and note calls that hasten answers differently."""
+        objects = set(self._accelerators())
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Attribute):
+                self._attribute(node, objects)
+            elif isinstance(node, ast.Call):
+                self._call(node, objects)
+
+    def _accelerators(self) -> Iterator[str]:
+        """Names that hold an Accelerator."""
+        for node in ast.walk(self._tree):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and self._name(node.value.func) == _MAIN
+            ):
+                yield from (one.id for one in node.targets if isinstance(one, ast.Name))
+        yield "accelerator"
+
+    def _name(self, node: ast.expr) -> str | None:
+        """hasten's name that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return self._known.get(node.id)
+        if isinstance(node, ast.Attribute) and _root(node) in self._modules:
+            return node.attr if node.attr in hasten.__all__ else None
+        return None
+
+    def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
+        if isinstance(node.value, ast.Name) and node.value.id in objects:
+            if (
+                not hasattr(hasten.Accelerator, node.attr)
+                and node.attr not in hasten.Accelerator.__init__.__code__.co_names
+            ):
+                self._note(node, f"hasten's Accelerator has no {node.attr}")
+            return
+        if (
+            not isinstance(node.ctx, ast.Load)
+            or _root(node) not in self._modules
+            or isinstance(node.value, ast.Attribute)
+        ):
+            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in hasten.__all__:
+                self._replace_dotted(node)
+            return
+        if node.attr in hasten.__all__ and OLD in self._modules and isinstance(node.value, ast.Name):
+            if node.value.id == OLD:
+                begin, _ = self._span(node)
+                self.edits.append(_Edit(begin, begin + len(OLD), NEW))
+        elif node.attr not in ("utils", "state", "tracking", "logging", "data_loader"):
+            self._note(node, f"accelerate.{node.attr} has no equivalent of that name in hasten")
+
+    def _replace_dotted(self, node: ast.Attribute) -> None:
+        """accelerate.utils.set_seed becomes hasten.set_seed."""
+        begin, end = self._span(node)
+        root = _root(node)
+        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}.{node.attr}"))
+
+    def _call(self, node: ast.Call, objects: set[str]) -> None:
+        name = self._name(node.func)
+        if any(one.arg == "shuffle" and getattr(one.value, "value", True) for one in node.keywords):
+            self._note(node, f"hasten {_SHUFFLE}")
+        if name == _MAIN:
+            self._num_made += 1
+            if self._num_made > 1:
+                self._note(node, "each hasten Accelerator has settings of its own; Accelerate shares the first one's")
+        if name is not None:
+            self._keywords(node, name, getattr(hasten, name))
+        if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
+            return
+        if node.func.value.id not in objects:
+            return
+        method = node.func.attr
+        if method in NOTES and not (method == "save_state" and (node.args or node.keywords)):
+            self._note(node, f"{method} {NOTES[method]}")
+        if method == "reduce" and any(one.arg == "scale" for one in node.keywords):
+            self._note(node, "reduce acts on `scale` everywhere; Accelerate on TPUs only")
+        if method == "prepare" and any(isinstance(one, ast.Constant) for one in node.args):
+            self._note(
+                node, "prepare refuses what is no model, optimizer, scheduler or loader; Accelerate gives it back"
+            )
+        if method == "prepare" and any("sched" in ast.unparse(one).lower() for one in node.args):
+            self._note(node, f"prepare {_SCHEDULER}")
+        if (found := getattr(hasten.Accelerator, method, None)) is not None:
+            self._keywords(node, f"Accelerator.{method}", found)
+
+    def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten's
+        try:
+            known = inspect.signature(target).parameters
+        except (TypeError, ValueError):  # a property, or one without a signature: nothing to compare
+            return
+        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+            return
+        for keyword in node.keywords:
+            if keyword.arg is not None and keyword.arg not in known:
+                self._note(node, f"hasten.{name} has no argument {keyword.arg}")
+
+
+def _is_old(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == OLD
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _names(names: Iterable[ast.alias]) -> str:
+    return ", ".join(one.name if one.asname is None else f"{one.name} as {one.asname}" for one in names)
+
+
+def _comments(text: str) -> list[str]:
+    return [one.string for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type == tokenize.COMMENT]
