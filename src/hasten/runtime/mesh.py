@@ -93,7 +93,6 @@ class WorldMesh:
             self._whole = device_mesh(ctx.mesh, ctx.device)
         return self._whole[tuple(str(axis) for axis in axes)]
 
-
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
         """The data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
         if self._experts is None:

@@ -65,7 +65,9 @@ class Dispatched(forwarding.Forward):
         """A block in which the module's parameters are plain tensors: this rank's experts."""
         spread = dict(self.module._parameters)
         parts = {
-            name: share(stack.to_local(), self.group.size()) for name, stack in spread.items() if isinstance(stack, DTensor)
+            name: share(stack.to_local(), self.group.size())
+            for name, stack in spread.items()
+            if isinstance(stack, DTensor)
         }
         self.module._parameters.update(parts)  # type: ignore[arg-type]  # views of parameters, for one forward
         try:
