@@ -107,6 +107,7 @@ class ParallelismConfig(Section):
         1,
         "data-parallel processes the experts of a mixture are divided among (expert parallel)",
         minimum=1,
+        also=(-1,),
         flags=("ep_size",),
     )
     ep_plan: Literal["auto"] | tuple[str, ...] = setting(

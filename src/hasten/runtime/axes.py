@@ -77,7 +77,7 @@ class MeshSpec:
     ) -> Self:
         """Axes that multiply to `world_size`; the axis given as -1 takes what the others leave.
 
-        `dp_replicate=None` means: fill if no other axis does, else 1.
+        `dp_replicate=None` means: fill if no other axis does, else 1. `ep=-1` means: all data-parallel ranks.
         Raises: ConfigError if two axes fill, or the sizes do not divide the world.
         """
         if world_size < 1:
@@ -86,7 +86,9 @@ class MeshSpec:
         if dp_replicate is None:
             dp_replicate = 1 if FILL in sizes.values() else FILL
         sizes[Axis.DP_REPLICATE] = dp_replicate
-        return cls(**{str(axis): size for axis, size in _fill(world_size, sizes).items()}, ep=ep)
+        filled = _fill(world_size, sizes)
+        everyone = filled[Axis.DP_REPLICATE] * filled[Axis.DP_SHARD]
+        return cls(**{str(axis): size for axis, size in filled.items()}, ep=everyone if ep == FILL else ep)
 
     @property
     def world_size(self) -> int:

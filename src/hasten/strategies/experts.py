@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -58,22 +58,20 @@ class Dispatched(forwarding.Forward):
                 f"{type(self.module).__name__} returned shape {tuple(made.shape)} for hidden states of shape "
                 f"{tuple(rows.shape)}; experts must return one row per token, as wide as it came. Set ep_size=1."
             )
-        return way.back(made.to(hidden.dtype)).unflatten(0, (-1, k)).sum(1)
+        return way.back(made.to(hidden.dtype)).view(-1, k, hidden.shape[1]).sum(1)
 
     @contextmanager
     def _own_part(self) -> Iterator[list[Tensor]]:
         """A block in which the module's parameters are plain tensors: this rank's experts."""
-        spread = dict(self.module._parameters)
-        parts = {
-            name: share(stack.to_local(), self.group.size())
-            for name, stack in spread.items()
-            if isinstance(stack, DTensor)
-        }
-        self.module._parameters.update(parts)  # type: ignore[arg-type]  # views of parameters, for one forward
+        spread: dict[str, Any] = dict(self.module._parameters)  # Any: parameters, and plain tensors while this runs
+        ranks = self.group.size()
+        parts = {name: share(part.to_local(), ranks) for name, part in spread.items() if isinstance(part, DTensor)}
+        held: dict[str, Any] = self.module._parameters
+        held.update(parts)
         try:
             yield list(parts.values())
         finally:
-            self.module._parameters.update(spread)
+            held.update(spread)
 
     def _check(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
         if hidden.dim() != 2 or chosen.dim() != 2 or weights.shape != chosen.shape or len(hidden) != len(chosen):

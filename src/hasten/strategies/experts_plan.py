@@ -44,9 +44,9 @@ def _found(model: nn.Module) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", None)
-        if name and isinstance(number, int) and number > 1 and _why_not(module) is None:
-            if next(module.parameters()).shape[0] == number:
-                numbers[name] = number
+        counts = name and isinstance(number, int) and number > 1 and _why_not(module) is None
+        if counts and next(module.parameters()).shape[0] == number:
+            numbers[name] = number
     return numbers
 
 
