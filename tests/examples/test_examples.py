@@ -158,6 +158,15 @@ def test_tensor_parallel_splits_the_wide_layers(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+def test_expert_parallel_divides_the_experts(ctx: ProcessContext) -> None:
+    printed = run("expert_parallel.py", "--steps", 8, "--width", 16, "--context", 32, "--batch_size", 4)
+    if ctx.world.rank == 0:
+        assert int(re.findall(r"\((\d+)%\) on each process", printed)[0]) < 70
+        first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
+        assert last < first
+
+
+@ranks(2)
 def test_pipeline_parallel_divides_the_blocks(ctx: ProcessContext) -> None:
     small = ("--width", 32, "--depth", 4, "--context", 32, "--batch_size", 8)
     printed = run("pipeline_parallel.py", "--steps", 8, "--schedule", "interleaved_1f1b", *small)

@@ -25,7 +25,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner
-from hasten.runtime.mesh_plan import mesh_table
+from hasten.runtime.mesh_plan import mesh_table, mesh_title
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
 
@@ -102,8 +102,8 @@ class Preparer:
     def _facts(self) -> StartUp:
         place = self._ctx.topology
         mesh = self._ctx.mesh
-        axes = {str(axis): mesh.size(axis) for axis in Axis if mesh.size(axis) > 1}
-        rows = mesh_table(mesh, place.local_world_size) if place.rank == 0 and len(axes) > 1 else []
+        several = mesh.ep > 1 or len([axis for axis in Axis if mesh.size(axis) > 1]) > 1
+        rows = mesh_table(mesh, place.local_world_size) if place.rank == 0 and several else []
         return StartUp(
             rank=place.rank,
             world_size=place.world_size,
@@ -112,7 +112,7 @@ class Preparer:
             source=place.source,
             device=str(self._ctx.device),
             backend=dist.get_backend() if dist.is_initialized() else None,
-            mesh=[" x ".join(f"{axis} {size}" for axis, size in axes.items()), *rows] if axes else (),
+            mesh=[title, *rows] if (title := mesh_title(mesh)) else (),
             wrapping=[
                 f"{type(self._strategy.unwrap(model)).__name__}: {self._strategy.name}, {type(model).__name__}"
                 for model in self.done.models

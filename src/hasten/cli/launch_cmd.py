@@ -32,7 +32,7 @@ ESSENTIAL: Final = frozenset(
             "tee",
         ),
         *("module", "no_python", "quiet", "submit", "submit_options", "dynamo_backend"),
-        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size"),
+        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size", "ep_size"),
     )
 )
 """The settings that `hasten launch --help` shows; `--help-all` shows all of them."""

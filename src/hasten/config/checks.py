@@ -127,7 +127,7 @@ def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]
         sp = at(config, entries, "parallelism.sp_size")
         yield contradiction(strategy, sp, "sequence parallelism of this kind is DeepSpeed's", "set strategy: deepspeed")
     if config.strategy in ("deepspeed", "megatron", "xla"):
-        for name in ("tp_size", "cp_size", "pp_size"):
+        for name in ("tp_size", "cp_size", "pp_size", "ep_size"):
             if getattr(sizes, name) != 1:
                 axis = at(config, entries, f"parallelism.{name}")
                 why = f"{config.strategy} lays out its own processes"

@@ -80,6 +80,7 @@ class PipelineParallelConfig(Section):
 class ParallelismConfig(Section):
     """Sizes of the mesh's axes; their product is the number of processes. -1 fills an axis with what is left.
 
+    `ep_size` is no factor of the product: it divides the data-parallel processes among which experts are spread.
     A data-parallel size that is not given (None) is filled by the strategy: replicas for DDP, shards for FSDP.
     """
 
@@ -101,6 +102,16 @@ class ParallelismConfig(Section):
     )
     pp_size: int = setting(
         1, "stages the layers are divided into (pipeline parallel)", minimum=1, also=(-1,), flags=("pp_size",)
+    )
+    ep_size: int = setting(
+        1,
+        "data-parallel processes the experts of a mixture are divided among (expert parallel)",
+        minimum=1,
+        also=(-1,),
+        flags=("ep_size",),
+    )
+    ep_plan: Literal["auto"] | tuple[str, ...] = setting(
+        "auto", "patterns of the names of modules that hold experts (auto: those with num_experts stacked weights)"
     )
     tp_plan: Literal["auto"] | Mapping[str, str] = setting(
         "auto",

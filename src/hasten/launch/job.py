@@ -18,8 +18,8 @@ from hasten.launch.choose import make_plan, uses_mpi
 from hasten.launch.host import Host, look
 from hasten.launch.mpi import Mpi, kind_of, read_hostfile
 from hasten.launch.run import complete, execute
-from hasten.runtime.axes import AXES, Axis
-from hasten.runtime.mesh_plan import mesh_of, mesh_table
+from hasten.runtime.axes import Axis
+from hasten.runtime.mesh_plan import mesh_of, mesh_table, mesh_title
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,9 @@ class Job:
         if meeting is None or meeting.min_machines != meeting.max_machines:
             return ""
         spec = mesh_of(self.request.config, count, count * meeting.max_machines)
-        axes = [(axis, spec.size(axis)) for axis in AXES if spec.size(axis) > 1]
-        if not any(axis != Axis.DP_REPLICATE for axis, _ in axes):
+        if spec.size(Axis.DP_REPLICATE) == spec.world_size and spec.ep == 1:
             return ""
-        title = f"mesh: {' x '.join(f'{axis} {size}' for axis, size in axes)} = {spec.world_size} processes"
+        title = f"mesh: {mesh_title(spec)} = {spec.world_size} processes"
         return "\n".join([title, *("    " + row for row in mesh_table(spec, count)), ""])
 
     def run(self) -> int:

@@ -32,6 +32,9 @@ LOSS: Final = (*BATCH, Axis.CP)
 SHARD: Final = (Axis.DP_SHARD, Axis.CP)
 """Ranks that hold different shards of the same parameter under fully sharded data parallelism."""
 
+EXPERTS: Final = "ep"
+"""Ranks that hold different experts: some of those of BATCH."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeshSpec:
@@ -42,6 +45,8 @@ class MeshSpec:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Data-parallel ranks that hold different experts: neighbours in the order of ranks, not a factor of the world."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -50,6 +55,8 @@ class MeshSpec:
                     f"{axis}={self.size(axis)} is not a mesh size: every axis holds at least one process. "
                     f"Give a positive number, or {FILL} to MeshSpec.build to fill the world."
                 )
+        if self.ep != 1:
+            _check_experts(self)
 
     @classmethod
     def flat(cls, world_size: int) -> Self:
@@ -66,10 +73,11 @@ class MeshSpec:
         dp_shard: int = 1,
         cp: int = 1,
         tp: int = 1,
+        ep: int = 1,
     ) -> Self:
         """Axes that multiply to `world_size`; the axis given as -1 takes what the others leave.
 
-        `dp_replicate=None` means: fill if no other axis does, else 1.
+        `dp_replicate=None` means: fill if no other axis does, else 1. `ep=-1` means: all data-parallel ranks.
         Raises: ConfigError if two axes fill, or the sizes do not divide the world.
         """
         if world_size < 1:
@@ -78,7 +86,9 @@ class MeshSpec:
         if dp_replicate is None:
             dp_replicate = 1 if FILL in sizes.values() else FILL
         sizes[Axis.DP_REPLICATE] = dp_replicate
-        return cls(**{str(axis): size for axis, size in _fill(world_size, sizes).items()})
+        filled = _fill(world_size, sizes)
+        everyone = filled[Axis.DP_REPLICATE] * filled[Axis.DP_SHARD]
+        return cls(**{str(axis): size for axis, size in filled.items()}, ep=everyone if ep == FILL else ep)
 
     @property
     def world_size(self) -> int:
@@ -116,6 +126,17 @@ class MeshSpec:
         rest = [axis for axis in AXES if axis not in axes]
         return tuple(tuple(first + offset for offset in members) for first in self._offsets(rest))
 
+    @property
+    def expert_sizes(self) -> tuple[int, int, int]:
+        """Ranks with copies of the same experts, with shards of the same experts, and with different experts."""
+        around = max(1, self.ep // self.dp_shard)
+        return self.dp_replicate // around, self.dp_shard * around // self.ep, self.ep
+
+    def expert_index(self, rank: int) -> int:
+        """Which part of the experts `rank` holds."""
+        self._check_rank(rank)
+        return rank % self.ep
+
     def _stride(self, axis: Axis) -> int:
         return self.size(*AXES[AXES.index(axis) + 1 :])
 
@@ -135,6 +156,23 @@ def divisors(number: int) -> list[int]:
     """The divisors of `number`, ascending."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def _check_experts(mesh: MeshSpec) -> None:
+    """Raise unless the experts can be divided among neighbouring data-parallel ranks."""
+    replicas, shards, others = mesh.dp_replicate, mesh.dp_shard, (Axis.PP, Axis.CP, Axis.TP)
+    beside = [axis for axis in others if mesh.size(axis) > 1]
+    if beside:
+        raise ConfigError(
+            f"ep={mesh.ep} was asked for with {beside[0]}={mesh.size(beside[0])}; experts are divided among data-parallel "
+            f"ranks only in this version. Set {beside[0]}_size=1, or ep_size=1."
+        )
+    fitting = sorted({*divisors(shards), *(shards * more for more in divisors(replicas))})
+    if mesh.ep not in fitting:
+        raise ConfigError(
+            f"ep={mesh.ep} does not fit dp_replicate={replicas} and dp_shard={shards}: experts are divided among the "
+            f"ranks of a shard group, or among whole shard groups, and ranks would be left over. Set ep_size to one of {fitting}."
+        )
 
 
 def _ordered(axes: tuple[Axis, ...]) -> list[Axis]:

@@ -16,7 +16,7 @@ from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
 from hasten.comm.trail import Trail
-from hasten.runtime.axes import AXES, SHARD, Axis, MeshSpec
+from hasten.runtime.axes import AXES, EXPERTS, SHARD, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 
 
@@ -85,12 +85,20 @@ class WorldMesh:
 
     def __init__(self) -> None:
         self._whole: DeviceMesh | None = None
+        self._experts: DeviceMesh | None = None
 
     def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
         """This rank's part of the mesh along `axes`. Ranks: every rank."""
         if self._whole is None:
             self._whole = device_mesh(ctx.mesh, ctx.device)
         return self._whole[tuple(str(axis) for axis in axes)]
+
+    def experts(self, ctx: ProcessContext) -> DeviceMesh:
+        """The data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
+        if self._experts is None:
+            names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)
+            self._experts = dist.init_device_mesh(ctx.device.type, ctx.mesh.expert_sizes, mesh_dim_names=names)
+        return self._experts
 
 
 def stop() -> None:

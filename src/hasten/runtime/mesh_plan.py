@@ -27,18 +27,27 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         dp_shard=1 if shard is None else shard,
         cp=sizes.cp_size,
         tp=sizes.tp_size,
+        ep=sizes.ep_size,
     )
+
+
+def mesh_title(mesh: MeshSpec) -> str:
+    """The axes that several ranks share, with their sizes; empty for one process."""
+    axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
+    return axes if mesh.ep == 1 else f"{axes} (experts over ep {mesh.ep})"
 
 
 def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
     """One line per rank: its machine and its coordinate on each axis that several ranks share, below a heading."""
     axes = [axis for axis in AXES if mesh.size(axis) > 1]
-    rows = [["rank", "machine", *(str(axis) for axis in axes)]]
+    experts = ["ep"] if mesh.ep > 1 else []
+    rows = [["rank", "machine", *(str(axis) for axis in axes), *experts]]
     world = mesh.world_size
     listed = range(world) if world <= _SHOWN else [*range(_SHOWN // 2), *range(world - _SHOWN // 2, world)]
     for rank in listed:
         where = mesh.coordinate(rank)
-        rows.append([str(rank), str(rank // local_world_size), *(str(where[axis]) for axis in axes)])
+        places = [*(str(where[axis]) for axis in axes), *(str(mesh.expert_index(rank)) for _ in experts)]
+        rows.append([str(rank), str(rank // local_world_size), *places])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     if world > _SHOWN:

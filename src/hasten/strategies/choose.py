@@ -34,6 +34,8 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             f"{config.dynamo.backend!r} compiles it once; the compiled model would attend within each rank's part only. "
             "Set dynamo_backend=no, or cp_size=1."
         )
+    if ctx.mesh.ep > 1:
+        _refuse_with_experts(config, ctx)
     if ctx.mesh.size(Axis.PP) > 1:
         return _pipelined(config, ctx)
     match config.strategy:
@@ -58,7 +60,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
 
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     alone = ctx.mesh.size(*LOSS) == 1
-    if ctx.mesh.size(Axis.TP) > 1 and config.strategy != "none":
+    if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
         return _sharded(config, ctx)
     if config.strategy == "none" and not alone:
         raise ConfigError(
@@ -89,6 +91,9 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
             )
         tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
+    if ctx.mesh.ep > 1:
+        experts = import_module("hasten.strategies.experts")  # likewise
+        transforms.append(experts.DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
@@ -134,6 +139,21 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     transforms.append(pipeline.CutStages(stages))
     caps = Caps(sharded_state=sharded, hides_gradients=sharded and ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("pipeline", stages, transforms, caps, stages)
+
+
+def _refuse_with_experts(config: Config, ctx: ProcessContext) -> None:
+    """Raise for settings under which experts could not be divided."""
+    if config.dynamo.backend != "no":
+        raise ConfigError(
+            f"dynamo backend {config.dynamo.backend!r} was asked for with ep_size={ctx.mesh.ep}; how many tokens travel is "
+            "known only while the model runs, and compiled code has not been tried with that. Set dynamo_backend=no, or "
+            "ep_size=1."
+        )
+    if config.strategy == "ddp" and given(config.ddp):
+        raise ConfigError(
+            f"ddp.{sorted(given(config.ddp))[0]} was set with ep_size={ctx.mesh.ep}, where torch's fully_shard keeps the "
+            "copies equal and DistributedDataParallel does not take part. Leave the options of DDP out."
+        )
 
 
 def _refuse_with_stages(config: Config) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Placed
 
 from hasten.comm.agreement import agree
 from hasten.config.precision import PrecisionType
@@ -33,6 +34,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.averages import guard_averages
 from hasten.strategies.base import LoopState, Stage, Wish
+from hasten.strategies.experts import expert_groups, sharded_dim
 from hasten.strategies.filling import (
     Source,
     copy_from_rank_0,
@@ -70,6 +72,8 @@ class Layout:
     whole: set[nn.Parameter]
     policy: MixedPrecisionPolicy
     notes: list[str]
+    experts: list[nn.Module]
+    """Blocks whose experts are divided among ranks: sharded over those that hold the same ones."""
     inside: list[nn.Module]
     """Blocks that have no group of their own here, but would have in a larger world."""
 
@@ -135,6 +139,8 @@ class Shard:
         inside: list[nn.Module] = []
         if self._better_in_one_group(model, whole, ctx):
             chosen, inside = [], chosen
+        experts = expert_groups(model)
+        chosen = [*experts, *(block for block in chosen if not any(block is own for own in experts))]
         blocks, tied = keep_ties_together(model, chosen, whole)
         _refuse_mixed_masters(model, blocks, whole)
         refuse_gradient_hooks(model, whole)
@@ -147,7 +153,7 @@ class Shard:
         if zero_dims:
             notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
         policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
-        return Layout(type(model).__name__, blocks, whole, policy, notes, inside)
+        return Layout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
 
     def _better_in_one_group(self, model: nn.Module, whole: set[nn.Parameter], ctx: ProcessContext) -> bool:
         """Whether groups would only cost: one process frees nothing between them, unless parameters lie elsewhere."""
@@ -167,12 +173,24 @@ class Shard:
             # shards of one rank are whole already: freeing and gathering them again would only copy
             "reshard_after_forward": ctx.mesh.size(*SHARD) > 1 and self._config.reshard_after_forward,
         }
+        apart = self._for_experts(ctx, options) if layout.experts else {}
         for block in layout.blocks:
-            fully_shard(block, mp_policy=inside, **options)
+            fully_shard(block, mp_policy=inside, **(apart if block in layout.experts else options))
         for block in layout.inside:
             block.register_forward_pre_hook(_called_inside)
         fully_shard(model, mp_policy=layout.policy, **options)
         self._prefetch(layout.blocks)
+
+    def _for_experts(self, ctx: ProcessContext, options: dict[str, Any]) -> dict[str, Any]:  # Any: as above
+        """Options for experts, which fewer ranks hold copies or shards of."""
+        copies, shards, _ = ctx.mesh.expert_sizes
+        names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if copies > 1 else (Axis.DP_SHARD,)
+        return {
+            **options,
+            "mesh": self._world_mesh.experts(ctx)[tuple(str(name) for name in names)],
+            "shard_placement_fn": lambda part: Placed(sharded_dim(part, shards) or 0),
+            "reshard_after_forward": shards > 1 and self._config.reshard_after_forward,
+        }
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model

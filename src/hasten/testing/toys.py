@@ -158,6 +158,59 @@ class TinyLM(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """Perceptrons stacked into two weights; each token passes through those chosen for it."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = number
+        self.up = nn.Parameter(torch.randn(number, 2 * width, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(number, width, 2 * width) * width**-0.5)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum of the chosen experts' results for each row of `hidden`."""
+        out = torch.zeros_like(hidden)
+        for expert in chosen.unique().tolist():
+            rows, place = torch.where(chosen == expert)
+            made = F.linear(F.gelu(F.linear(hidden[rows], self.up[expert])), self.down[expert])
+            out = out.index_add(0, rows, (made * weights[rows, place, None]).to(out.dtype))
+        return out
+
+
+class MixtureBlock(nn.Module):
+    """A router that sends each token to `k` of the experts."""
+
+    def __init__(self, number: int, width: int, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, number, bias=False)
+        self.experts = Experts(number, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sequence after this block."""
+        hidden = self.norm(x).flatten(0, -2)
+        weights, chosen = self.router(hidden).softmax(-1).topk(self.k, -1)
+        return x + self.experts(hidden, chosen, weights).view_as(x)  # type: ignore[no-any-return]
+
+
+class TinyMixture(nn.Module):
+    """A language model without attention, of blocks with experts."""
+
+    def __init__(self, vocab: int = 16, width: int = 8, experts: int = 4, k: int = 2, depth: int = 2) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(MixtureBlock(experts, width, k) for _ in range(depth))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token at every position."""
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
 class Sequences(Dataset[dict[str, Tensor]]):
     """Counting modulo `vocab` from a random start: `{"tokens", "labels"}`, the labels one ahead."""
 

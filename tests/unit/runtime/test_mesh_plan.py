@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.runtime.axes import AXES, MeshSpec
+from hasten.errors import ConfigError
+from hasten.runtime.axes import AXES, MeshSpec, divisors
 from hasten.runtime.mesh_plan import mesh_table
 
 
@@ -42,3 +43,35 @@ def test_a_dry_run_prints_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
     main(["launch", "--dry-run", "--cpu", "--num_processes=4", str(script)])
     assert "mesh:" not in capsys.readouterr().out
+
+
+def test_experts_are_divided_among_neighbours_in_every_world() -> None:
+    """Copies, shards and parts of the experts make up the data-parallel ranks; other sizes are refused with those that fit."""
+    for world in range(1, 17):
+        for shard in divisors(world):
+            for ep in range(1, world + 1):
+                try:
+                    spec = MeshSpec.build(world, dp_shard=shard, ep=ep)
+                except ConfigError as error:
+                    offered = [int(size) for size in str(error).rpartition("[")[2].rstrip("].").split(",")]
+                    assert ep not in offered
+                    assert all(MeshSpec.build(world, dp_shard=shard, ep=size).ep == size for size in offered)
+                    continue
+                copies, shards, parts = spec.expert_sizes
+                assert (copies * shards * parts, parts) == (world, ep)
+                held = [spec.expert_index(rank) for rank in range(world)]
+                assert held == list(range(ep)) * (world // ep)
+    assert MeshSpec.build(8, dp_shard=2, ep=-1).ep == 8
+
+
+def test_the_table_shows_who_holds_which_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=2", str(script)]) == 0
+    shown = capsys.readouterr().out
+    assert "mesh: dp_replicate 4 (experts over ep 2) = 4 processes" in shown
+    assert [line.split() for line in shown.splitlines()[-4:]] == [
+        [str(rank), "0", str(rank), str(rank % 2)] for rank in range(4)
+    ]
+    assert main(["launch", "--dry-run", "--cpu", "--num_processes=4", "--ep_size=3", str(script)]) != 0
+    assert "Set ep_size to one of [1, 2, 4]" in capsys.readouterr().err

@@ -1,0 +1,124 @@
+"""Which modules of a model hold the experts of a mixture: named by a plan, or found by what they look like."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from fnmatch import translate
+
+from torch import nn
+
+from hasten.errors import ConfigError, PrepareError
+from hasten.runtime.axes import divisors
+
+_SAID = (
+    "a module of experts is called with hidden states [tokens, width], the experts chosen for each token [tokens, k] and "
+    "their weights [tokens, k], and every one of its parameters has the experts as its first dimension"
+)
+
+
+def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str, int]:
+    """The number of experts of each module that holds some, by name, checked before anything is touched.
+
+    Raises: ConfigError for a plan that names what cannot be divided; PrepareError when nothing is found.
+    """
+    found = _found(model) if isinstance(plan, str) else _matched(model, plan)
+    if not found:
+        raise PrepareError(
+            f"no module of {type(model).__name__} holds experts that could be divided among {ranks} ranks: {_SAID}"
+            f"{_lists(model)}. Name such modules with ParallelismConfig(ep_plan=('layers.*.experts',)), or set ep_size=1."
+        )
+    for name, number in found.items():
+        if number % ranks:
+            raise ConfigError(
+                f"{name!r} has {number} experts, which ep_size={ranks} does not divide, so some ranks would hold more; set "
+                f"ep_size to one of {divisors(number)}."
+            )
+    _check_ties(model, found)
+    return found
+
+
+def _found(model: nn.Module) -> dict[str, int]:
+    """Modules that count their experts as transformers' do, and have that many of each weight."""
+    numbers: dict[str, int] = {}
+    for name, module in model.named_modules():
+        number = getattr(module, "num_experts", None)
+        counts = name and isinstance(number, int) and number > 1 and _why_not(module) is None
+        if counts and next(module.parameters()).shape[0] == number:
+            numbers[name] = number
+    return numbers
+
+
+def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
+    """The modules each pattern names. Raises: ConfigError for one that holds no experts."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    numbers: dict[str, int] = {}
+    for pattern in plan:
+        matches = re.compile(translate(pattern)).match
+        chosen = [name for name in modules if matches(name)]
+        if not chosen:
+            raise ConfigError(
+                f"ep_plan: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; modules that "
+                f"hold experts are {', '.join(n for n, m in modules.items() if _why_not(m) is None) or 'none'}."
+            )
+        for name in chosen:
+            if (why := _why_not(modules[name])) is not None:
+                raise ConfigError(
+                    f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be divided among ranks: {why}. Here {_SAID}. "
+                    "Change the pattern, or write the experts that way."
+                )
+            numbers[name] = next(modules[name].parameters()).shape[0]
+    return numbers
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """What keeps a module's experts from being divided; None when nothing does."""
+    if isinstance(module, nn.ModuleList):
+        return (
+            "it is a list of modules, and the block around it calls them one after the other, so that one rank would compute "
+            "while the others wait"
+        )
+    own = dict(module.named_parameters(recurse=False))
+    if not own:
+        return "it has no parameters of its own"
+    if len(own) < len(list(module.parameters())):
+        return "modules inside it have parameters too"
+    flat = [name for name, parameter in own.items() if parameter.ndim < 2]
+    if flat:
+        return f"{flat[0]!r} has {own[flat[0]].ndim} dimension(s), and a stack of weights has at least two"
+    sizes = {name: parameter.shape[0] for name, parameter in own.items()}
+    if len(set(sizes.values())) > 1:
+        return f"the first dimensions of its parameters differ ({', '.join(f'{n}: {s}' for n, s in sizes.items())})"
+    if any(module.buffers()):
+        return "it has buffers, which would not be divided"
+    return _wrong_arguments(module)
+
+
+def _wrong_arguments(module: nn.Module) -> str | None:
+    required = [
+        parameter.name
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return None if len(required) == 3 else f"its forward takes ({', '.join(required)})"
+
+
+def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
+    """Raise when a stack of experts has a second name: it would be divided in one place only."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        inside = [known for known in (first, name) if known.rpartition(".")[0] in found]
+        if first != name and inside:
+            raise ConfigError(
+                f"{first!r} and {name!r} are one tied tensor, and tied experts cannot be divided in this version. Give "
+                "each module weights of its own, or set ep_size=1."
+            )
+
+
+def _lists(model: nn.Module) -> str:
+    """Names what looks like experts but is a list of modules."""
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"]
+    return f"; {lists[0]!r} is a list of modules instead, which cannot be divided" if lists else ""
