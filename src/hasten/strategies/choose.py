@@ -34,7 +34,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             f"{config.dynamo.backend!r} compiles it once; the compiled model would attend within each rank's part only. "
             "Set dynamo_backend=no, or cp_size=1."
         )
-    if ctx.mesh.size(Axis.PP) > 1:
+    if ctx.mesh.size(Axis.PP) > 1 and config.strategy != "megatron":
         return _pipelined(config, ctx)
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
@@ -47,7 +47,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             engine = import_module("hasten.strategies.deepspeed")  # an optional package
             chosen: Strategy = engine.DeepSpeedStrategy(config)
             return chosen
-        case "megatron" | "xla":
+        case "megatron":
+            engine = import_module("hasten.strategies.megatron")  # likewise
+            chosen = engine.MegatronStrategy(config, ctx)
+            return chosen
+        case "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
                 "change what you asked for; use 'ddp' or 'fsdp'."
