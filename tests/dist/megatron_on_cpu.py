@@ -10,6 +10,8 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hasten.strategies.megatron_engine import package
+
 CPU: Final = torch.device("cpu")
 
 
@@ -73,7 +75,7 @@ def megatron_on_cpu() -> Iterator[None]:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
         stack.enter_context(patch.object(torch.nn.Module, "cuda", lambda module, *args: module))
-        random = __import__("megatron.core.tensor_parallel.random", fromlist=["random"])
+        random = package("tensor_parallel.random")
         stack.enter_context(patch.object(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()))
         stack.enter_context(
             patch.object(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))

@@ -276,8 +276,8 @@ class MegatronStrategy:
 
     def _whole(self, model: MegatronModel, parameter: nn.Parameter) -> Tensor:
         at = model.place_of(parameter)
-        if at.shape == at.view:
-            return parameter.detach()
+        if not model.split(parameter):
+            return part_of(parameter.detach(), at)
         everyone = self._tp.all_gather(parameter.detach())
         whole = torch.empty(at.shape, dtype=parameter.dtype, device=parameter.device)
         for rank, theirs in enumerate(everyone.unbind(0)):

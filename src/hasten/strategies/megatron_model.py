@@ -59,7 +59,9 @@ class MegatronModel(nn.Module):
         """This rank's parameters by their names in the whole model."""
         self._names = {id(parameter): name for name, parameter in self.held.items()}
         for parameter in self.held.values():
-            parameter.stored_slice = self.stored  # type: ignore[attr-defined]  # how checkpoints see it
+            at: Any = parameter  # Any: attributes of megatron-core's and ours
+            at.stored_slice = self.stored  # how checkpoints see it
+            at.tensor_model_parallel = self.split(parameter)  # megatron-core sets it only where it initialises weights
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.built.chunk.named_parameters():
@@ -89,10 +91,13 @@ class MegatronModel(nn.Module):
         split = self.entries[self._names[id(parameter)]].split
         return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
 
+    def split(self, parameter: Tensor) -> bool:
+        """Whether tensor parallel ranks hold different parts of a parameter."""
+        return self._tp[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank writes its part of a parameter into checkpoints."""
-        at = self.place_of(parameter)
-        return self._owned and (at.shape != at.view or self._tp[0] == 0)
+        return self._owned and (self.split(parameter) or self._tp[0] == 0)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints see it
         """This rank's part of a parameter."""
