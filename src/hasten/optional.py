@@ -21,6 +21,8 @@ _EXTRAS = (  # import name -> extra of hasten that brings it
     ("plotly", "report"),
 )
 
+_DISTRIBUTIONS = (("megatron", "megatron-core"),)  # import name -> name to install, where they differ
+
 
 def installed_version(module: str) -> str | None:
     """The installed version of the distribution that provides `module`, or None when it is absent."""
@@ -62,12 +64,13 @@ def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module 
     root = module.partition(".")[0]
     purpose = f" for {why}" if why else ""
     extra = dict(_EXTRAS).get(root)
-    remedy = f"pip install 'hasten[{extra}]'" if extra else f"pip install '{root}{spec}'"
+    named = dict(_DISTRIBUTIONS).get(root, root)
+    remedy = f"pip install 'hasten[{extra}]'" if extra else f"pip install '{named}{spec}'"
     if not available(root):
         raise MissingPackageError(f"the package {root!r} is not installed; it is needed{purpose}. Run: {remedy}")
     if spec and not available(root, spec):
         version = installed_version(root)
         raise MissingPackageError(
-            f"{root} {version} is installed, but {root}{spec} is needed{purpose}. Run: pip install '{root}{spec}'"
+            f"{named} {version} is installed, but {named}{spec} is needed{purpose}. Run: pip install '{named}{spec}'"
         )
     return importlib.import_module(module)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from hasten.cli.flags import SettingsParser
 from hasten.config.source import Entry, Source
+from hasten.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,8 +21,20 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_argument(
+        "--matrix",
+        action="store_true",
+        help="run one small training on every backend, precision and mesh this machine can run, and compare each with one plain "
+        "process; exit code 1 if one differs",
+    )
+    parser.add_argument("--only", metavar="ddp,fsdp2,bf16", help="with --matrix: these backends, precisions or cells alone")
+    parser.add_argument("--json", action="store_true", help="with --matrix: print the table as JSON")
     parser.add_settings()
     given = parser.parse_args(argv)
+    if given.matrix:
+        return _matrix(given)
+    if given.only is not None or given.json:
+        parser.error("--only and --json say what --matrix runs and prints; add --matrix, or leave them out")
     as_module = Entry(("launch", "module"), "true", Source("flag", "hasten test"), text=True)
     job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
     job = job_module.prepare(
@@ -30,4 +44,18 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(job.plan.render() + "\n")
         return 0
     code: int = job.run()
+    return code
+
+
+def _matrix(given: argparse.Namespace) -> int:
+    others = [entry.name for entry in given.settings if entry.path != ("cpu",)]
+    if others or given.config_file or given.dry_run:
+        named = [*others, *(("config_file",) if given.config_file else ()), *(("dry_run",) if given.dry_run else ())]
+        raise ConfigError(
+            f"{named[0]} was given with --matrix, whose cells have settings of their own, so that it would not act; leave it out, or "
+            "choose cells with --only. (--cpu acts.)"
+        )
+    room = import_module("hasten.cli.matrix")  # rich, and a look at the machine
+    cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
+    code: int = room.run(given.only, given.json, cpu)
     return code

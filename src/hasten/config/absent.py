@@ -16,6 +16,24 @@ from hasten.errors import ConfigError
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
 _HOST: Final = "offload to the cpu"
 _DATA: Final = "this version spreads models over the data, tensor, context and pipeline parallel axes"
+_MEGATRON: Final = (
+    "tp_degree",
+    "pp_degree",
+    "num_micro_batches",
+    "sequence_parallelism",
+    "gradient_clipping",
+    "recompute_activations",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "attention_backend",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_softmax_in_fp32",
+    "seq_length",
+)
+"""Options of Megatron-LM that act."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +64,6 @@ class Absent:
 
 
 ABSENT: Final[tuple[Absent, ...]] = (
-    Absent("strategy", "Megatron-LM", _FSDP, values=("megatron",)),
     Absent("strategy", "training on TPUs", "use strategy: ddp or fsdp on GPUs or the CPU", values=("xla",)),
     Absent("launch.tpu", "training on TPUs", "remove it to train on GPUs or the CPU"),
     Absent("launch.launcher", "training on TPUs", "leave the launcher out", values=("xla",)),
@@ -60,7 +77,51 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "sharding by DeepSpeed while a model is built",
         "build the model whole, or use fsdp",
     ),
-    Absent("megatron", "Megatron-LM", _FSDP),
+    *(
+        Absent(f"megatron.{name}", what, instead)
+        for what, instead, names in (
+            ("Megatron's context parallelism", "use strategy: fsdp with cp_size", ("context_parallel_size",)),
+            (
+                "training mixtures of experts with Megatron",
+                "gpt2 and llama models have none; leave it out",
+                ("expert_model_parallel_size", "expert_tensor_parallel_size"),
+            ),
+            (
+                "an interleaved schedule of Megatron",
+                "leave it out for one stage per rank, or use pp_size with strategy: fsdp",
+                ("num_layers_per_virtual_pipeline_stage",),
+            ),
+            (
+                "training encoders (BERT, T5) with Megatron",
+                "use strategy: fsdp",
+                ("pipeline_model_parallel_split_rank", "encoder_seq_length", "decoder_seq_length"),
+            ),
+            (
+                "sharding or offloading optimizer state with Megatron",
+                _FSDP,
+                (
+                    "use_distributed_optimizer",
+                    "use_custom_fsdp",
+                    "use_precision_aware_optimizer",
+                    "optimizer_cpu_offload",
+                    "overlap_cpu_optimizer_d2h_h2d",
+                ),
+            ),
+        )
+        for name in names
+    ),
+    Absent(
+        "megatron.attention_backend",
+        "attention by Transformer Engine",
+        "leave it out to use Megatron's own",
+        values=("flash", "fused"),
+    ),
+    Absent(
+        "megatron",
+        "running Megatron-LM's own training loop, data and schedules",
+        "the loop's optimizer, scheduler, loader and loss say it already; leave it out",
+        but=_MEGATRON,
+    ),
     Absent(
         "parallelism.tp_handler.enable_async_tp",
         "this option of tensor parallelism",

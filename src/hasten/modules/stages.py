@@ -36,6 +36,9 @@ class StagePart:
 
 def stage_part(model: nn.Module) -> StagePart | None:
     """What the model is a part of; None when it is whole."""
+    if (own := model.__dict__.get("stage_part")) is not None:  # cut by an engine, not by a forward of ours
+        found: StagePart = own
+        return found
     forward = forwarding.find(model, TAG)
     part: StagePart | None = getattr(forward, "part", None)
     return part

@@ -20,13 +20,14 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
             shard, replicate = local_world_size, -1
         else:
             shard = -1 if replicate != -1 else 1
+    engine = config.megatron if config.strategy == "megatron" else None  # its own degrees name the same axes
     return MeshSpec.build(
         world_size,
-        pp=sizes.pp_size,
+        pp=sizes.pp_size if engine is None else engine.pp_degree,
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
         cp=sizes.cp_size,
-        tp=sizes.tp_size,
+        tp=sizes.tp_size if engine is None else engine.tp_degree,
         ep=sizes.ep_size,
     )
 

@@ -36,7 +36,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
         )
     if ctx.mesh.ep > 1:
         _refuse_with_experts(config, ctx)
-    if ctx.mesh.size(Axis.PP) > 1:
+    if ctx.mesh.size(Axis.PP) > 1 and config.strategy != "megatron":
         return _pipelined(config, ctx)
     match config.strategy:
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
@@ -49,7 +49,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             engine = import_module("hasten.strategies.deepspeed")  # an optional package
             chosen: Strategy = engine.DeepSpeedStrategy(config)
             return chosen
-        case "megatron" | "xla":
+        case "megatron":
+            engine = import_module("hasten.strategies.megatron")  # likewise
+            chosen = engine.MegatronStrategy(config, ctx)
+            return chosen
+        case "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
                 "change what you asked for; use 'ddp' or 'fsdp'."

@@ -1,0 +1,144 @@
+"""The cells of `hasten test --matrix`: every backend, precision and mesh, and which of them this machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hasten.errors import ConfigError
+from hasten.optional import available
+
+PROGRAM: Final = "hasten.testing.matrix_run"
+_SHORT: Final = (("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One small training."""
+
+    backend: str
+    precision: str
+    processes: int
+    flags: tuple[str, ...]
+    """What `hasten launch` is given besides precision and processes."""
+    package: str = ""
+    """An optional package that it needs."""
+
+    @property
+    def name(self) -> str:
+        """As shown and as `--only` takes it."""
+        return f"{self.backend}-{self.precision}"
+
+    def command(self, out: str, cpu: bool) -> tuple[str, ...]:
+        """The words after `hasten launch` that run this cell and write what it found to the file `out`."""
+        return (
+            *(("--cpu",) if cpu else ()),
+            *("--num_processes", str(self.processes), "--mixed_precision", dict(_SHORT)[self.precision]),
+            *self.flags,
+            *("-m", PROGRAM, out),
+        )
+
+    def missing(self, devices: int | None) -> str | None:
+        """What this machine lacks to run it, or None; `devices` is None on the CPU, where processes need none."""
+        if self.package and not available(self.package):
+            return f"needs {self.package}"
+        if devices is not None and self.processes > devices:
+            return f"needs {self.processes} devices, {devices} here"
+        return None
+
+
+def cells() -> tuple[Cell, ...]:
+    """Every cell, the simplest first."""
+    all_, full = ("fp32", "bf16", "fp16"), ("fp32", "bf16")
+    kinds: list[tuple[str, int, tuple[str, ...], tuple[str, ...], str]] = [
+        ("single", 1, (), all_, ""),
+        ("ddp", 2, ("--strategy", "ddp"), all_, ""),
+        ("fsdp2", 2, ("--strategy", "fsdp"), all_, ""),
+        ("hsdp", 4, ("--strategy", "fsdp", "--dp_replicate_size", "2", "--dp_shard_size", "2"), full, ""),
+        ("tp", 2, ("--tp_size", "2"), full, ""),
+        ("cp", 2, ("--cp_size", "2"), full, ""),
+        ("pp", 2, ("--pp_size", "2"), full, ""),
+    ]
+    for stage in range(4):
+        flags = ("--strategy", "deepspeed", "--zero_stage", str(stage))
+        kinds.append((f"zero{stage}", 2, flags, full, "deepspeed"))
+    return tuple(
+        Cell(backend, precision, processes, flags, package)
+        for backend, processes, flags, precisions, package in kinds
+        for precision in precisions
+    )
+
+
+def chosen(only: str | None) -> tuple[Cell, ...]:
+    """The cells of `--only`: names of backends (`ddp`), precisions (`bf16`) or cells (`ddp-bf16`), by commas.
+
+    Raises: ConfigError for a name that is none.
+    """
+    everything = cells()
+    if only is None:
+        return everything
+    wanted = [word.strip() for word in only.split(",") if word.strip()]
+    known = {word for cell in everything for word in (cell.name, cell.backend, cell.precision)}
+    if strangers := [word for word in wanted if word not in known] or ([] if wanted else [only]):
+        names = ", ".join(dict.fromkeys(cell.backend for cell in everything))
+        raise ConfigError(
+            f"--only {strangers[0]!r} names no cell of the matrix, so nothing would be tried; name backends ({names}), precisions (fp32, "
+            "bf16, fp16) or both as in ddp-bf16."
+        )
+    backends = {word for word in wanted if word in {cell.backend for cell in everything}}
+    precisions = {word for word in wanted if word in dict(_SHORT)}
+    exact = {word for word in wanted if "-" in word}
+
+    def fits(cell: Cell) -> bool:
+        if cell.name in exact:
+            return True
+        if not backends and not precisions:
+            return False
+        return (not backends or cell.backend in backends) and (not precisions or cell.precision in precisions)
+
+    return tuple(cell for cell in everything if fits(cell))
+
+
+def devices_of(kind: str, count: int, cpu: bool) -> int | None:
+    """How many devices processes may take one of each; None where they share the CPU."""
+    return None if cpu or kind == "cpu" else count
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a cell."""
+
+    cell: Cell
+    status: str
+    """`equal`, `DIFFERS`, `FAILED` or `left out`."""
+    difference: float | None = None
+    seconds: float | None = None
+    megabytes: float | None = None
+    note: str = ""
+
+    @property
+    def bad(self) -> bool:
+        """Whether the command must fail."""
+        return self.status in ("DIFFERS", "FAILED")
+
+    def row(self) -> dict[str, object]:
+        """For `--json`."""
+        return {
+            "name": self.cell.name,
+            "backend": self.cell.backend,
+            "precision": self.cell.precision,
+            "processes": self.cell.processes,
+            "status": self.status,
+            "max_difference": self.difference,
+            "seconds": self.seconds,
+            "megabytes": self.megabytes,
+            "note": self.note,
+        }
+
+
+def last_words(text: str) -> str:
+    """The line of a failed run's output that says most: its last error, else its last line."""
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["no output"])[-1][:300]
