@@ -20,6 +20,7 @@
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
     │   └── LossScaleError                fp16 updates were skipped again and again
+    ├── DivergenceError                   ranks that must hold the same values do not
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
@@ -127,6 +128,21 @@ class StepError(HastenError, RuntimeError):
 
 class LossScaleError(StepError):
     """fp16 updates were skipped so often in a row that no loss scale can be the cause."""
+
+
+class DivergenceError(HastenError):
+    """Ranks that must hold the same values do not; `cause`, `step`, `name` (of the first) and `ranks` (the odd ones) say which."""
+
+    agreed = True
+
+    def __init__(
+        self, message: str = "", cause: str = "", step: int = 0, name: str = "", ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.step = step
+        self.name = name
+        self.ranks = ranks
 
 
 class DataError(HastenError):

@@ -132,6 +132,9 @@ class Accelerator:
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
         watch(self, parts.watchdog)
+        self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
+        if self._sentinel is not None:
+            self.clock.after_update = self._sentinel.updated
 
     # -- this process among the others ----------------------------------------------------------------------------
     @property
@@ -334,6 +337,7 @@ class Accelerator:
         """
         if type(loss) is not Tensor:
             arguments.check_loss(loss)
+        self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
         if self.run_log is not None:
@@ -357,6 +361,7 @@ class Accelerator:
         """
         arguments.check_modules((model,), "forward_backward(model)")
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
+        self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
         return self.strategy.forward_backward(
@@ -555,7 +560,12 @@ class Accelerator:
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Finish saves in flight and close the trackers. Ranks: every rank."""
+        """Compare ranks a last time, finish saves in flight and close the trackers. Ranks: every rank.
+
+        Raises: DivergenceError when ranks that must hold the same values do not.
+        """
+        if self._sentinel is not None:
+            self._sentinel.finish()
         self.saving.close()
         self.tracking.finish()
         if self.run_log is not None:

@@ -165,6 +165,8 @@ class Preparer:
                 for loader in self.done.loaders:
                     stack.enter_context(loader.even(even_batches))
             stack.enter_context(self._strategy.join([one for one in joinables if isinstance(one, nn.Module)]))
+            before, self._clock.apart = self._clock.apart, True
+            stack.callback(setattr, self._clock, "apart", before)
             yield
 
     def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Loader:

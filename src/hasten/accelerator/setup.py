@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.debug.bulletin import Bulletin
 from hasten.debug.observe import Observer
+from hasten.debug.replicas import Prepared, Replicas
+from hasten.debug.sentinel import Sentinel, SentinelSettings
 from hasten.debug.watchdog import Watchdog, WatchSettings
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -24,7 +26,7 @@ from hasten.precision.build import build as build_precision
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
 from hasten.runtime.affinity import set_affinity
-from hasten.runtime.axes import LOSS
+from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device, pci_address
@@ -52,6 +54,8 @@ class Parts:
     clock: StepClock
     tracking: TrackerManager
     watchdog: Watchdog | None
+    sentinel: Callable[[Prepared], Sentinel] | None
+    """Makes the divergence check over what is prepared; None where there is nobody to compare with."""
     run_log: RunLog | None
 
 
@@ -77,9 +81,11 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
     )
     own = context is None or given.get("stall") is not None  # who brings a context watches over it
     watchdog = _watchdog(config, ctx, clock) if own else None
+    asked = context is None or given.get("divergence") is not None
+    sentinel = _sentinel(config, ctx, clock) if asked else None
     clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy.name)
     trackers = _trackers(given.get("log_with"), config, ctx)
-    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, run_log)
+    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, sentinel, run_log)
 
 
 def _settings(given: Mapping[str, Any]) -> Resolved:
@@ -119,6 +125,20 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
             folder=Path(folder) if folder else env.home(env.snapshot()) / "stalls",
         ),
     )
+
+
+def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[Prepared], Sentinel] | None:
+    """What makes the divergence check of this rank; None with one process, which differs from nobody."""
+    world = ctx.world
+    if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
+        return None
+    settings = SentinelSettings(config.divergence_every, config.divergence, config.divergence_ignore)
+    shares_random = ctx.mesh.size(Axis.TP) > 1
+
+    def make(prepared: Prepared) -> Sentinel:
+        return Sentinel(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings)
+
+    return make
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -58,11 +58,17 @@ class StepClock:
     _serial: int = 0
     num_updates: int = 0
     """Steps of any optimizer at a boundary."""
+    num_passes: int = 0
+    """Backward passes of this run."""
     inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
     """The accumulate() blocks that are entered now, outermost first: their keys and models."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     marks: StepMarks | None = None
     """Told where a step stands, when somebody measures its parts."""
+    apart: bool = False
+    """Ranks train apart on purpose, or may be at different batches: nothing can be compared over them."""
+    after_update: Callable[[], None] | None = None
+    """Called when an optimizer has used the gradients at a boundary."""
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -234,6 +240,8 @@ class StepClock:
             self.marks.optimizer_done()
         if len(self._holders) == 1 or not self._waiting():
             window.losses = window.before = 0
+        if self.after_update is not None:
+            self.after_update()
 
     def _waiting(self) -> bool:
         """Whether an optimizer that takes part in training has gradients it has not used."""
