@@ -80,7 +80,9 @@ def start(sgd: bool = False, buffers: bool = True, **settings: Any) -> Run:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     g = torch.Generator().manual_seed(3)
     world = accelerator.num_processes
-    data = TensorDataset(torch.randn(10 * 4 * world, 6, generator=g), torch.randint(0, 3, (10 * 4 * world,), generator=g))
+    data = TensorDataset(
+        torch.randn(10 * 4 * world, 6, generator=g), torch.randint(0, 3, (10 * 4 * world,), generator=g)
+    )
     loader = DataLoader(data, batch_size=4, shuffle=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)  # torch 2.13's new name
@@ -183,7 +185,9 @@ CASES: dict[str, Case] = {
     "batch on one rank": Case(on_last_rank(extra_batch), "data", "position of loader 0"),
     "gradients not averaged": Case(everywhere(past_the_model), "gradients", "first.weight"),
     "gradients not averaged, sgd": Case(everywhere(past_the_model), "gradients", "first.weight", (("sgd", True),)),
-    "buffer": Case(everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("divergence_ignore", ["norm.*"]))),
+    "buffer": Case(
+        everywhere(write_buffer), "buffers", "seen", (("buffers", False), ("divergence_ignore", ["norm.*"]))
+    ),
 }
 
 
@@ -204,3 +208,206 @@ def test_the_report_names_cause_tensor_ranks_and_update(ctx: ProcessContext, nam
     assert last in error.ranks and 0 not in error.ranks
     told = ctx.world.all_gather_object(str(error))
     assert len(set(told)) == 1, "every rank stops with the same words"
+
+
+@ranks(2)
+def test_running_statistics_of_each_rank_are_a_warning_and_told_once(ctx: ProcessContext) -> None:
+    """Training agrees, so it goes on; ignored by name, they are not mentioned at all."""
+    for ignored, told in (((), 1), (("norm.running_*", "norm.num_batches_tracked"), 0)):
+        run = start(buffers=False, divergence_ignore=ignored)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.train(nothing)
+        words = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+        assert len(words) == (told if ctx.is_main else 0)
+        assert all("SyncBatchNorm" in text and "norm.running_mean" in text for text in words)
+
+
+@ranks(2)
+def test_report_goes_on_and_tells_once(ctx: ProcessContext) -> None:
+    run = start(divergence="report")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(on_last_rank(edit_weight), steps=24)
+    words = [str(one.message) for one in caught if issubclass(one.category, HastenWarning)]
+    assert len(words) == (1 if ctx.is_main else 0)
+    assert all("'last.weight', seen at update 8" in text for text in words)
+    assert run.accelerator.clock.num_updates == 24
+
+
+@ranks(2)
+def test_off_and_a_pattern_without_a_name(ctx: ProcessContext) -> None:
+    start(divergence="off").train(on_last_rank(edit_weight))
+    run = start(divergence_ignore=["last.*", "frist.*"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.train(on_last_rank(edit_weight))
+    assert [("frist" in str(one.message)) for one in caught] == [True] * ctx.is_main
+
+
+# -- other ways of spreading ----------------------------------------------------------------------------------------
+def language_run(sizes: dict[str, Any], strategy: str, spoil: Callable[[TinyLM], None], **settings: Any) -> None:
+    """Train a small language model; a case may spoil it after six updates."""
+    config = ParallelismConfig(**sizes)
+    accelerator = Accelerator(parallelism_config=config, strategy=strategy, divergence_every=EVERY, **settings)
+    net = seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=6))
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
+    g = torch.Generator().manual_seed(1)
+    for step in range(14):
+        batch = torch.randint(0, 16, (4, 6), generator=g)
+        accelerator.backward(next_token_loss(model(batch), batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 == BAD_AT:
+            with torch.no_grad():
+                spoil(accelerator.unwrap_model(model))
+    accelerator.end_training()
+
+
+def keep(net: TinyLM) -> None:
+    return None
+
+
+def edit_a_whole_one(net: TinyLM) -> None:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        next(p for name, p in net.named_parameters() if "norm" in name).data += 1e-3
+
+
+def part(net: TinyLM) -> Tensor:
+    """This rank's part of a layer that is divided by every strategy."""
+    local: Tensor = net.get_parameter("blocks.0.up.weight").to_local()  # type: ignore[attr-defined]  # a DTensor
+    return local
+
+
+def edit_a_part(net: TinyLM) -> None:
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        part(net)[0] += 1e-3
+
+
+def edit_own_part(net: TinyLM) -> None:
+    """Every rank edits the part it alone holds: nobody else has a copy that could differ."""
+    part(net)[0] += torch.distributed.get_rank()
+
+
+@ranks(2)
+def test_ranks_of_a_tensor_parallel_group_compare_what_is_whole(ctx: ProcessContext) -> None:
+    language_run({"tp_size": 2}, "auto", keep)
+    with pytest.raises(DivergenceError, match="tensor parallelism: ranks of a group read different batches") as caught:
+        language_run({"tp_size": 2}, "auto", edit_a_whole_one)
+    assert caught.value.cause == "gradients"
+
+
+@ranks(2)
+def test_shards_have_no_copy_to_differ_from(ctx: ProcessContext) -> None:
+    language_run({}, "fsdp", keep)
+    language_run({}, "fsdp", edit_own_part)
+
+
+@pytest.mark.exhaustive
+@ranks(4)
+def test_columns_of_hybrid_sharding_and_replicas_beside_tensor_parallel(ctx: ProcessContext) -> None:
+    hybrid = {"dp_replicate_size": 2, "dp_shard_size": 2}
+    for sizes, strategy in ((hybrid, "fsdp"), ({"tp_size": 2, "dp_replicate_size": 2}, "auto")):
+        language_run(sizes, strategy, keep)
+        with pytest.raises(DivergenceError) as caught:
+            language_run(sizes, strategy, edit_a_part)
+        found = caught.value
+        assert (found.cause, found.name, found.ranks) == ("outside", "blocks.0.up.weight", (3,)), str(found)
+        assert "rank 3 differs from rank 1" in str(found)
+
+
+# -- no false alarm -------------------------------------------------------------------------------------------------
+def loop(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, epochs: int = 2) -> None:
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def data(rows: int = 40) -> TensorDataset:
+    g = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(rows, 6, generator=g), torch.randint(0, 3, (rows,), generator=g))
+
+
+@ranks(2)
+def test_accumulation_resuming_and_scaled_losses_are_left_in_peace(ctx: ProcessContext, tmp_path: Path) -> None:
+    for precision in ("no", "fp16"):
+        for part in range(2):
+            accelerator = Accelerator(gradient_accumulation_steps=3, divergence_every=1, mixed_precision=precision)
+            net = seeded(Net, 9 * part)
+            made = accelerator.prepare(
+                net, torch.optim.AdamW(net.parameters()), DataLoader(data(), batch_size=4, shuffle=True)
+            )
+            folder = str(tmp_path / precision)
+            if part:
+                accelerator.load_state(folder)
+            loop(accelerator, *made)
+            accelerator.save_state(folder)
+            accelerator.end_training()
+
+
+@ranks(2)
+def test_two_models_are_left_in_peace_and_the_second_is_named(ctx: ProcessContext) -> None:
+    for spoils in (False, True):
+        accelerator = Accelerator(divergence_every=1)
+        makes, judges = nn.Linear(2, 6), nn.Linear(6, 1)
+        one, two = torch.optim.Adam(makes.parameters()), torch.optim.Adam(judges.parameters())
+        maker, judge, one, two = accelerator.prepare(makes, judges, one, two)
+
+        def train() -> None:
+            for step in range(12):
+                fake = maker(torch.randn(4, 2))
+                two.zero_grad()
+                accelerator.backward((judge(fake.detach()) ** 2).mean())
+                two.step()
+                one.zero_grad()
+                accelerator.backward(judge(fake).mean())
+                one.step()
+                if spoils and step == 5 and ctx.rank == 1:
+                    judges.weight.data[0, 0] += 1
+            accelerator.end_training()
+
+        if not spoils:
+            train()
+            continue
+        with pytest.raises(DivergenceError) as caught:
+            train()
+        assert caught.value.name == "model[1].weight"
+
+
+@ranks(2)
+def test_ranks_that_train_apart_on_purpose_are_left_in_peace(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(divergence_every=1)
+    net = seeded(Net)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(data(), batch_size=4)
+    )
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3) as local:
+        for x, y in loader:
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+    accelerator.end_training()
+
+
+@ranks(2)
+def test_uneven_inputs_and_rank_local_parameters_are_left_in_peace(ctx: ProcessContext) -> None:
+    accelerator = Accelerator(divergence_every=1)
+    net = nn.Sequential(seeded(lambda: nn.Linear(6, 8)), seeded(lambda: nn.Linear(8, 3)))
+    net._ddp_params_and_buffers_to_ignore = ["1.bias"]  # type: ignore[assignment]  # how torch is told
+    torch.manual_seed(ctx.rank)
+    nn.init.normal_(net[1].bias)  # type: ignore[arg-type]  # a module's attribute
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with accelerator.join_uneven_inputs([model]):
+        for x, y in [data(8)[:]] * (3 + ctx.rank):
+            accelerator.backward(nn.functional.cross_entropy(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    for x, y in [data(8)[:]] * 12:
+        accelerator.backward(nn.functional.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()

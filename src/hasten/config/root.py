@@ -40,7 +40,8 @@ class Config(Section):
         minimum=0.5,
     )
     divergence: Literal["stop", "report", "off"] = setting(
-        "stop", "what happens when ranks that must hold the same weights and state do not: stop all, only report, or no check"
+        "stop",
+        "what happens when ranks that must hold the same weights and state do not: stop all, only report, or no check",
     )
     divergence_every: int = setting(100, "updates between two comparisons of what ranks hold", minimum=1)
     divergence_ignore: tuple[str, ...] = setting(

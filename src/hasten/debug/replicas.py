@@ -161,9 +161,7 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
     return frozenset(axes)
 
 
-def _tensor(
-    kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False
-) -> Iterator[Entry]:
+def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Entry]:
     """The entries of a tensor: itself, or what it is made of; nothing for one without memory."""
     plain: Any = tensor.detach()  # Any: subclasses of several packages
     if is_dtensor(plain):
