@@ -21,6 +21,7 @@
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
     │   └── LossScaleError                fp16 updates were skipped again and again
     ├── DivergenceError                   ranks that must hold the same values do not
+    ├── NumbersError                      a loss or gradient is nan, inf or far too large
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
@@ -143,6 +144,20 @@ class DivergenceError(HastenError):
         self.step = step
         self.name = name
         self.ranks = ranks
+
+
+class NumbersError(HastenError):
+    """A loss or gradient is nan, inf or far too large; `step` and `ranks` say where, `samples` the dataset indices by rank if known."""
+
+    agreed = True
+
+    def __init__(
+        self, message: str = "", step: int = 0, ranks: tuple[int, ...] = (), samples: dict[int, list[int]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.ranks = ranks
+        self.samples = samples or {}
 
 
 class DataError(HastenError):

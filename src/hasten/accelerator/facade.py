@@ -38,6 +38,7 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
+from hasten.debug.numbers import NumbersWatch
 from hasten.debug.watchdog import watch
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
@@ -132,6 +133,11 @@ class Accelerator:
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
         watch(self, parts.watchdog)
+        self._numbers: NumbersWatch | None = None
+        if parts.numbers is not None:
+            self._numbers = NumbersWatch(self.prepared, self.unwrap_model, self.ctx, self.clock, parts.numbers)
+            self._preparer.on_model = self._numbers.follow
+            self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
         if self._sentinel is not None:
             self.clock.after_update = self._sentinel.updated
@@ -338,6 +344,8 @@ class Accelerator:
         if type(loss) is not Tensor:
             arguments.check_loss(loss)
         self.clock.num_passes += 1
+        if self._numbers is not None:
+            self._numbers.seen(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
         if self.run_log is not None:
@@ -364,9 +372,12 @@ class Accelerator:
         self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        return self.strategy.forward_backward(
+        loss = self.strategy.forward_backward(
             model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
         )
+        if self._numbers is not None:
+            self._numbers.seen(loss)
+        return loss
 
     def context_parallel(
         self,

@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.axes import Axis, MeshSpec
+from hasten.runtime.nodelist import ranks_in_words
 
 Cause = Literal[
     "updates", "settings", "data", "random", "gradients", "state", "initialisation", "outside", "buffers", "statistics"

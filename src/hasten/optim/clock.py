@@ -67,6 +67,8 @@ class StepClock:
     """Told where a step stands, when somebody measures its parts."""
     apart: bool = False
     """Ranks train apart on purpose, or may be at different batches: nothing can be compared over them."""
+    before_update: Callable[[Holder], bool] | None = None
+    """Asked with the optimizer before it uses the gradients at a boundary; true skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
     """Called when an optimizer has used the gradients at a boundary."""
 
