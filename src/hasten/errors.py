@@ -21,6 +21,8 @@
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
     │   ├── LossScaleError                fp16 updates were skipped again and again
     │   └── OutOfMemoryError              one sample does not fit into memory
+    ├── DivergenceError                   ranks that must hold the same values do not
+    ├── NumbersError                      a loss or gradient is nan, inf or far too large
     ├── DataError                         a loader, sampler or stream is wrong or inconsistent over ranks
     ├── CheckpointError                   a checkpoint cannot be written or read
     │   ├── IncompleteCheckpointError     never committed, or a file is missing
@@ -136,6 +138,35 @@ class OutOfMemoryError(StepError):
     def __init__(self, message: str = "", report: str = "") -> None:
         super().__init__(message)
         self.report = report
+
+
+class DivergenceError(HastenError):
+    """Ranks that must hold the same values do not; `cause`, `step`, `name` (of the first) and `ranks` (the odd ones) say which."""
+
+    agreed = True
+
+    def __init__(
+        self, message: str = "", cause: str = "", step: int = 0, name: str = "", ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.step = step
+        self.name = name
+        self.ranks = ranks
+
+
+class NumbersError(HastenError):
+    """A loss or gradient is nan, inf or far too large; `step` and `ranks` say where, `samples` the dataset indices by rank if known."""
+
+    agreed = True
+
+    def __init__(
+        self, message: str = "", step: int = 0, ranks: tuple[int, ...] = (), samples: dict[int, list[int]] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.step = step
+        self.ranks = ranks
+        self.samples = samples or {}
 
 
 class DataError(HastenError):

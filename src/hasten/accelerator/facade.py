@@ -39,6 +39,7 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
+from hasten.debug.numbers import NumbersWatch
 from hasten.debug.watchdog import watch
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
@@ -136,6 +137,14 @@ class Accelerator:
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
         watch(self, parts.watchdog)
+        self._numbers: NumbersWatch | None = None
+        if parts.numbers is not None:
+            self._numbers = NumbersWatch(self.prepared, self.unwrap_model, self.ctx, self.clock, parts.numbers)
+            self._preparer.on_model = self._numbers.follow
+            self.clock.before_update = self._numbers.before_update
+        self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
+        if self._sentinel is not None:
+            self.clock.after_update = self._sentinel.updated
 
     # -- this process among the others ----------------------------------------------------------------------------
     @property
@@ -338,6 +347,9 @@ class Accelerator:
         """
         if type(loss) is not Tensor:
             arguments.check_loss(loss)
+        self.clock.num_passes += 1
+        if self._numbers is not None:
+            self._numbers.seen(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
         if self.run_log is not None:
@@ -361,11 +373,15 @@ class Accelerator:
         """
         arguments.check_modules((model,), "forward_backward(model)")
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
+        self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        return self.strategy.forward_backward(
+        loss = self.strategy.forward_backward(
             model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
         )
+        if self._numbers is not None:
+            self._numbers.seen(loss)
+        return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R | None:
         """Call `fn(batch)`, which runs forward and `backward()`; when memory runs out on any rank, all run it again in parts.
@@ -570,7 +586,12 @@ class Accelerator:
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Wait for background saves and close the trackers. Ranks: every rank."""
+        """Compare ranks a last time, wait for background saves and close the trackers. Ranks: every rank.
+
+        Raises: DivergenceError when ranks that must hold the same values do not.
+        """
+        if self._sentinel is not None:
+            self._sentinel.finish()
         self.saving.close()
         self.tracking.finish()
         if self.run_log is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,6 +73,8 @@ class Preparer:
         self._precision = precision
         self._clock = clock
         self.done = Prepared()
+        self.on_model: Callable[[nn.Module], None] | None = None
+        """Told of each model that is prepared."""
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
     def prepare(
@@ -89,7 +91,11 @@ class Preparer:
                 item.kind = "nothing"
         bundle.earlier = [self._strategy.unwrap(model) for model in self.done.models]
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
-        self.done.models += [item.value for item in bundle.of("model")]
+        models = [item.value for item in bundle.of("model")]
+        self.done.models += models
+        if self.on_model is not None:
+            for model in models:
+                self.on_model(model)
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
         for item in bundle.of("scheduler"):
@@ -165,6 +171,8 @@ class Preparer:
                 for loader in self.done.loaders:
                     stack.enter_context(loader.even(even_batches))
             stack.enter_context(self._strategy.join([one for one in joinables if isinstance(one, nn.Module)]))
+            before, self._clock.apart = self._clock.apart, True
+            stack.callback(setattr, self._clock, "apart", before)
             yield
 
     def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Loader:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,15 +17,19 @@ from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.debug.bulletin import Bulletin
 from hasten.debug.desk import Desk
+from hasten.debug.numbers import NumbersSettings
 from hasten.debug.observe import Observer
+from hasten.debug.replicas import Prepared, Replicas
+from hasten.debug.sentinel import Sentinel, SentinelSettings
 from hasten.debug.watchdog import Watchdog, WatchSettings
+from hasten.errors import ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
 from hasten.runtime.affinity import set_affinity
-from hasten.runtime.axes import LOSS
+from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device, pci_address
@@ -53,6 +57,9 @@ class Parts:
     clock: StepClock
     tracking: TrackerManager
     watchdog: Watchdog | None
+    numbers: NumbersSettings | None
+    sentinel: Callable[[Prepared], Sentinel] | None
+    """Makes the divergence check over what is prepared; None where there is nobody to compare with."""
     run_log: RunLog | None
 
 
@@ -76,11 +83,14 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
         sharded=strategy.caps.sharded_state,
         scales=not strategy.caps.owns_precision,
     )
+    numbers = _numbers(config, strategy, precision)
     own = context is None or given.get("stall") is not None  # who brings a context watches over it
     watchdog = _watchdog(config, ctx, clock) if own else None
+    asked = context is None or given.get("divergence") is not None
+    sentinel = _sentinel(config, ctx, clock) if asked else None
     clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy.name)
     trackers = _trackers(given.get("log_with"), config, ctx)
-    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, run_log)
+    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log)
 
 
 def _settings(given: Mapping[str, Any]) -> Resolved:
@@ -122,6 +132,42 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         ),
         Desk(observer, ctx.topology, ctx.device, env.runtime_folder(env.snapshot())),
     )
+
+
+def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[Prepared], Sentinel] | None:
+    """What makes the divergence check of this rank; None with one process, which differs from nobody."""
+    world = ctx.world
+    if not isinstance(world, ProcessGroupComm) or config.divergence == "off":
+        return None
+    settings = SentinelSettings(config.divergence_every, config.divergence, config.divergence_ignore)
+    shares_random = ctx.mesh.size(Axis.TP) > 1
+
+    def make(prepared: Prepared) -> Sentinel:
+        return Sentinel(Replicas(prepared, clock, settings.ignored, random=shares_random), ctx, world.store, settings)
+
+    return make
+
+
+def _numbers(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
+    """How numbers are watched; None when they are not. Raises: ConfigError for what cannot be honoured."""
+    if config.numbers == "off":
+        if config.numbers_spike is not None:
+            raise ConfigError(
+                f"numbers_spike={config.numbers_spike:g} has no effect with numbers=off, which looks at no loss. Set numbers to report, "
+                "stop or skip, or leave numbers_spike out."
+            )
+        return None
+    if config.numbers == "skip" and strategy.caps.owns_clipping:
+        raise ConfigError(
+            f"numbers=skip is not possible under {strategy.name}, which keeps gradients and makes the update by itself, so that one "
+            "rank's numbers cannot hold it back. Use numbers=stop or report."
+        )
+    if config.numbers == "skip" and precision.scaler is not None and config.numbers_spike is not None:
+        raise ConfigError(
+            f"numbers_spike={config.numbers_spike:g} with numbers=skip cannot be honoured under mixed_precision='fp16': the scaler "
+            "decides which updates are skipped, and looks at overflow only. Use numbers=stop or report, or 'bf16'."
+        )
+    return NumbersSettings(config.numbers, config.numbers_spike, strategy.caps.sharded_state)
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:

@@ -31,6 +31,11 @@ class Keywords(TypedDict, total=False):
     debug: bool | None
     stall: str | None
     stall_after_s: float | None
+    divergence: str | None
+    divergence_every: int | None
+    divergence_ignore: Sequence[str] | None
+    numbers: str | None
+    numbers_spike: float | None
     step_scheduler_with_optimizer: bool | None
     recompute: Sequence[str] | None
     rng_types: Sequence[str] | None

@@ -39,6 +39,22 @@ class Config(Section):
         "seconds a rank may wait for the others before it is reported (default: by the longest wait so far, 60 to 600)",
         minimum=0.5,
     )
+    divergence: Literal["stop", "report", "off"] = setting(
+        "stop",
+        "what happens when ranks that must hold the same weights and state do not: stop all, only report, or no check",
+    )
+    divergence_every: int = setting(100, "updates between two comparisons of what ranks hold", minimum=1)
+    divergence_ignore: tuple[str, ...] = setting(
+        (), "patterns of parameter and buffer names that ranks hold differently on purpose"
+    )
+    numbers: Literal["report", "stop", "skip", "off"] = setting(
+        "report",
+        "what happens when a loss is nan or inf: report it; stop all ranks, or skip the update on all ranks (these two look at gradients "
+        "as well, before each update); or nothing",
+    )
+    numbers_spike: float | None = setting(
+        None, "a loss of more than so many times the median of the last ones counts as well", minimum=1
+    )
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -61,6 +61,13 @@ class Track:
         """Begin at `epoch` next; a position inside that very epoch is kept."""
         if not (self.fresh and self.start.epoch == epoch):
             self.place(self.start.begin(epoch))
+
+
+class Place(NamedTuple):
+    """A batch of one pass: where the pass began, and how many batches it had given, this one included."""
+
+    start: Position
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +207,20 @@ class Loader(DataLoader[Any]):
             return self.parts.source.remember(at)
         finally:
             generator.set_state(state)
+
+    def place(self) -> Place:
+        """Where the batch in the user's hands is found again."""
+        track = self.parts.track
+        return Place(track.start, track.steps)
+
+    def samples(self, place: Place | None = None) -> list[int] | None:
+        """Dataset indices of a batch of this rank: of the one in the user's hands, or of the one at `place`.
+
+        None when they cannot be computed: a stream, or a sampler of the user's own. Padding is left out.
+        """
+        start, steps = place or self.place()
+        assignment = getattr(self.parts.source, "assignment", None)
+        return None if assignment is None or steps == 0 else assignment.batch_of(start, steps - 1)
 
     def __len__(self) -> int:
         steps = self.parts.source.steps()

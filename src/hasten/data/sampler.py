@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 from typing import Any, Literal, cast
 
+import numpy as np
 from torch.utils.data import BatchSampler
 
 from hasten.data.order import DistributedOrder, Order
@@ -73,6 +74,15 @@ class Assignment:
         lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards))
         own = (lot for lot in lots if lot is not None)
         return own if self.split is None else (self._share_of(lot, self.split[1]) for lot in own)
+
+    def batch_of(self, at: Position, step: int) -> list[int] | None:
+        """The dataset indices of this rank's `step`-th batch from `at`, without padding; None when they cannot be computed."""
+        seek, size = self._seek(at), self.order.size()
+        if seek is None or size is None:
+            return None
+        share = self.plan.share(size, step, self._start(at))
+        found: list[int] = seek(np.arange(share.first, share.first + share.real, dtype=np.int64)).tolist()
+        return found
 
     def rounds(self, at: Position) -> Iterator[list[Lot | None]]:
         """The batches of all ranks, step by step, for the rank that reads for them; None for a rank without one."""

@@ -61,11 +61,19 @@ class StepClock:
     _serial: int = 0
     num_updates: int = 0
     """Steps of any optimizer at a boundary."""
+    num_passes: int = 0
+    """Backward passes of this run."""
     inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
     """The accumulate() blocks that are entered now, outermost first: their keys and models."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
     marks: StepMarks | None = None
     """Told where a step stands, when somebody measures its parts."""
+    apart: bool = False
+    """Ranks train apart on purpose, or may be at different batches: nothing can be compared over them."""
+    before_update: Callable[[Holder], bool] | None = None
+    """Asked with the optimizer before it uses the gradients at a boundary; true skips the update, on every rank."""
+    after_update: Callable[[], None] | None = None
+    """Called when an optimizer has used the gradients at a boundary."""
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -264,6 +272,8 @@ class StepClock:
             self.marks.optimizer_done()
         if len(self._holders) == 1 or not self._waiting():
             window.losses = window.before = 0
+        if self.after_update is not None:
+            self.after_update()
 
     def _waiting(self) -> bool:
         """Whether an optimizer that takes part in training has gradients it has not used."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hasten.comm.base import ReduceKind
 from hasten.errors import ConfigError
+from hasten.optim.clock import StepClock
 
 
 class Trains(Protocol):
@@ -20,6 +21,8 @@ class Trains(Protocol):
     def sync_gradients(self) -> bool: ...
     @property
     def num_processes(self) -> int: ...
+    @property
+    def clock(self) -> StepClock: ...
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]: ...
     def reduce(self, tensor: Any, reduction: ReduceKind = "sum") -> Any: ...
 
@@ -54,6 +57,7 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
+            self._accelerator.clock.apart = True  # for good: the optimizer's state is never averaged
             self._stack.enter_context(self._accelerator.no_sync(self._model))
         return self
 

@@ -13,7 +13,7 @@ from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.gradients import multiply
 from hasten.optim.sharing import Share
-from hasten.precision.base import APPLIED, Precision, StepResult
+from hasten.precision.base import APPLIED, SKIPPED, Precision, StepResult
 
 
 class PreparedOptimizer(torch.optim.Optimizer):
@@ -108,7 +108,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
     # -- one update -----------------------------------------------------------------------------------------------
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step was skipped because gradients overflowed."""
+        """Whether the latest step was skipped because gradients overflowed, or a number was not finite."""
         return self.last is not None and not self.last.applied
 
     @property
@@ -142,6 +142,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
         else:
             if clock.pending:
                 self.settle()
+            if clock.before_update is not None and clock.before_update(self):
+                self._close(SKIPPED)
+                return None
             if self._scaled or self._engine is not None:
                 return self._step_reported()
             try:
@@ -149,12 +152,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
             except (RuntimeError, NotImplementedError) as error:
                 self._explain(error)
                 raise
-        self.last = APPLIED
-        self.num_attempts += 1
-        self.num_updates += 1
-        self.spent = True
-        clock.used()
+        self._close(APPLIED)
         return value
+
+    def _close(self, result: StepResult) -> None:
+        """Count the update, and end the window."""
+        self.last = result
+        self.num_attempts += 1
+        self.num_updates += result.applied
+        self.spent = True
+        self._clock.used()
+        if self._clock.marks is not None and not result.applied:
+            self._clock.marks.skipped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window that is still open needs them."""
@@ -192,6 +201,16 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none)
         if (lanes := self._clock.lanes) is not None:
             lanes.drop(self.parameters)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether losses are scaled, so that gradients overflow now and then and the scaler looks after them."""
+        return self._scaled
+
+    @property
+    def readable(self) -> bool:
+        """Whether gradients lie in the parameters' .grad, and not in an engine."""
+        return self._engine is None
 
     # -- what the clock asks --------------------------------------------------------------------------------------
     @property
@@ -258,16 +277,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def _step_reported(self) -> Any:
         try:
             engine = self._engine
-            self.last = result = self._precision.step(self.optimizer) if engine is None else engine.apply()
+            result = self._precision.step(self.optimizer) if engine is None else engine.apply()
         except (RuntimeError, NotImplementedError) as error:
             self._explain(error)
             raise
-        self.num_attempts += 1
-        self.num_updates += result.applied
-        self.spent = True
-        self._clock.used()
-        if self._clock.marks is not None and not result.applied:
-            self._clock.marks.skipped()
+        self._close(result)
         return result.value
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:

@@ -30,6 +30,16 @@ class Holder(Protocol):
     @property
     def parameters(self) -> list[Tensor]: ...
 
+    @property
+    def scaled(self) -> bool:
+        """Whether its losses are scaled, so that gradients overflow now and then."""
+        ...
+
+    @property
+    def readable(self) -> bool:
+        """Whether its gradients lie in the parameters' .grad."""
+        ...
+
     def settled_in(self, serial: int) -> bool:
         """Whether its gradients are unscaled and normalised for this window."""
         ...

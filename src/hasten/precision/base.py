@@ -17,7 +17,7 @@ class StepResult:
     """What became of one optimizer step."""
 
     applied: bool
-    """False when gradients overflowed and the update was skipped."""
+    """False when gradients overflowed or a number was not finite, and the update was skipped."""
     scale: float | None = None
     """The loss scale in force, when the loss is scaled."""
     value: Any = None
@@ -25,6 +25,7 @@ class StepResult:
 
 
 APPLIED: Final = StepResult(applied=True)
+SKIPPED: Final = StepResult(applied=False)
 
 
 class Precision(Protocol):

@@ -125,7 +125,11 @@ class MegatronModel(nn.Module):
 
         Raises: StepError for arguments that the engine would ignore.
         """
-        unused = {name: value for name, value in others.items() if value is not None and name not in ("return_dict", "use_cache")}
+        unused = {
+            name: value
+            for name, value in others.items()
+            if value is not None and name not in ("return_dict", "use_cache")
+        }
         if unused:
             raise StepError(
                 f"the model was called with {sorted(unused)}, which the engine's layers do not take and would ignore; give input_ids, "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor, nn
 
-_DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+from hasten.modules.dropout import may_draw
 
 
 class ApartStream:
@@ -19,7 +17,7 @@ class ApartStream:
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
-        self._needed = _may_draw(model)
+        self._needed = may_draw(model)
         self._rank = rank
         self._outside: tuple[Tensor, Tensor | None] | None = None
         self._device = torch.device("cpu")
@@ -46,14 +44,3 @@ class ApartStream:
         torch.set_rng_state(host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)
-
-
-def _may_draw(model: nn.Module) -> bool:
-    """Whether any module has a dropout rate above zero, as a layer or as a number it hands to attention."""
-    for module in model.modules():
-        rates = [value for name, value in vars(module).items() if "drop" in name.lower() and isinstance(value, float)]
-        if isinstance(module, _DROPOUTS):
-            rates.append(module.p)
-        if any(rate > 0 for rate in rates):
-            return True
-    return False

@@ -1,0 +1,103 @@
+"""How ranks compare what they hold over the job's store: everybody posts, rank 0 tells all whether they agree, nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from torch.distributed import Store
+
+from hasten.debug.divergence import Record
+from hasten.runtime.axes import Axis, MeshSpec
+
+_AXES: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
+"""Axes along which something can be equal; pipeline stages hold different layers."""
+_CLASSES: Final = 1 << len(_AXES)
+_MASK: Final = (1 << 64) - 1
+_KEPT: Final = 16
+"""Checks whose notes stay in the store: the newest ones, which some rank may not have read."""
+_AGREED: Final = "agreed"
+
+
+class Ballot:
+    """The votes of one run. A vote has a number, and the same number means the same check on every rank."""
+
+    def __init__(self, store: Store, rank: int, mesh: MeshSpec) -> None:
+        made = store.add(f"hasten/sentinel/made/{rank}", 1)  # Accelerators are made in the same order on every rank
+        self._prefix = f"hasten/sentinel/{made}"
+        self._store = store
+        self._rank = rank
+        self._size = mesh.world_size
+        self._first_peer = _first_peers(mesh) if rank == 0 else None
+        self._decided: set[int] = set()
+
+    def post(self, number: int, records: Sequence[Record]) -> None:
+        """Say what this rank holds, in one number for each set of axes. The order of the records does not matter."""
+        sums = [0] * _CLASSES
+        for record in records:
+            which = _class_of(record.axes)
+            sums[which] = (sums[which] + record.value) & _MASK
+        self._store.set(self._key(number, self._rank), np.array(sums, dtype=np.uint64).tobytes().hex())
+
+    def verdict(self, number: int) -> bool | None:
+        """Whether all ranks that must agree have posted the same; None while rank 0 does not know."""
+        if self._first_peer is not None and number not in self._decided:
+            posts = self._peek([self._key(number, rank) for rank in range(self._size)])
+            if posts is None:
+                return None
+            held = np.stack([np.frombuffer(bytes.fromhex(post), dtype=np.uint64) for post in posts])
+            same = bool((held == np.take_along_axis(held, self._first_peer, axis=0)).all())
+            self._store.set(self._key(number, "verdict"), _AGREED if same else "differ")
+            self._decided.add(number)
+            self._forget(number - _KEPT)
+        found = self._peek([self._key(number, "verdict")])
+        return None if found is None else found[0] == _AGREED
+
+    def show(self, number: int, records: Sequence[Record]) -> None:
+        """Say in full what this rank holds."""
+        self._store.set(self._key(number, f"held/{self._rank}"), msgspec.json.encode(records).decode())
+
+    def shown(self, number: int) -> dict[int, list[Record]] | None:
+        """What every rank has said in full; None while some have not."""
+        posts = self._peek([self._key(number, f"held/{rank}") for rank in range(self._size)])
+        if posts is None:
+            return None
+        return {rank: msgspec.json.decode(post, type=list[Record]) for rank, post in enumerate(posts)}
+
+    def set_answer(self, number: int, answer: str) -> None:
+        """Tell every rank what rank 0 has found."""
+        self._store.set(self._key(number, "answer"), answer)
+
+    def answer(self, number: int) -> str | None:
+        """What rank 0 has found; None while it has not."""
+        found = self._peek([self._key(number, "answer")])
+        return None if found is None else found[0]
+
+    def _key(self, number: int, what: int | str) -> str:
+        return f"{self._prefix}/{number}/{what}"
+
+    def _peek(self, keys: list[str]) -> list[str] | None:
+        """The values of all these keys, or None while one is missing; never waits."""
+        return [value.decode() for value in self._store.multi_get(keys)] if self._store.check(keys) else None
+
+    def _forget(self, number: int) -> None:
+        if number in self._decided:
+            self._decided.remove(number)
+            for what in ("verdict", *range(self._size)):
+                self._store.delete_key(self._key(number, what))
+
+
+def _class_of(axes: Sequence[str]) -> int:
+    return sum(1 << position for position, axis in enumerate(_AXES) if axis in axes)
+
+
+def _first_peers(mesh: MeshSpec) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """For each rank and set of axes, the first of the ranks that must hold the same."""
+    first = np.zeros((mesh.world_size, _CLASSES), dtype=np.int64)
+    for which in range(_CLASSES):
+        axes = [axis for position, axis in enumerate(_AXES) if which >> position & 1]
+        for group in mesh.groups(*axes):
+            first[list(group), which] = group[0]
+    return first

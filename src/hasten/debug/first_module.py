@@ -1,0 +1,113 @@
+"""Finding the first module whose output is not finite, by running the last batch once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hasten import trees
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The latest forward of a model in training: its arguments, without their graphs, and the random states before it."""
+
+    model: nn.Module
+    args: tuple[Any, ...]  # Any: the user's arguments
+    kwargs: dict[str, Any]
+    random: tuple[Tensor, Tensor | None]
+
+
+class LastCalls:
+    """Remembers the latest forward of each model that is followed."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, Call] = {}
+
+    def follow(self, model: nn.Module) -> None:
+        """Remember the forwards of this model from now on."""
+        model.register_forward_pre_hook(self._remember, with_kwargs=True)
+
+    def all(self) -> list[Call]:
+        """The calls since `clear`, in the order of their models' first ones."""
+        return list(self._calls.values())
+
+    def clear(self) -> None:
+        """Forget the calls, and with them the batches they hold."""
+        self._calls.clear()
+
+    def _remember(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled() and model.training and not torch.compiler.is_compiling():
+            plain_args, plain_kwargs = trees.map_tensors(Tensor.detach, (args, kwargs))
+            self._calls[id(model)] = Call(model, plain_args, plain_kwargs, _random_states(model))
+
+
+def first_bad_module(call: Call, module: nn.Module) -> str:
+    """The first module inside `module` whose output is not finite when the call is repeated, in words.
+
+    Weights, buffers and random states are as before afterwards.
+    """
+    found: list[str] = []
+    handles: list[RemovableHandle] = []
+
+    def look(name: str, kind: str) -> Any:  # Any: a hook of torch's
+        def hook(_module: nn.Module, _args: object, output: object) -> None:
+            if not found and not all_finite(trees.tensors(output)):
+                found.append(f"{name!r} ({kind})" if name else f"the model itself ({kind})")
+
+        return hook
+
+    inputs = "" if all_finite(trees.tensors((call.args, call.kwargs))) else "the batch itself holds nan or inf; "
+    with torch.no_grad(), _as_before(module, call):
+        try:
+            handles += [
+                inner.register_forward_hook(look(name, type(inner).__name__)) for name, inner in module.named_modules()
+            ]
+            module(*call.args, **call.kwargs)
+        except Exception as error:  # the user's forward may raise on such numbers: that is an answer too
+            return f"{inputs}running the batch again raised {type(error).__name__}: {error}"
+        finally:
+            for handle in handles:
+                handle.remove()
+    return f"{inputs}{found[0] if found else 'none: every output was finite, so the loss or the backward pass made it'}"
+
+
+def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
+    """Whether every number of the tensors is finite."""
+    return all(bool(torch.isfinite(one).all()) for one in tensors if one.is_floating_point() or one.is_complex())
+
+
+@contextmanager
+def _as_before(module: nn.Module, call: Call) -> Iterator[None]:
+    """A block that begins with the call's random states and leaves buffers and random states as it found them."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    now = _random_states(module)
+    _set_random_states(module, call.random)
+    try:
+        yield
+    finally:
+        _set_random_states(module, now)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _random_states(model: nn.Module) -> tuple[Tensor, Tensor | None]:
+    device = _device(model)
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_states(model: nn.Module, states: tuple[Tensor, Tensor | None]) -> None:
+    host, on_device = states
+    torch.set_rng_state(host)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device, _device(model))
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -1,0 +1,282 @@
+"""The numbers watch: losses and gradients that are nan, inf or far too large, found before or shortly after they do harm.
+
+With "report" each rank looks at its own losses one update later, so that the device is never waited for. With "stop" and "skip" all
+ranks look at losses and gradients before each update and decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hasten.data.loader import Loader, Place
+from hasten.debug.first_module import LastCalls, first_bad_module
+from hasten.errors import HastenWarning, NumbersError
+from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import named_parameters
+from hasten.modules.stages import stage_part
+from hasten.optim.clock import StepClock
+from hasten.optim.window import Holder
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.nodelist import ranks_in_words
+
+_RECENT: Final = 64
+_ENOUGH: Final = 16
+"""Losses that must have been seen before one can be called a spike."""
+_SHOWN: Final = 16
+_FINE, _GRADIENT, _LOSS = 0, 1, 2
+"""How bad a rank's numbers are. A bad loss makes the averaged gradients of all ranks bad, so it comes first."""
+_MOST: Final = 4096
+_WHY: Final = (
+    "the update would make weights nan on every rank, and no later step brings them back. Look at those samples; else lower the "
+    "learning rate, clip gradients (clip_grad_norm_), or guard the division, logarithm or square root in that module."
+)
+
+
+class Prepared(Protocol):
+    """What an Accelerator has prepared."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+    @property
+    def loaders(self) -> Sequence[Loader]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersSettings:
+    """What happens when a number is not finite, and from when on a loss is a spike."""
+
+    then: Literal["report", "stop", "skip"] = "report"
+    spike: float | None = None
+    """A loss of more than so many times the median of the last ones; None for never."""
+    runs_together: bool = False
+    """A forward needs every rank: parameters are divided."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The losses of one update on this rank, and the batches they came from."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    batches: list[list[tuple[Loader, Place]]] = field(default_factory=list)
+    step: int = 0
+    values: Tensor | None = None
+    ready: torch.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rank found in one update."""
+
+    what: str = ""
+    """In words; empty when its own numbers are fine."""
+    samples: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+class NumbersWatch:
+    """One rank's watch over its losses and gradients. Called by the training thread."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        unwrap: Callable[[nn.Module], nn.Module],
+        ctx: ProcessContext,
+        clock: StepClock,
+        settings: NumbersSettings,
+    ) -> None:
+        self._prepared = prepared
+        self._unwrap = unwrap
+        self._ctx = ctx
+        self._clock = clock
+        self._settings = settings
+        self._calls = LastCalls()
+        self._now = _Seen()
+        self._late: _Seen | None = None
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._told = False
+
+    def follow(self, model: nn.Module) -> None:
+        """Remember the calls of a prepared model, to be able to repeat the last one."""
+        if self._settings.then != "report":
+            self._calls.follow(model)
+
+    def seen(self, loss: Tensor) -> None:
+        """A loss is about to be backpropagated."""
+        if len(self._now.losses) >= _MOST:  # a script whose optimizer was not prepared makes no updates here
+            self._now = _Seen()
+        self._now.losses.append(loss.detach())
+        active = self._clock.cursors.active()
+        self._now.batches.append(
+            [(one, one.place()) for one in self._prepared.loaders if any(one.cursor is cursor for cursor in active)]
+        )
+
+    def before_update(self, optimizer: Holder) -> bool:
+        """Whether the update must be skipped. Ranks: every rank.
+
+        Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop.
+        """
+        seen, self._now = self._now, _Seen()
+        seen.step = self._clock.num_updates + 1
+        if self._settings.then == "report":
+            self._look_back(seen)
+            return False
+        return self._look(seen, optimizer)
+
+    # -- one update later, alone ------------------------------------------------------------------------------------
+    def _look_back(self, seen: _Seen) -> None:
+        """Start the way of these losses to the host, and look at those that have arrived."""
+        if self._told or not seen.losses:
+            return
+        late, self._late = self._late, seen
+        seen.values = (
+            torch.stack([loss.sum() for loss in seen.losses]) if len(seen.losses) > 1 else seen.losses[0].reshape(-1)
+        )
+        if seen.values.device.type == "cpu":
+            late, self._late = seen, None
+        else:
+            seen.values, device = seen.values.to("cpu", non_blocking=True), seen.values.device
+            seen.ready = torch.Event(device)
+            seen.ready.record()
+        if late is None or late.values is None:
+            return
+        if late.ready is not None:
+            late.ready.synchronize()
+        if what := self._judge(late.values.tolist()):
+            self._told = True
+            place = self._describe(late, late.values.tolist())
+            text = "\n".join(
+                [
+                    f"{what} in update {late.step} on rank {self._ctx.rank}",
+                    *place.lines,
+                    f"  why:  {_WHY}",
+                    "  now:  training goes on, and this rank reports no more; numbers=stop would have stopped before the update and "
+                    "named the module, numbers=skip would have left the update out",
+                ]
+            )
+            warnings.warn(text, HastenWarning, stacklevel=2)
+
+    # -- before the update, together --------------------------------------------------------------------------------
+    def _look(self, seen: _Seen, optimizer: Holder) -> bool:
+        values = [float(loss.sum()) for loss in seen.losses]
+        what = self._judge(values)
+        level = _LOSS if what else _FINE
+        if not what and not optimizer.scaled and optimizer.readable and not _finite_gradients(optimizer.parameters):
+            what, level = "a gradient is nan or inf", _GRADIENT
+        worst = self._worst(level)
+        if worst == _FINE:
+            self._calls.clear()
+            return False
+        if level < worst:  # averaged with the gradients of a rank whose loss is bad: not this rank's doing
+            what = ""
+        finding = self._find(seen, values, what, optimizer)
+        self._calls.clear()
+        findings = self._ctx.world.all_gather_object((finding.what, finding.samples, finding.lines))
+        self._act(seen.step, {rank: Finding(*one) for rank, one in enumerate(findings)}, optimizer.scaled)
+        return not optimizer.scaled
+
+    def _worst(self, level: int) -> int:
+        """The highest level of any rank."""
+        world = self._ctx.world
+        return (
+            level if world.size == 1 else int(world.all_reduce(torch.tensor([level], dtype=torch.int32), "max").item())
+        )
+
+    def _act(self, step: int, findings: Mapping[int, Finding], scaled: bool) -> None:
+        ranks = tuple(rank for rank, one in findings.items() if one.what)
+        kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
+        lines = [f"{' and '.join(kinds)} in update {step} on {ranks_in_words(ranks)}"]
+        for rank in ranks[:_SHOWN]:
+            lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
+        lines.append(f"  why:  {_WHY}")
+        if self._settings.then == "stop":
+            lines.append(
+                "  now:  every rank stops, before the update; numbers=skip would leave the update out and go on"
+            )
+            raise NumbersError("\n".join(lines), step, ranks, {rank: findings[rank].samples for rank in ranks})
+        if self._ctx.is_main:
+            how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
+            lines.append(f"  now:  {how}; optimizer and scheduler stay as they are")
+            warnings.warn("\n".join(lines), HastenWarning, stacklevel=2)
+
+    def _find(self, seen: _Seen, values: list[float], what: str, optimizer: Holder) -> Finding:
+        """What this rank can say. Where a forward needs every rank, all repeat theirs, also those whose numbers are fine."""
+        lines: list[str] = []
+        if what or self._settings.runs_together:
+            for call in self._calls.all():
+                inner = self._unwrap(call.model)
+                if stage_part(inner) is None:
+                    lines.append(f"  first module whose output is not finite: {first_bad_module(call, inner)}")
+        if not what:
+            return Finding()
+        if not optimizer.scaled and optimizer.readable and (names := self._bad_gradients(optimizer)):
+            lines.append(
+                f"  gradients that are not finite: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
+            )
+        place = self._describe(seen, values)
+        return Finding(what, place.samples, [*place.lines, *lines])
+
+    def _bad_gradients(self, optimizer: Holder) -> list[str]:
+        own = {id(parameter) for parameter in optimizer.parameters}
+        return [
+            name
+            for model in self._prepared.models
+            for name, parameter in named_parameters(model)
+            if id(parameter) in own and not _finite_gradients([parameter])
+        ]
+
+    # -- losses -----------------------------------------------------------------------------------------------------
+    def _judge(self, values: list[float]) -> str:
+        """What is wrong with these losses, in words; empty when nothing is."""
+        for value in values:
+            if not math.isfinite(value):
+                return f"the loss is {value}"
+        spike = self._settings.spike
+        if spike is not None:
+            if len(self._recent) >= _ENOUGH:
+                median = statistics.median(self._recent)
+                for value in values:
+                    if value > spike * median > 0:
+                        return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent)}"
+            self._recent.extend(values)
+        return ""
+
+    def _describe(self, seen: _Seen, values: list[float]) -> Finding:
+        """The batches of this update, so that they can be fetched again."""
+        lines: list[str] = []
+        samples: list[int] = []
+        odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
+        for number in odd or range(len(values)):
+            for loader, place in seen.batches[number]:
+                indices = loader.samples(place)
+                where = f"  loss {values[number]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
+                if indices is None:
+                    lines.append(f"{where}, of a stream or sampler whose order is not known here")
+                else:
+                    samples += indices
+                    more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
+                    lines.append(f"{where}, dataset indices {', '.join(map(str, indices[:_SHOWN]))}{more}")
+        return Finding("", samples, lines)
+
+
+@torch.no_grad()
+def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
+    """Whether this rank's parts of the gradients are finite; one look at the host for all of them."""
+    parts: list[Tensor] = []
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            local = grad.to_local() if is_dtensor(grad) else grad
+            parts.append(local.coalesce().values() if local.is_sparse else local)
+    worst = [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
+    if not worst:
+        return True
+    device = worst[0].device
+    return math.isfinite(float(torch.stack([one.to(device, torch.float32) for one in worst]).sum()))

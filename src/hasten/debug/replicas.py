@@ -1,0 +1,211 @@
+"""What ranks hold in common: which tensors and numbers of a run must be equal, and over which axes of the mesh."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.modules.dropout import may_draw
+from hasten.modules.dtensors import is_dtensor, placements
+from hasten.modules.names import canonical_name, named_parameters
+from hasten.optim.clock import StepClock
+from hasten.optim.engine import EngineOptimizer
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.runtime.axes import SHARD, Axis
+
+Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"]
+COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
+"""Axes along which something can be equal; pipeline stages hold different layers."""
+_STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+class Prepared(Protocol):
+    """What an Accelerator has prepared."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+    @property
+    def optimizers(self) -> Sequence[PreparedOptimizer]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that must be equal on the ranks that differ from each other along `axes` only."""
+
+    kind: Kind
+    name: str
+    axes: frozenset[Axis]
+    tensor: Tensor | None = None
+    said: str = ""
+    """The value itself, where it is short enough to be shown."""
+    statistics: bool = False
+    """Running statistics of a normalisation layer, which torch keeps for each rank alone on request."""
+
+    layout: str = ""
+    """Shape and dtype of the tensor."""
+
+    @property
+    def has_tensor(self) -> bool:
+        """Whether the entry is a tensor, not a number."""
+        return bool(self.layout)
+
+    @property
+    def digest(self) -> int:
+        """A 64-bit number for everything but the tensor's contents."""
+        text = f"{self.kind} {self.name} {self.said} {self.layout}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def light(self) -> Entry:
+        """The entry without its tensor, to be kept."""
+        return self if self.tensor is None else replace(self, tensor=None)
+
+
+@dataclass(slots=True)
+class Replicas:
+    """The entries of a run, found again at each check because models, states and loaders change."""
+
+    prepared: Prepared
+    clock: StepClock
+    ignored: Sequence[str] = ()
+    """Patterns of names that are not compared."""
+    forgiven: set[tuple[str, str]] = field(default_factory=set)
+    """What was reported already."""
+    matched: set[str] = field(default_factory=set)
+    """The patterns that have matched a name."""
+    random: bool = False
+    """Whether ranks share random numbers, so that generators are among the evidence."""
+
+    def entries(self) -> list[Entry]:
+        """Everything that must be equal, in an order that is the same on all ranks."""
+        return [one for one in self._all() if (one.kind, one.name) not in self.forgiven]
+
+    def _all(self) -> Iterator[Entry]:
+        done = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
+        yield Entry("updates", "updates for each backward pass", COMPARED, said=done)
+        for number, cursor in enumerate(self.clock.cursors.active()):
+            said = f"epoch {cursor.epoch}, batch {cursor.batch}"
+            yield Entry("data", f"position of loader {number}", COMPARED, said=said)
+        if self.random and any(may_draw(model) for model in self.prepared.models):
+            yield from _tensor("random", "generator of the CPU", frozenset({Axis.TP}), torch.get_rng_state())
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                yield from _tensor("random", "generator of the GPU", frozenset({Axis.TP}), torch.cuda.get_rng_state())
+        names: dict[int, tuple[str, frozenset[Axis]]] = {}
+        for position, model in enumerate(self.prepared.models):
+            prefix = f"model[{position}]." if position else ""
+            yield from self._model(model, prefix, names)
+        for position, optimizer in enumerate(self.prepared.optimizers):
+            prefix = f"optimizer[{position}]." if position else ""
+            yield from self._optimizer(optimizer, prefix, names)
+
+    def _model(self, model: nn.Module, prefix: str, names: dict[int, tuple[str, frozenset[Axis]]]) -> Iterator[Entry]:
+        apart, copied = _left_alone(model)
+        for plain, parameter in named_parameters(model):
+            name = prefix + plain
+            if id(parameter) in names or plain in apart or self._ignores(name, plain):
+                continue
+            axes = axes_of(parameter)
+            names[id(parameter)] = name, axes
+            yield from _tensor("parameter", name, axes, parameter)
+            if parameter.grad is not None:
+                yield from _tensor("gradient", name, axes, parameter.grad)
+        for plain, buffer, statistics in _buffers(model, copied):
+            name = prefix + plain
+            if plain not in apart and not self._ignores(name, plain):
+                yield from _tensor("buffer", name, axes_of(buffer), buffer, statistics)
+
+    def _optimizer(
+        self, optimizer: PreparedOptimizer, prefix: str, names: Mapping[int, tuple[str, frozenset[Axis]]]
+    ) -> Iterator[Entry]:
+        inner = optimizer.optimizer
+        if isinstance(inner, EngineOptimizer) or _divides_state(inner):
+            return  # each rank holds the state of its own part
+        for number, group in enumerate(inner.param_groups):
+            where = f"{prefix}param_groups[{number}]"
+            for option, value in group.items():
+                if isinstance(value, Tensor):
+                    yield from _tensor("setting", f"{where}[{option!r}]", COMPARED, value)
+                elif option != "params" and _is_plain(value):
+                    yield Entry("setting", f"{where}[{option!r}]", COMPARED, said=repr(value))
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    continue  # excluded, or not a parameter of a prepared model
+                name, axes = names[id(parameter)]
+                for key, value in inner.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield from _tensor("state", f"{prefix}{name} ({key})", axes, value)
+
+    def _ignores(self, *names: str) -> bool:
+        for pattern in self.ignored:
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                self.matched.add(pattern)
+                return True
+        return False
+
+
+def axes_of(tensor: Tensor) -> frozenset[Axis]:
+    """The axes along which all ranks hold the same part of the tensor: all, unless it is divided."""
+    axes = set(COMPARED)
+    if is_dtensor(tensor):
+        for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+            if not isinstance(placement, placements().Replicate):
+                axes.discard(Axis(name))
+                if name == Axis.DP_SHARD:  # ranks of one sequence hold different shards
+                    axes.difference_update(SHARD)
+    return frozenset(axes)
+
+
+def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Entry]:
+    """The entries of a tensor: itself, or what it is made of; nothing for one without memory."""
+    plain: Any = tensor.detach()  # Any: subclasses of several packages
+    if is_dtensor(plain):
+        plain = plain.to_local()
+    if plain.is_meta or plain.layout is not torch.strided:
+        return
+    if type(plain) is not Tensor and hasattr(plain, "__tensor_flatten__"):
+        for part in plain.__tensor_flatten__()[0]:
+            yield from _tensor(kind, f"{name}.{part}", axes, getattr(plain, part), statistics)
+        return
+    layout = f"{tuple(plain.shape)} {plain.dtype}"
+    yield Entry(kind, name, axes, plain, statistics=statistics, layout=layout)
+
+
+def _left_alone(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:
+    """Names that torch was told not to synchronise, and modules whose buffers it copies from rank 0 before each forward."""
+    apart: set[str] = set()
+    copied: set[int] = set()
+    for outer, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            start = canonical_name(f"{outer}.module" if outer else "module", model)
+            apart.update(f"{start}.{name}" if start else name for name in module.parameters_to_ignore)
+            if module.broadcast_buffers:
+                copied.update(id(inner) for inner in module.modules())
+    return frozenset(apart), frozenset(copied)
+
+
+def _buffers(model: nn.Module, copied: Iterable[int]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Buffers that belong to the model's state and that nobody synchronises; others are caches."""
+    for outer, module in model.named_modules():
+        if id(module) in copied:
+            continue
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set:
+                name = canonical_name(f"{outer}.{leaf}" if outer else leaf, model)
+                yield name, buffer, leaf in _STATISTICS and hasattr(module, "track_running_stats")
+
+
+def _divides_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer keeps a part of its state on each rank: torch's ZeroRedundancyOptimizer."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

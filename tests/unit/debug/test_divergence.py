@@ -1,0 +1,87 @@
+"""Who differs from whom, decided from records alone: every odd set of ranks of every small mesh is found and named."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from hasten.debug.divergence import Record, find
+from hasten.runtime.axes import Axis, MeshSpec
+
+MESHES = (
+    MeshSpec(dp_replicate=5),
+    MeshSpec(dp_replicate=2, dp_shard=3),
+    MeshSpec(dp_replicate=3, tp=2),
+    MeshSpec(pp=2, dp_replicate=3),
+)
+
+
+def records(mesh: MeshSpec, axes: tuple[Axis, ...], odd: tuple[int, ...]) -> dict[int, list[Record]]:
+    """Each set of peers holds a value of its own, and the odd ranks something else."""
+    names = tuple(map(str, axes))
+    return {
+        rank: [Record("parameter", "weight", names, 10 * mesh.peers(rank, *axes)[0] + (rank in odd))]
+        for rank in range(mesh.world_size)
+    }
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_minority_of_each_group_is_named(mesh: MeshSpec) -> None:
+    for axes in ((Axis.DP_REPLICATE,), (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)):
+        assert find(records(mesh, axes, ()), mesh, 7, 3) is None
+        for size in (1, 2):
+            for odd in combinations(range(mesh.world_size), size):
+                found = find(records(mesh, axes, odd), mesh, 7, 3)
+                expected = set()
+                for group in mesh.groups(*axes):
+                    camp = set(group) & set(odd)
+                    rest = set(group) - camp
+                    if camp and rest:
+                        lead = min(group)
+                        smaller = len(camp) < len(rest) or (len(camp) == len(rest) and lead in rest)
+                        expected |= camp if smaller else rest
+                assert (() if found is None else found.odd) == tuple(sorted(expected))
+
+
+def test_a_tensor_that_some_ranks_lack_differs() -> None:
+    mesh = MeshSpec(dp_replicate=3)
+    axes = (str(Axis.DP_REPLICATE),)
+    held = {rank: [Record("state", "weight (exp_avg)", axes, 1)] for rank in (0, 1)} | {2: []}
+    found = find(held, mesh, 7, None)
+    assert found is not None
+    assert (found.cause, found.odd) == ("state", (2,))
+
+
+def test_the_cause_comes_before_its_consequences() -> None:
+    mesh = MeshSpec(dp_replicate=2)
+    axes = (str(Axis.DP_REPLICATE),)
+    order = (
+        ("setting", "settings"),
+        ("gradient", "gradients"),
+        ("state", "state"),
+        ("parameter", "outside"),
+        ("data", "data"),
+        ("buffer", "buffers"),
+    )
+    for first in range(len(order)):
+        kinds = [kind for kind, _ in order[first:]]
+        held = {rank: [Record(kind, kind, axes, rank) for kind in kinds] for rank in range(2)}
+        found = find(held, mesh, 7, 3)
+        assert found is not None
+        assert found.cause == order[first][1]
+        for part in ("seen at update 7 (all agreed at update 3)", "cause:", "cure:", "now:   x"):
+            assert part in found.message("x")
+
+
+def test_gradients_and_generators_alone_are_no_alarm() -> None:
+    mesh = MeshSpec(tp=2)
+    axes = (str(Axis.TP),)
+    held = {rank: [Record(kind, kind, axes, rank) for kind in ("gradient", "random", "updates")] for rank in range(2)}
+    assert find(held, mesh, 1, None) is None
+    for rank, rows in held.items():
+        rows.append(Record("parameter", "weight", axes, rank))
+        del rows[2]
+    found = find(held, mesh, 1, None)
+    assert found is not None
+    assert found.cause == "random"
