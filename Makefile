@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-slurm test-oldest test-newest check format lint types layers unit names laws parity bench clean
+.PHONY: help train docs test test-all test-slurm test-oldest test-newest check format lint types layers unit names laws parity bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,12 +19,15 @@ $(READY): pyproject.toml constraints.txt dropin/pyproject.toml dropin/setup.cfg
 		{ echo "hasten needs Python 3.11 or newer, found: $$($(PYTHON) --version). Set PYTHON=/path/to/python3.11."; exit 1; }
 	@test -x $(BIN)/python || { echo "creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing hasten and its tools into $(VENV) (the first time takes minutes, torch is large)"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients]' --editable ./dropin
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,docs]' --editable ./dropin
 	@rm -rf .mypy_cache  # it remembers packages as missing that are there now
 	@touch $@
 
 train: $(READY) ## train the digits example on two CPU processes
 	$(BIN)/hasten launch --cpu --num_processes 2 examples/digits.py
+
+docs: $(READY) ## build the documentation site into build/site; a warning or a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Tests that watch the clock have the processors to themselves, the others share them.
 test: $(READY) ## run the whole test suite
@@ -82,7 +85,7 @@ test-oldest: ## run the suite against the oldest supported torch
 	@test -x .torch-oldest/bin/python || $(PYTHON) -m venv .torch-oldest
 	@grep -vE '^(torch|setuptools)==' constraints.txt > .torch-oldest/constraints.txt
 	@.torch-oldest/bin/python -m pip install --quiet --constraint .torch-oldest/constraints.txt 'torch==$(OLDEST)' \
-		--editable '.[dev,clients]' --editable ./dropin
+		--editable '.[dev,clients,docs]' --editable ./dropin
 	.torch-oldest/bin/python -m pytest -m 'not exhaustive'
 
 test-newest: ## run the suite against the newest torch there is
@@ -90,7 +93,7 @@ test-newest: ## run the suite against the newest torch there is
 	@grep -vE '^(torch|setuptools)==' constraints.txt > .torch-newest/constraints.txt
 	@.torch-newest/bin/python -m pip install --quiet --upgrade --constraint .torch-newest/constraints.txt torch
 	@.torch-newest/bin/python -m pip install --quiet --constraint .torch-newest/constraints.txt \
-		--editable '.[dev,clients]' --editable ./dropin
+		--editable '.[dev,clients,docs]' --editable ./dropin
 	.torch-newest/bin/python -m pytest -m 'not exhaustive'
 
 bench: $(READY) ## run the benchmarks and write one table

@@ -250,6 +250,53 @@ def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext) -> N
         assert printed == ["", ""]
 
 
+@ranks(2)
+def test_a_masked_language_model_learns_with_the_trainer(ctx: ProcessContext) -> None:
+    pytest.importorskip("transformers")
+    out = shared_folder(ctx)
+    sizes = ("--steps", 24, "--batch_size", 8, "--context", 16, "--width", 32, "--depth", 1, "--megabytes", 0.02)
+    printed = run("masked_lm.py", *sizes, "--lr", 0.01, "--out", out)
+    if ctx.world.rank == 0:
+        (file,) = out.glob("masked_lm/*/metrics.jsonl")
+        losses = [row["eval_loss"] for row in read_metrics(file) if "eval_loss" in row]
+        assert losses[-1] < losses[0] < 5.6, "better than guessing one of 257"
+        assert float(re.findall(r"perplexity ([\d.]+) of a masked", printed)[0]) == pytest.approx(
+            2.718281828 ** losses[-1], 0.01
+        )
+        assert (out / "model.safetensors").exists()
+
+
+@ranks(2)
+def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext) -> None:
+    pytest.importorskip("transformers")
+    out = shared_folder(ctx)
+    sizes = (
+        "--epochs",
+        2,
+        "--batch_size",
+        4,
+        "--accumulate",
+        2,
+        "--width",
+        32,
+        "--depth",
+        1,
+        "--limit",
+        43,
+        "--length",
+        4,
+    )
+    printed = run("summarize.py", *sizes, "--held_out", 3, "--lr", 0.01, "--out", out)
+    ctx.world.barrier("written")
+    assert (out / "model" / "model.safetensors").exists()
+    if ctx.world.rank == 0:
+        assert "3 summaries of 40 functions learned" in printed
+        first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)[0])
+        assert last < first
+    else:
+        assert printed == ""
+
+
 def test_mrpc_scripts_differ_in_the_marked_lines() -> None:
     plain, ours = ((FOLDER / name).read_text("utf-8") for name in ("mrpc_plain.py", "mrpc.py"))
     body = ours[ours.index("def main") :].splitlines()

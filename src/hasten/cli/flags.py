@@ -103,11 +103,15 @@ class HelpAction(argparse.Action):
 class SettingsParser(argparse.ArgumentParser):
     """An argument parser that understands every setting, in both spellings, and names the nearest flag."""
 
-    def __init__(self, *args: Any, essential: Collection[str] = (), **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, essential: Collection[str] = (), flags_anywhere: bool = False, **kwargs: Any
+    ) -> None:
         kwargs.setdefault("formatter_class", Formatter)
         kwargs.setdefault("allow_abbrev", False)
         kwargs["add_help"] = not essential
         super().__init__(*args, **kwargs)
+        self.flags_anywhere = flags_anywhere
+        """Whether flags may follow other words: there is no script whose own flags they could be."""
         self.essential = frozenset(essential)
         """The flags that `--help` shows where there is a `--help-all` for the others; empty: all of them."""
         if essential:
@@ -165,12 +169,18 @@ class SettingsParser(argparse.ArgumentParser):
     def explicit(self, argv: list[str]) -> list[str]:
         """Return arguments with `--flag` spelled `--flag=true` and `--flag false` spelled `--flag=false`.
 
-        Everything from the first word that is neither a flag nor a flag's value is left alone: it is the script's.
+        Everything from the first word that is neither a flag nor a flag's value is left alone: it is the script's, unless flags may
+        stand anywhere.
         Raises: UnknownSettingError for a flag that does not exist, with the nearest one.
         """
         made: list[str] = []
         rest = list(argv)
-        while rest and rest[0].startswith("-") and rest[0] not in ("-", "--"):
+        while rest:
+            if not rest[0].startswith("-") or rest[0] in ("-", "--"):
+                if not self.flags_anywhere:
+                    break
+                made.append(rest.pop(0))
+                continue
             word = rest.pop(0)
             name, has_value, _ = word.partition("=")
             action = self._option_string_actions.get(name)

@@ -21,7 +21,7 @@ from hasten.strategies.megatron_weights import box_of, fuse, part_of, slice_of
 _IGNORED = -100
 
 
-class StageOutput(Exception):  # noqa: N818  # no error: it ends a loss function on a stage that has no logits
+class StageOutput(Exception):  # no error: it ends a loss function on a stage that has no logits
     """Carries the hidden states of a stage that is not the last one out of the user's loss function."""
 
     def __init__(self, hidden: Tensor) -> None:

@@ -1,0 +1,74 @@
+"""`hasten predict`: a model or function over all rows of a file, on all processes; starts the program that does it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Final
+
+from hasten.cli.flags import SettingsParser
+from hasten.config.source import Entry, Source
+from hasten.errors import ConfigError
+
+ESSENTIAL: Final = frozenset(
+    ("mixed_precision", "cpu", "num_processes", "gpu_ids", "num_machines", "main_process_ip", "quiet")
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten predict …` and return the exit code of the job."""
+    parser = SettingsParser(
+        prog="hasten predict",
+        usage="hasten predict MODEL DATA -o FILE.jsonl [--batch-size N] [--evaluate] [settings of hasten launch]",
+        description="Predict every row of a file, batch by batch on all processes, and write one line per row in the file's order. "
+        "MODEL is a folder with a classifier of transformers (as Trainer.save_model writes it), or module:name: a function that "
+        "takes a list of rows and returns as many results, or a class that is made once per process and called the same way. "
+        "Started again after a failure, it goes on with the batches that are missing. More: docs/predict.md.",
+        essential=ESSENTIAL,
+        flags_anywhere=True,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, or module:function")
+    parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl, .csv, .tsv or .txt file")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="one line per row")
+    parser.add_argument("--batch_size", "--batch-size", type=int, default=32, metavar="N", help="rows per call (32)")
+    parser.add_argument("--evaluate", action="store_true", help="print accuracy and F1 against the column label")
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_settings()
+    given = parser.parse_args(argv)
+    check(given.model, given.data, given.output, given.batch_size)
+    as_module = Entry(("launch", "module"), "true", Source("flag", "hasten predict"), text=True)
+    words = ["hasten.trainer.predict", given.model, str(given.data), str(given.output), str(given.batch_size)]
+    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
+    job = job_module.prepare(
+        [*words, *(["--evaluate"] if given.evaluate else [])],
+        settings=[*given.settings, as_module],
+        config_file=given.config_file,
+        typed=argv,
+    )
+    if given.dry_run:
+        sys.stdout.write(job.plan.render() + "\n")
+        return 0
+    code: int = job.run()
+    return code
+
+
+def check(model: str, data: Path, output: Path, batch_size: int) -> None:
+    """Refuse what cannot work before processes are started.
+
+    Raises: ConfigError that names the argument.
+    """
+    if not Path(model).is_dir() and not all(model.partition(":")):
+        raise ConfigError(f"MODEL={model} is neither a folder nor module:function; give one of them.")
+    if not data.is_file():
+        raise ConfigError(
+            f"DATA={data} does not exist, so there is nothing to predict; give a .jsonl, .csv, .tsv or .txt file."
+        )
+    if output.suffix != ".jsonl":
+        raise ConfigError(
+            f"--output={output} does not end in .jsonl, while one line of JSON is written per row; rename it."
+        )
+    if batch_size < 1:
+        raise ConfigError(f"--batch-size={batch_size} leaves no row in a batch; set it to 1 or more.")

@@ -1,0 +1,96 @@
+"""The documentation site: it builds without a warning, its links and anchors lead somewhere, every public name is in the reference."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import hasten
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+class Links(HTMLParser):
+    """What a page links to and which anchors it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note an element's links and its name."""
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.targets.append(value)
+            elif name == "id" and value:
+                self.anchors.add(value)
+
+
+def read(page: Path) -> Links:
+    """The links and anchors of a page."""
+    found = Links()
+    found.feed(page.read_text("utf-8"))
+    return found
+
+
+def broken(site: Path) -> Iterator[str]:
+    """Yield every link inside the site that leads nowhere."""
+    pages = {path.resolve(): read(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    for page, links in pages.items():
+        for link in links.targets:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists() or (
+                target in pages and parts.fragment and unquote(parts.fragment) not in pages[target].anchors
+            ):
+                yield f"{page.relative_to(site.resolve())}: {link}"
+
+
+def test_it_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings", reason="mkdocs is not installed (pip install '.[docs]')")
+    pytest.importorskip("material", reason="mkdocs-material is not installed (pip install '.[docs]')")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    assert not list(broken(tmp_path / "site"))
+    front = (tmp_path / "site" / "index.html").read_text("utf-8")
+    assert "quickstart.html" in front
+    assert 'class="doc doc-heading"' in (tmp_path / "site" / "api" / "accelerator.html").read_text("utf-8")
+
+
+def test_a_broken_link_or_anchor_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text('<a href="b.html#here">b</a><a href="c.html">c</a><a href="b.html#there">b</a>')
+    (tmp_path / "b.html").write_text('<p id="here"><a href="https://elsewhere.example">e</a></p>')
+    assert list(broken(tmp_path)) == ["a.html: c.html", "a.html: b.html#there"]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "\n".join(path.read_text("utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    named = re.findall(r"^::: hasten\.(\w+)$", text, re.MULTILINE)
+    assert len(named) == len(set(named)), "a name twice"
+    missing = (
+        set(hasten.__all__) - set(named) - {"__version__", "HastenError", "HastenWarning"}
+    )  # those: on the page of errors
+    assert not missing
+    assert "::: hasten.errors" in text
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text("utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f" {page.relative_to(ROOT / 'docs').as_posix()}\n" in text, page.name
