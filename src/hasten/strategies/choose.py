@@ -46,13 +46,13 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
         case "fsdp":
             return _sharded(config, ctx)
         case "deepspeed":
-            engine = import_module("hasten.strategies.deepspeed")  # an optional package
-            chosen: Strategy = engine.DeepSpeedStrategy(config)
-            return chosen
+            made: Strategy = import_module("hasten.strategies.deepspeed").DeepSpeedStrategy(
+                config
+            )  # an optional package
+            return made
         case "megatron":
-            engine = import_module("hasten.strategies.megatron")  # likewise
-            chosen = engine.MegatronStrategy(config, ctx)
-            return chosen
+            engine: Strategy = import_module("hasten.strategies.megatron").MegatronStrategy(config, ctx)  # likewise
+            return engine
         case "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
