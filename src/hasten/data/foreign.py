@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final, TypeGuard, TypeVar
 
+from torch import Tensor
+
 T = TypeVar("T")
 
 # Any in this file: objects of packages that hasten does not depend on.
@@ -36,6 +38,18 @@ def begin_anew(stream: Any) -> None:
     """Make a stream of `datasets` begin its epoch at the start, although a state was loaded into it earlier."""
     if is_hub_stream(stream) and getattr(stream, "_starting_state_dict", None) is not None:
         stream._starting_state_dict = None
+
+
+def own_epoch(stream: Any) -> None:
+    """Give the copy of a stream of `datasets` in a worker an epoch counter of its own.
+
+    Workers share one counter, and `set_epoch()` reads it before it adds the difference: two workers that do so at the same
+    time add it twice, and then read an epoch in another order.
+    """
+    for part in _parts(stream):
+        counter = vars(part).get("_epoch") if is_hub_stream(part) else None
+        if isinstance(counter, Tensor) and counter.is_shared():
+            part._epoch = counter.clone()
 
 
 def is_torchdata(value: object) -> bool:

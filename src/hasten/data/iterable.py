@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
-from hasten.data.foreign import begin_anew, is_hub_stream, state_loses_samples
+from hasten.data.foreign import begin_anew, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
 from hasten.data.own_rng import OwnRng, RandomStates, States
 from hasten.data.plan import Padding, cut
@@ -100,6 +100,7 @@ class StreamShard(Forwarding, IterableDataset[Block]):
         if info is not None:
             set_epoch = getattr(dataset, "set_epoch", None)
             if callable(set_epoch):
+                own_epoch(dataset)
                 set_epoch(epoch)
         start = self.hasten_start if self.hasten_start.serial == serial else Start(serial)
         stand = start.stands[worker] if start.stands else Stand()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as stateful_samplers
 
-from hasten.data.foreign import begin_anew, is_hub_stream, is_torchdata, plainly, state_loses_samples
+from hasten.data.foreign import begin_anew, is_hub_stream, is_torchdata, own_epoch, plainly, state_loses_samples
 
 
 def base(size: int = 24, shards: int = 3) -> datasets.IterableDataset:
@@ -88,6 +89,22 @@ def test_a_stream_begins_anew_after_a_state_was_loaded() -> None:
     assert next(iter(stream)) == {"x": 5}
     begin_anew(stream)
     assert [row["x"] for row in stream] == list(range(24))
+
+
+class Wrapped:
+    def __init__(self, stream: datasets.IterableDataset) -> None:
+        self.stream = stream
+
+
+@pytest.mark.parametrize("wrap", [lambda stream: stream, Wrapped])
+def test_the_copies_of_a_stream_in_workers_count_epochs_apart(wrap: Callable[[datasets.IterableDataset], Any]) -> None:
+    stream = base().shuffle(seed=1, buffer_size=5)
+    twin = copy.copy(stream)
+    twin.set_epoch(1)
+    assert stream.epoch == 1, "datasets shares the counter between workers"
+    own_epoch(wrap(twin))
+    twin.set_epoch(2)
+    assert (stream.epoch, twin.epoch) == (1, 2)
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated:UserWarning")
