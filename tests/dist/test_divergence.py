@@ -314,7 +314,7 @@ def test_columns_of_hybrid_sharding_and_replicas_beside_tensor_parallel(ctx: Pro
             language_run(sizes, strategy, edit_a_part)
         found = caught.value
         assert (found.cause, found.name, found.ranks) == ("outside", "blocks.0.up.weight", (3,)), str(found)
-        assert "rank 3 differs from rank 1" in str(found)
+        assert "rank 1 and rank 3 differ from each other" in str(found)
 
 
 # -- no false alarm -------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Divergence:
         before = f"all agreed at update {self.agreed_at}" if self.agreed_at is not None else "never compared before"
         lines = [
             f"ranks hold different values: {first.kind} {first.name!r}, seen at update {self.step} ({before})",
-            f"  {ranks_in_words(first.odd)} {'differs' if len(first.odd) == 1 else 'differ'} from {ranks_in_words(others)}",
+            f"  {_parties(first.odd, others)}",
         ]
         if any(first.said.values()):
             lines.append("  " + "; ".join(f"rank {rank}: {said}" for rank, said in sorted(first.said.items())[:8]))
@@ -139,6 +139,14 @@ class Divergence:
             more = ", ".join(f"{one.kind} {one.name!r}" for one in rest[:_SHOWN])
             lines.append(f"  also: {more}{f' and {len(rest) - _SHOWN} more' if len(rest) > _SHOWN else ''}")
         return "\n".join([*lines, f"  cause: {reason}", f"  cure:  {cure}", f"  now:   {then}"])
+
+
+def _parties(odd: Sequence[int], others: Sequence[int]) -> str:
+    """Who differs from whom; where both sides are as many, it cannot be told which is right."""
+    one, two = ranks_in_words(odd), ranks_in_words(others)
+    if len(odd) == len(others):
+        return f"{two} and {one} differ from each other"
+    return f"{one} {'differs' if len(odd) == 1 else 'differ'} from {two}"
 
 
 def find(

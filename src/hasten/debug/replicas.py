@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.modules.dropout import may_draw
 from hasten.modules.dtensors import is_dtensor, placements
 from hasten.modules.names import canonical_name, named_parameters
+from hasten.modules.sizes import own_buffers
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
@@ -194,10 +195,9 @@ def _buffers(model: nn.Module, copied: Iterable[int]) -> Iterator[tuple[str, Ten
     for outer, module in model.named_modules():
         if id(module) in copied:
             continue
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in module._non_persistent_buffers_set:
-                name = canonical_name(f"{outer}.{leaf}" if outer else leaf, model)
-                yield name, buffer, leaf in _STATISTICS and hasattr(module, "track_running_stats")
+        for leaf, buffer in own_buffers(module, persistent_only=True):
+            name = canonical_name(f"{outer}.{leaf}" if outer else leaf, model)
+            yield name, buffer, leaf in _STATISTICS and hasattr(module, "track_running_stats")
 
 
 def _divides_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -24,9 +24,15 @@ def named_tensors(model: nn.Module, persistent_only: bool = False) -> Iterator[t
     """Every parameter and buffer under every name it has, shared ones repeated."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if not persistent_only or name not in module._non_persistent_buffers_set:
-                yield (f"{prefix}.{name}" if prefix else name), buffer
+        for name, buffer in own_buffers(module, persistent_only):
+            yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def own_buffers(module: nn.Module, persistent_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that the module itself has registered; with `persistent_only`, those that belong to its state."""
+    for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if not persistent_only or name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def module_bytes(

@@ -51,6 +51,7 @@ def test_a_tensor_that_some_ranks_lack_differs() -> None:
     found = find(held, mesh, 7, None)
     assert found is not None
     assert (found.cause, found.odd) == ("state", (2,))
+    assert "  rank 2 differs from ranks 0-1\n" in found.message("x")
 
 
 def test_the_cause_comes_before_its_consequences() -> None:

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hasten import Accelerator
 from hasten.config.resolve import resolve
 from hasten.debug import ending
+from hasten.debug.divergence import Cause
 from hasten.debug.watchdog import LEAST_S, MOST_S
 from hasten.errors import ConfigError
 
+SNIPPETS: dict[str, dict[str, object]] = {
+    'divergence_ignore=["*.rank_local_*", "codebook.usage"]': {
+        "divergence": "stop",
+        "divergence_every": 100,
+        "divergence_ignore": ("*.rank_local_*", "codebook.usage"),
+    },
+    'numbers="skip", numbers_spike=20': {"numbers": "skip", "numbers_spike": 20.0},
+    "gradient_accumulation_steps=2": {"numbers": "report"},  # a step that may run out of memory
+}
+"""What each further snippet asks for, and what the settings then hold."""
 PAGE = (Path(__file__).parents[3] / "docs" / "trust.md").read_text("utf-8")
 
 
@@ -22,8 +34,13 @@ def test_snippets_run(code: str) -> None:
     exec(compile(code, "docs/trust.md", "exec"), names)
     made = names["accelerator"]
     assert isinstance(made, Accelerator)
-    if "stall" in code:
+    asked = set(re.findall(r"Accelerator\((.*)\)", code))
+    assert asked in ({'stall="report", stall_after_s=120'}, *({one} for one in SNIPPETS))
+    if 'stall="report"' in code:
         assert (made.config.stall, made.config.stall_after_s) == ("report", 120.0)
+    for given, values in SNIPPETS.items():
+        if given in code:
+            assert {name: getattr(made.config, name) for name in values} == values
 
 
 def test_numbers_of_the_page() -> None:
@@ -37,3 +54,8 @@ def test_the_settings_come_from_variables_and_are_checked() -> None:
     for name, value in (("stall", "maybe"), ("stall_after_s", 0.1)):
         with pytest.raises(ConfigError, match=name):
             resolve(code={name: value})
+
+
+def test_the_causes_of_the_page_are_those_of_the_code() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| ", PAGE.split("| cause |")[1].split("Compared are")[0], re.MULTILINE)
+    assert sorted(listed) == sorted(get_args(Cause))
