@@ -282,7 +282,7 @@ def test_what_run_step_refuses(ctx: ProcessContext) -> None:
 
 
 def test_a_real_allocation_that_fails(tmp_path: Any) -> None:
-    """A process whose address space is limited: 24 rows of 16 MiB do not fit, some of them do."""
+    """A process whose address space is limited: 24 rows of 32 MiB do not fit, some of them do."""
     script = tmp_path / "limited.py"
     script.write_text(LIMITED)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
@@ -304,11 +304,11 @@ expected = torch.autograd.grad(model(small).mean(), model.weight)[0]
 model = accelerator.prepare(model)
 
 def step(x):
-    wide = model(x).expand(len(x), 2**22).clone()  # 16 MiB a row, kept for backward by the square
+    wide = model(x).expand(len(x), 2**23).clone()  # 32 MiB a row, kept for backward by the square
     accelerator.backward(wide.pow(2).mean().sqrt().detach() * 0 + wide.mean())
 
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 120 * 2**20, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + 500 * 2**20, resource.RLIM_INFINITY))
 accelerator.run_step(step, small)
 print(float((model.weight.grad - expected).abs().max()), accelerator.retrying.rows)
 """
