@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hasten import Accelerator
 
-ROUNDS = 30
+ROUNDS = 12
 STEPS = 10
 
 

@@ -67,11 +67,13 @@ def test_a_second_process_sees_the_ranks(
             assert job.poll() is None, (tmp_path / "out").read_text()
             time.sleep(0.2)
         asked = [sys.executable, "-m", "hasten.cli.main", "top", "--json", "--stacks"]
-        first, second = (json.loads(subprocess.run(asked, capture_output=True, check=True).stdout) for _ in range(2))
+        first = second = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
+        while not all(after["step"] > before["step"] for before, after in zip(first, second, strict=True)):
+            assert time.monotonic() < until, "the steps grow"
+            second = json.loads(subprocess.run(asked, capture_output=True, check=True).stdout)
         assert [status["rank"] for status in first] == [0, 1]
         assert {status["world_size"] for status in first} == {2}
         assert len({status["pid"] for status in first}) == 2
-        assert all(after["step"] > before["step"] for before, after in zip(first, second, strict=True))
         assert any(any("job.py" in line for line in status["stack"]) for status in (*first, *second))
         assert any("training begins on rank 1" in line for line in second[1]["log"])
 

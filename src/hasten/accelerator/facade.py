@@ -383,7 +383,7 @@ class Accelerator:
             self._numbers.seen(loss)
         return loss
 
-    def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R | None:
+    def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
         """Call `fn(batch)`, which runs forward and `backward()`; when memory runs out on any rank, all run it again in parts.
 
         The gradients are those of the whole batch: the mean loss of a micro-batch counts by its rows, one with `weight=` by

@@ -84,7 +84,7 @@ class Retrying:
         self._optimizers = optimizers
         self._random = Randomness(ctx.device)
 
-    def run(self, function: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R | None:
+    def run(self, function: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
         """What `function` returns for the batch, merged over micro-batches. Ranks: every rank."""
         size = _size_of(batch)
         parts = [retry for model in self._models() for retry in self._retry(model)]
@@ -99,7 +99,7 @@ class Retrying:
                     break
                 count = self._num_passes(size)
         step.finish()
-        result: R | None = merged(done.values, done.weights)
+        result: R = merged(done.values, done.weights)
         return result
 
     def _retry(self, model: nn.Module) -> list[Retry]:

@@ -16,7 +16,7 @@ from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
 from hasten.optim.marks import StepMarks
 from hasten.optim.parts import Part
-from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, checked_weight
+from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, checked_weight, hold
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
@@ -224,12 +224,10 @@ class StepClock:
     def holding(self) -> Callable[[], None]:
         """Returns what puts the windows back to where they are now."""
         current, boundary, pending, unit = self._current, self.boundary, self.pending, self.unit
-        windows = [(key, window, window.copy()) for key, window in self._windows.items()]
+        windows = hold(self._windows)
 
         def put_back() -> None:
-            for _, window, kept in windows:
-                window.become(kept)
-            self._windows = {key: window for key, window, _ in windows}
+            self._windows = windows()
             self._current, self.boundary, self.pending, self.unit = current, boundary, pending, unit
 
         return put_back

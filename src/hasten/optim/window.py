@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -87,6 +88,18 @@ class Window:
         fresh = kept.copy()  # which may be needed again
         for one in fields(fresh):
             setattr(self, one.name, getattr(fresh, one.name))
+
+
+def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, Window]]:
+    """Returns what puts these windows back to where they are now and gives them, by name; it may be called again."""
+    kept = [(key, window, window.copy()) for key, window in windows.items()]
+
+    def put_back() -> dict[Key | None, Window]:
+        for _, window, copy in kept:
+            window.become(copy)
+        return {key: window for key, window, _ in kept}
+
+    return put_back
 
 
 def checked_weight(weight: Number) -> Number:

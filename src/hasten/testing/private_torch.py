@@ -34,6 +34,7 @@ _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
 _BEGUN: Final = "src/hasten/comm/begun.py"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
+_DDP_RETRY: Final = "src/hasten/strategies/ddp_retry.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ _HOLDS: Final = "degrades: no save inside a window with shards and replicas; log
 _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
 _RING: Final = "causal context parallelism by allgather or ring fails"
+_AGAIN: Final = "run_step() fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
 NAMES: Final = (
@@ -210,7 +212,18 @@ NAMES: Final = (
     Name("torch.ops:aten", "_scaled_dot_product_flash_attention_backward", (_PIECES,), _RING),
     Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu", (_PIECES,), _RING),
     Name("torch.ops:aten", "_scaled_dot_product_flash_attention_for_cpu_backward", (_PIECES,), _RING),
-    Name("torch", "_C", ("src/hasten/strategies/tensor_logits.py",), "loss_parallel=True fails"),
+    Name(
+        "torch",
+        "_C",
+        ("src/hasten/strategies/tensor_logits.py", _SKIPPING),
+        "loss_parallel=True and run_step() fail",
+    ),
+    # steps that are run again
+    Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
+    Name("torch.utils", "_python_dispatch", (_SKIPPING,), _AGAIN),
+    Name("torch", "_foreach_add_", ("src/hasten/optim/aside.py",), _AGAIN),
+    Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),
+    Name("torch.distributed:Reducer", "_rebuild_buckets", (_DDP_RETRY,), _AGAIN),
 )
 
 
