@@ -19,6 +19,7 @@ _EXTRAS = (  # import name -> extra of hasten that brings it
     ("fsspec", "remote"),
     ("torchdata", "data"),
     ("plotly", "report"),
+    ("matplotlib", "report"),
 )
 
 _DISTRIBUTIONS = (("megatron", "megatron-core"),)  # import name -> name to install, where they differ

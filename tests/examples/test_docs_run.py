@@ -96,7 +96,7 @@ def run_blocks(page: str) -> None:
             exec(compile("\n" * block.line + block.code, str(DOCS / page), "exec"), names)
 
 
-@ranks(1, 2)
+@ranks(1, 2, timeout_s=110)  # importing transformers takes long on a busy machine
 @pytest.mark.parametrize("page", POOLED)
 def test_blocks_run_in_order(ctx: ProcessContext, tmp_path: Path, page: str) -> None:
     with working_in(tmp_path):

@@ -1,4 +1,4 @@
-"""`hasten report`: one self-contained page about a run, or about several laid over each other."""
+"""`hasten report`: one self-contained page or picture about a run, or about several laid over each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
+from hasten.cli.report_live import follow
 from hasten.cli.report_page import page
+from hasten.cli.report_picture import picture
+from hasten.errors import ConfigError
 from hasten.tracking.run_folder import RunFolder, read_run
+
+EVERY_S: Final = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,14 +29,44 @@ def main(argv: Sequence[str]) -> int:
         "runs", nargs="+", metavar="RUN_DIR", help="project_dir (or output_dir of a Trainer) of a training"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), metavar="FILE", help="default: report.html"
+        *("-o", "--output"),
+        type=Path,
+        default=Path("report.html"),
+        metavar="FILE",
+        help="FILE.html for the page (default: report.html), FILE.png for a picture of its charts",
     )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="follow a run: write it again as the run grows, until Ctrl-C; the page reloads itself",
+    )
+    parser.add_argument("--every", type=float, default=EVERY_S, metavar="SECONDS", help="how often --live looks (2)")
     given = parser.parse_args(argv)
-    runs = named_apart([read_run(folder) for folder in given.runs], given.runs)
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    given.output.write_text(page(runs), encoding="utf-8")
+    if given.output.suffix not in (".html", ".png"):
+        raise ConfigError(
+            f"--output={given.output} ends neither in .html nor in .png, the two forms of a report; rename it."
+        )
+    if given.every <= 0:
+        raise ConfigError(f"--every={given.every} leaves no time between two looks; set it to seconds above 0.")
+    if given.live:
+        sys.stdout.write(f"{given.output}: following {', '.join(given.runs)}; Ctrl-C ends it\n")
+        sys.stdout.flush()
+        count = follow(given.runs, given.every, lambda: write(given.runs, given.output, reload_s=given.every))
+        if not count:
+            return 0
+    write(given.runs, given.output)
     sys.stdout.write(f"{given.output}\n")
     return 0
+
+
+def write(folders: Sequence[str], output: Path, reload_s: float = 0.0) -> None:
+    """Write the report in one rename, so that no browser reads half of it."""
+    runs = named_apart([read_run(folder) for folder in folders], folders)
+    content = picture(runs) if output.suffix == ".png" else page(runs, reload_s).encode()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = output.with_name(f".{output.name}.draft")
+    draft.write_bytes(content)
+    draft.replace(output)
 
 
 def named_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:

@@ -15,15 +15,15 @@ from hasten.tracking.run_folder import RunFolder
 from hasten.tracking.run_log import PARTS
 
 
-def page(runs: Sequence[RunFolder]) -> str:
-    """The HTML about these runs.
+def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
+    """The HTML about these runs; with `reload_s` the browser reads it again after as many seconds.
 
     Raises: MissingPackageError when the plotting library is not installed.
     """
     library = Path(need("plotly", ">=5.24", why="the charts of hasten report").__file__).parent
     template = Path(__file__).with_name("report_page.html").read_text(encoding="utf-8")
     title = f"hasten report: {', '.join(run.name for run in runs)}"
-    content = {"charts": report_data.charts(runs), "events": report_data.events(runs)}
+    content = {"charts": report_data.charts(runs), "events": report_data.events(runs), "reload_s": reload_s}
     data = msgspec.json.encode(content).decode().replace("</", "<\\/")
     parts = {
         "__TITLE__": escape(title),

@@ -82,7 +82,7 @@ def read_run(folder: str | Path) -> RunFolder:
     """
     root = Path(folder)
     logs = tuple(read_run_log(root / FOLDER)) if (root / FOLDER).is_dir() else ()
-    files = sorted({path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")})
+    files = _metrics_files(root)
     if not logs and not files:
         raise ConfigError(
             f"{folder} holds neither {FOLDER}/ nor a metrics.jsonl, so there is nothing to report; give the project_dir of a "
@@ -97,6 +97,16 @@ def read_run(folder: str | Path) -> RunFolder:
         if settings.exists():
             config |= dict(_flat(msgspec.json.decode(settings.read_bytes())))
     return RunFolder(root.name or str(root.resolve().name), curves, logs, config)
+
+
+def run_files(root: Path) -> list[Path]:
+    """The files of a run that grow while it trains, in order; none when there is nothing to report yet."""
+    metrics, logs = _metrics_files(root), sorted((root / FOLDER).glob("rank*-*"))
+    return [*metrics, *logs] if metrics or any(path.suffix == ".jsonl" for path in logs) else []
+
+
+def _metrics_files(root: Path) -> list[Path]:
+    return sorted({path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")})
 
 
 def _curves(path: Path) -> dict[str, Curve]:

@@ -37,7 +37,7 @@ def load(target: str, accelerator: Accelerator) -> Predict:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found = import_module(module_name)
+        found = import_module(module_name)  # the module that the user named
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise

@@ -1,0 +1,36 @@
+"""`hasten report --live`: makes the report again whenever the files of a run have grown, until it is interrupted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hasten.tracking.run_folder import run_files
+
+Stamp = tuple[tuple[str, int, int], ...]
+
+
+def stamp(folders: Sequence[str]) -> Stamp:
+    """What tells that a run has grown: its files with their sizes and times; empty until all runs have begun."""
+    files = [run_files(Path(folder)) for folder in folders]
+    return tuple(_facts(path) for paths in files for path in paths) if all(files) else ()
+
+
+def _facts(path: Path) -> tuple[str, int, int]:
+    facts = path.stat()
+    return str(path), facts.st_size, facts.st_mtime_ns
+
+
+def follow(folders: Sequence[str], every_s: float, render: Callable[[], None]) -> int:
+    """Call `render` for every growth of the runs, at most once in `every_s` seconds; how often, once Ctrl-C has ended it."""
+    count, last = 0, None
+    try:
+        while True:
+            now = stamp(folders)
+            if now and now != last:
+                render()
+                count, last = count + 1, now
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return count
