@@ -178,7 +178,7 @@ def test_a_tracker_without_its_package_is_left_out_with_a_warning(
     gone = next((row.name for row in BUILTINS if row.needs is not None and not available(row.needs)), None)
     if gone is None:
         pytest.skip("the packages of all trackers are installed")
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), pytest.warns(UserWarning, match="no supported trackers"):
         accelerator = Accelerator(cpu=True, log_with=gone, project_dir=str(tmp_path))
     assert accelerator.log_with == []
     assert f"Tried adding logger {gone}, but package is unavailable in the system." in caplog.text

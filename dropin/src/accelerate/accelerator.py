@@ -21,6 +21,7 @@ from accelerate.engines import FollowedEngine
 from accelerate.logging import get_logger
 from accelerate.mirrors import Mirrors
 from accelerate.preparing import EstablishedPreparer
+from accelerate.process_face import ProcessFace
 from accelerate.quirks import (
     AUTOMATIC_NAMING_OPT_IN,
     FLAT_RESULTS,
@@ -31,7 +32,7 @@ from accelerate.quirks import (
     kept,
 )
 from accelerate.resharding import FollowedPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState, fill_partial
+from accelerate.state import AcceleratorState, GradientState, fill_partial
 from accelerate.state_hooks import StateHooks
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_NAME, WEIGHTS_NAME
@@ -52,7 +53,7 @@ logger = get_logger(__name__)
 # Any in this file: the user's objects, and settings of every type.
 
 
-class Accelerator(Mirrors, hasten.Accelerator):
+class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
     """Runs a plain training loop on any number of processes and devices."""
 
     profile_handler: ProfileKwargs | None
@@ -129,35 +130,6 @@ class Accelerator(Mirrors, hasten.Accelerator):
         """Take over what was changed in plugins since the last prepare()."""
         self._sharding.follow()
         self._engine.follow()
-
-    # -- this process among the others ----------------------------------------------------------------------------
-    def on_main_process(self, function: Any = None) -> Any:
-        """The function, run on the main process only."""
-        return PartialState().on_main_process(function)
-
-    def on_local_main_process(self, function: Any = None) -> Any:
-        """The function, run on each node's main process only."""
-        return PartialState().on_local_main_process(function)
-
-    def on_process(self, function: Any = None, process_index: Any = None) -> Any:
-        """The function, run on one process only."""
-        return PartialState().on_process(function, process_index)
-
-    def on_local_process(self, function: Any = None, local_process_index: Any = None) -> Any:
-        """The function, run on one process of each node."""
-        return PartialState().on_local_process(function, local_process_index)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This process's share."""
-        return PartialState().split_between_processes(inputs, apply_padding)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on the main process, then on the others."""
-        return PartialState().main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on each node's main process, then on the others."""
-        return PartialState().local_main_process_first()
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:

@@ -174,7 +174,9 @@ def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None
     active = engines.active(found.deepspeed)
     if active is None:
         return
-    found.settings |= {"strategy": "deepspeed", "deepspeed_plugin": active.to_hasten()}
+    found.settings["strategy"] = "deepspeed"
+    if plugin is not None or plugins is not None:  # else the settings of the launch hold until the first prepare()
+        found.settings["deepspeed_plugin"] = active.to_hasten()
     steps = active.accumulation
     if steps is None or explicit:  # libraries that accumulate themselves give a plugin
         return

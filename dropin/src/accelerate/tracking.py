@@ -318,7 +318,7 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
         if name in [str(kind) for kind in found]:
             continue
         if name in LoggerType and not _installed(name):
-            logger.debug(f"Tried adding logger {name}, but package is unavailable in the system.")
+            logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
             continue
         if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
             raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")

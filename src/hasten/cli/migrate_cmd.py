@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
                 f"{path}, line {error.lineno}, is no Python ({error.msg}), so its names cannot be told apart; nothing was "
                 "changed in it. Correct it, or leave it out."
             ) from error
-        lines = (text.splitlines(keepends=True) for text in (source, done.text))
-        sys.stdout.writelines(difflib.unified_diff(*lines, fromfile=str(path), tofile=str(path)))
+        before, after = source.splitlines(keepends=True), done.text.splitlines(keepends=True)
+        sys.stdout.writelines(difflib.unified_diff(before, after, fromfile=str(path), tofile=str(path)))
         for finding in done.findings:
             sys.stderr.write(f"{path}:{finding.line}: {finding.text}\n")
         noted += len(done.findings)

@@ -43,4 +43,15 @@ def spelled(config: Config) -> dict[str, str]:
             "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(fsdp.transformer_cls_names_to_wrap or ()),
             "FSDP_MIN_NUM_PARAMS": str(fsdp.min_num_params or ""),
         }
+    if config.strategy == "deepspeed":
+        engine = config.deepspeed
+        file = engine.hf_ds_config if isinstance(engine.hf_ds_config, str) else ""
+        found |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_CONFIG_FILE": file,
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(engine.zero_stage),
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": engine.offload_optimizer_device,
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": engine.offload_param_device,
+            "ACCELERATE_GRADIENT_CLIPPING": "" if engine.gradient_clipping is None else str(engine.gradient_clipping),
+        }
     return {name: value for name, value in found.items() if value}
