@@ -49,7 +49,7 @@ def train(net: nn.Module, batches: list[Tensor], accelerator: Accelerator | None
     losses = []
     for step, batch in enumerate(batches):
         mine = batch if accelerator is None else batch.chunk(accelerator.num_processes)[accelerator.process_index]
-        loss = next_token_loss(net(mine).logits, mine)
+        loss: Any = next_token_loss(net(mine).logits, mine)
         loss.backward() if accelerator is None else accelerator.backward(loss)
         if step % 2:
             clip: Any = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
