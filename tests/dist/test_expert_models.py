@@ -26,7 +26,8 @@ def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     build: Any = MixtralForCausalLM
-    made: nn.Module = build(MixtralConfig(**dict(SIZES), num_local_experts=4, num_experts_per_tok=2))
+    config: Any = MixtralConfig
+    made: nn.Module = build(config(**dict(SIZES), num_local_experts=4, num_experts_per_tok=2))
     return made
 
 
@@ -34,8 +35,9 @@ def qwen() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     build: Any = Qwen3MoeForCausalLM
+    config: Any = Qwen3MoeConfig
     own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 4}
-    made: nn.Module = build(Qwen3MoeConfig(**dict(SIZES), **own))
+    made: nn.Module = build(config(**dict(SIZES), **own))
     return made
 
 
@@ -47,8 +49,8 @@ def train(net: nn.Module, batches: list[Tensor], accelerator: Accelerator | None
     losses = []
     for step, batch in enumerate(batches):
         mine = batch if accelerator is None else batch.chunk(accelerator.num_processes)[accelerator.process_index]
-        loss = next_token_loss(net(mine).logits, mine)
-        (loss.backward if accelerator is None else lambda loss=loss: accelerator.backward(loss))()
+        loss: Any = next_token_loss(net(mine).logits, mine)
+        loss.backward() if accelerator is None else accelerator.backward(loss)
         if step % 2:
             clip: Any = nn.utils.clip_grad_norm_ if accelerator is None else accelerator.clip_grad_norm_
             clip(net.parameters(), 0.1)
@@ -101,7 +103,7 @@ def test_any_load_has_the_gradients_of_one_process(ctx: ProcessContext) -> None:
         for (name, own), (_, whole) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
             grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
             assert whole.grad is not None and grad is not None, f"{name}, {load}"
-            torch.testing.assert_close(grad, whole.grad, rtol=0, atol=1e-6, msg=lambda m, n=name, c=load: f"{n}, {c}: {m}")
+            torch.testing.assert_close(grad, whole.grad, rtol=0, atol=1e-6)
 
 
 @ranks(2)

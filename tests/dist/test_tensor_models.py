@@ -40,6 +40,16 @@ def llama() -> nn.Module:
     return made
 
 
+def qwen() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 4}
+    build: Any = Qwen3ForCausalLM
+    config: Any = Qwen3Config
+    made: nn.Module = build(config(**sizes, num_key_value_heads=2, vocab_size=16, max_position_embeddings=16))
+    return made
+
+
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
@@ -125,6 +135,27 @@ def test_llama_trains_unchanged_with_divided_tokens_and_logits(ctx: ProcessConte
         options: dict[str, Any] = {"tp_plan": LLAMA_PLAN} if loss_parallel else {}
         accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler, **options))
         assert losses(seeded(llama), accelerator) == pytest.approx(losses(seeded(llama)), abs=1e-5)
+
+
+@ranks(2)
+@pytest.mark.timeout(300)  # the first of these tests imports transformers
+def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> None:
+    """Each rank normalises its own queries and keys: without a sum the ranks' norms would drift apart."""
+    batch = torch.arange(24).view(4, 6) % 15
+    plain = seeded(qwen)
+    plain(input_ids=batch, labels=batch).loss.backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if "q_norm" in name or "k_norm" in name}
+    for given, divided in (("carried", False), ("own", False), ("own", True)):
+        handler = TorchTensorParallelConfig(sequence_parallel=divided)
+        plan: Any = {} if given == "carried" else {"tp_plan": LLAMA_PLAN}
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler, **plan))
+        net = accelerator.prepare(seeded(qwen))
+        accelerator.backward(net(input_ids=batch, labels=batch).loss)
+        for name, gradient in expected.items():
+            own = net.get_parameter(name).grad
+            got = own.full_tensor() if isinstance(own, DTensor) else own
+            assert gradient is not None and gradient.abs().max() > 0
+            torch.testing.assert_close(got, gradient, rtol=1e-3, atol=1e-8)
 
 
 @ranks(2)

@@ -13,6 +13,7 @@ TensorStyle = Literal[
     "embedding_rowwise",
     "embedding_colwise",
     "replicate",
+    "replicate_sum_gradients",
 ]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]
 PipelineSchedule = Literal[

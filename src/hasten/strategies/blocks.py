@@ -19,14 +19,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    block = _common_class(module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else None
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and (block := _common_class(child)):
-            for index, part in child.named_children():
-                if isinstance(part, block):
-                    yield f"{path}.{index}", part
-                else:
-                    yield from _repeated(part, f"{path}.{index}")
+        if block is not None and isinstance(child, block):
+            yield path, child
         else:
             yield from _repeated(child, path)
 

@@ -19,7 +19,7 @@ from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
-from hasten.runtime.axes import EXPERTS
+from hasten.runtime.axes import EXPERTS, MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
 from hasten.strategies.base import Stage, Wish
@@ -101,7 +101,7 @@ class DivideExperts:
                 "or ep_size=1."
             )
         mesh = self._mesh.experts(ctx)
-        shards = mesh[str(mesh.mesh_dim_names[1])].size() if mesh.mesh_dim_names else 1
+        _, shards, _ = ctx.mesh.expert_sizes
         with agree(ctx.world, f"dividing the experts of {type(model).__name__}"):
             found = decide(model, self._config.ep_plan, ctx.mesh.ep)
             for name in found:
@@ -117,7 +117,7 @@ class DivideExperts:
         for name, number in found.items():
             _divide(model.get_submodule(name), number, ranks, ctx.device)
         if ctx.is_main:
-            log.info(_account(model, found, ctx.mesh.ep))
+            log.info(_account(model, found, ctx.mesh))
         return model
 
     def undo(self, model: nn.Module) -> nn.Module:
@@ -162,8 +162,9 @@ def _divide(module: nn.Module, number: int, mesh: DeviceMesh, device: torch.devi
     forwarding.replace(module, Dispatched(mesh.get_group(), number))
 
 
-def _account(model: nn.Module, found: dict[str, int], ranks: int) -> str:
+def _account(model: nn.Module, found: dict[str, int], mesh: MeshSpec) -> str:
     """What was divided, and the bytes a rank holds of it."""
+    ranks = mesh.ep
     stacks = [stack for name in found for stack in model.get_submodule(name).parameters()]
     held = sum(stack.numel() * stack.element_size() for stack in stacks)
     numbers = sorted(set(found.values()))

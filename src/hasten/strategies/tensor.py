@@ -203,6 +203,10 @@ def _split(
             _replace(layer, "bias", 0, mesh, made, device)
         if forwarding.find(layer, _SplitForward.tag) is None:  # one layer under two names is split once
             forwarding.replace(layer, _forward(style, group, apart, regions.get(name), keep_logits))
+    for name in found.summed:
+        whole = model.get_submodule(name)
+        if forwarding.find(whole, tensor_sequence.PerToken.tag) is None:  # divided tokens do the same
+            forwarding.replace(whole, tensor_sequence.PerToken(group))
 
 
 def _forward(
@@ -301,6 +305,8 @@ def _account(model: nn.Module, found: Split, ranks: int, num_blocks: int, keep_l
         text += f"; tokens divided between the split layers of {num_blocks} blocks"
     if keep_logits:
         text += "; logits stay apart for the loss"
+    if found.summed:
+        text += f"; gradients summed over tp: {', '.join(found.summed[:8])}"
     if found.attributes:
         text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in found.attributes.items() for a in names)
     if found.left:

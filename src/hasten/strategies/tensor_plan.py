@@ -16,8 +16,12 @@ from hasten.runtime.axes import divisors
 from hasten.strategies.blocks import repeated_blocks
 
 STYLES: Final = get_args(TensorStyle)
-_ALIASES: Final = (("colwise_rep", "colwise_gather_output"), ("rowwise_rep", "rowwise_split_input"))
-"""Names that older plans of transformers' models use."""
+_ALIASES: Final = (
+    ("colwise_rep", "colwise_gather_output"),
+    ("rowwise_rep", "rowwise_split_input"),
+    ("replicated_with_grad_allreduce", "replicate_sum_gradients"),
+)
+"""Names that plans of transformers' models use."""
 _QUERY: Final = re.compile(r"(^|_)(q|query|wq)(_|$)|^to_q$")
 _KEY: Final = re.compile(r"(^|_)(k|key|wk)(_|$)|^to_k$")
 _VALUE: Final = re.compile(r"(^|_)(v|value|wv)(_|$)|^to_v$")
@@ -36,6 +40,8 @@ class Split:
     styles: dict[str, TensorStyle] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     """Why, by name."""
+    summed: list[str] = field(default_factory=list)
+    """Whole modules that each rank applies to its own heads alone: their gradients are summed over the ranks."""
     attributes: dict[str, list[str]] = field(default_factory=dict)
     """Counts that a module keeps of what is split, such as heads, by the module's name: divided by the ranks."""
 
@@ -61,6 +67,7 @@ def decide(model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str
     for name, style in split.styles.items():
         _check_layer(model, name, style, ranks)
     _check_heads(model, split, ranks)
+    split.summed = list(dict.fromkeys([*split.summed, *_norms_of_heads(model, split)]))
     split.attributes = dict(_attributes(model, split, divide, ranks))
     return split
 
@@ -91,6 +98,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, lenient: bo
         for name in chosen:
             if style not in STYLES:
                 split.left.setdefault(name, f"{word!r} is not supported")
+            elif style == "replicate_sum_gradients":
+                split.summed.append(name)
             elif style != "replicate":
                 split.styles.setdefault(name, cast(TensorStyle, style))
     return split
@@ -212,6 +221,19 @@ def _check_heads(model: nn.Module, split: Split, ranks: int) -> None:
                     f"tp_size={ranks} does not divide the {wrong} heads of {name!r}; a head would be cut in two. Set "
                     f"tp_size to one of {divisors(wrong)}."
                 )
+
+
+def _norms_of_heads(model: nn.Module, split: Split) -> Iterator[str]:
+    """Norms of queries and keys beside their split projections, which see this rank's heads only."""
+    for parent, layers in _parents(split):
+        module = model.get_submodule(parent)
+        sizes = [s for a in _HEAD_SIZES if isinstance(s := getattr(module, a, None), int) and s > 0]
+        inputs = {model.get_submodule(name).get_parameter("weight").shape[1] for name in layers}
+        for leaf, part in module.named_children():
+            named = _QUERY.search(leaf) or _KEY.search(leaf)
+            widths = {p.numel() for p in part.parameters(recurse=False)}
+            if named and "Norm" in type(part).__name__ and widths and widths <= set(sizes[:1]) - inputs:
+                yield f"{parent}.{leaf}" if parent else leaf
 
 
 def _attributes(model: nn.Module, split: Split, divide: Sequence[str], ranks: int) -> Iterator[tuple[str, list[str]]]:

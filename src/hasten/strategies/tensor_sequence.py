@@ -140,7 +140,7 @@ class SequenceBlock(forwarding.Forward):
 
 
 class PerToken(forwarding.Forward):
-    """The forward of a whole layer that sees a part of the tokens: its parameters' gradients are summed over ranks."""
+    """The forward of a whole layer that sees a part of the tokens or heads: its gradients are summed over ranks."""
 
     tag = "per-token"
 

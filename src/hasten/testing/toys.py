@@ -170,7 +170,7 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum of the chosen experts' results for each row of `hidden`."""
         out = torch.zeros_like(hidden)
-        for expert in chosen.unique().tolist():
+        for expert in sorted(set(chosen.flatten().tolist())):
             rows, place = torch.where(chosen == expert)
             made = F.linear(F.gelu(F.linear(hidden[rows], self.up[expert])), self.down[expert])
             out = out.index_add(0, rows, (made * weights[rows, place, None]).to(out.dtype))
