@@ -22,10 +22,13 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies.megatron_engine import VERSIONS
 from hasten.testing.pool import Pool, ranks
 
-pytestmark = pytest.mark.skipif(
-    not (available("megatron", VERSIONS) and available("transformers")),
-    reason=f"megatron-core{VERSIONS} or transformers is not installed (pip install 'hasten[megatron]' transformers)",
-)
+pytestmark = [
+    pytest.mark.timeout(300),  # a worker imports transformers and megatron-core at its first test
+    pytest.mark.skipif(
+        not (available("megatron", VERSIONS) and available("transformers")),
+        reason=f"megatron-core{VERSIONS} or transformers is not installed (pip install 'hasten[megatron]' transformers)",
+    ),
+]
 
 SHIM: Final = Path(__file__).with_name("megatron_on_cpu.py")
 STEPS: Final = 20
@@ -151,7 +154,7 @@ class Plain:
         self.norms: list[float] = []
         optimizer = optimizer_of(self.model)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step / 10))
-        batches = list(DataLoader(samples(), batch_size=ROWS))  # type: ignore[arg-type,var-annotated]
+        batches = list(DataLoader(samples(), batch_size=ROWS))  # type: ignore[arg-type]
         for number in range(1, steps + 1):
             loss = loss_of(self.model, batches[(number - 1) % len(batches)])
             (loss / every).backward()  # type: ignore[no-untyped-call]
@@ -164,7 +167,7 @@ class Plain:
 
 
 def logits_of(model: Any) -> Tensor:
-    batch = next(iter(DataLoader(samples(), batch_size=ROWS)))  # type: ignore[arg-type,var-annotated]
+    batch = next(iter(DataLoader(samples(), batch_size=ROWS)))  # type: ignore[arg-type]
     model.eval()
     with torch.no_grad():
         found: Tensor = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -333,7 +336,7 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
         with pytest.raises(PrepareError, match="takes gradients, but the optimizer does not hold it"):
             accelerator.prepare(frozen, torch.optim.SGD(frozen.transformer.wte.parameters()))
         run = Run(accelerator, language_model("gpt2"), 1)
-        batch = next(iter(DataLoader(samples(), batch_size=ROWS)))  # type: ignore[arg-type,var-annotated]
+        batch = next(iter(DataLoader(samples(), batch_size=ROWS)))  # type: ignore[arg-type]
         with pytest.raises(StepError, match="call the model under"):
             run.model(**batch)
         with pytest.raises(StepError, match="forward_backward"):

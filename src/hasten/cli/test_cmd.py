@@ -27,7 +27,9 @@ def main(argv: Sequence[str]) -> int:
         help="run one small training on every backend, precision and mesh this machine can run, and compare each with one plain "
         "process; exit code 1 if one differs",
     )
-    parser.add_argument("--only", metavar="ddp,fsdp2,bf16", help="with --matrix: these backends, precisions or cells alone")
+    parser.add_argument(
+        "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: these backends, precisions or cells alone"
+    )
     parser.add_argument("--json", action="store_true", help="with --matrix: print the table as JSON")
     parser.add_settings()
     given = parser.parse_args(argv)

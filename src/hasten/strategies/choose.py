@@ -48,9 +48,8 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             chosen: Strategy = engine.DeepSpeedStrategy(config)
             return chosen
         case "megatron":
-            engine = import_module("hasten.strategies.megatron")  # likewise
-            chosen = engine.MegatronStrategy(config, ctx)
-            return chosen
+            megatron: Strategy = import_module("hasten.strategies.megatron").MegatronStrategy(config, ctx)  # likewise
+            return megatron
         case "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "

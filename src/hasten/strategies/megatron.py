@@ -203,7 +203,7 @@ class MegatronStrategy:
             )
 
         def step(given: Tree) -> tuple[Tensor, Callable[..., Any]]:
-            out: Any = model.run(*given)  # type: ignore[misc]
+            out: Any = model.run(*given)
             return out.logits, lambda _, non_loss_data: out
 
         outputs = self._schedule(model, [micro], step, forward_only=True)

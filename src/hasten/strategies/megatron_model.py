@@ -21,7 +21,7 @@ from hasten.strategies.megatron_weights import box_of, fuse, part_of, slice_of
 _IGNORED = -100
 
 
-class StageOutput(Exception):  # noqa: N818  # no error: it ends a loss function on a stage that has no logits
+class StageOutput(Exception):  # no error: it ends a loss function on a stage that has no logits
     """Carries the hidden states of a stage that is not the last one out of the user's loss function."""
 
     def __init__(self, hidden: Tensor) -> None:
@@ -125,7 +125,11 @@ class MegatronModel(nn.Module):
 
         Raises: StepError for arguments that the engine would ignore.
         """
-        unused = {name: value for name, value in others.items() if value is not None and name not in ("return_dict", "use_cache")}
+        unused = {
+            name: value
+            for name, value in others.items()
+            if value is not None and name not in ("return_dict", "use_cache")
+        }
         if unused:
             raise StepError(
                 f"the model was called with {sorted(unused)}, which the engine's layers do not take and would ignore; give input_ids, "
