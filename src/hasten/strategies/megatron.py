@@ -167,7 +167,8 @@ class MegatronStrategy:
                 "loss_of takes the model and a batch and returns the loss."
             )
         self._trained()[1].passed()
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        with megatron_engine.hushed():
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def forward_backward(
         self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Callable[[Tensor], Tensor]
@@ -226,16 +227,17 @@ class MegatronStrategy:
         run = megatron_engine.package("pipeline_parallel").get_forward_backward_func()
         model.in_schedule = True
         try:
-            found = run(
-                forward_step_func=forward_step,
-                data_iterator=iter(micros),
-                model=[model.engine],
-                num_microbatches=len(micros),
-                seq_length=tokens.shape[1],
-                micro_batch_size=tokens.shape[0],
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+            with megatron_engine.hushed():
+                found = run(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(micros),
+                    model=[model.engine],
+                    num_microbatches=len(micros),
+                    seq_length=tokens.shape[1],
+                    micro_batch_size=tokens.shape[0],
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                )
         finally:
             model.in_schedule = False
         return list(found)

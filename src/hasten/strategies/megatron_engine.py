@@ -55,6 +55,14 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def hushed() -> Iterator[None]:
+    """A block without warnings that megatron-core's own files give; those of the user's code pass."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        yield
+
+
 def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
     """megatron.core, or a module of it. Raises: MissingPackageError when it is absent or of another version."""
     with quiet():

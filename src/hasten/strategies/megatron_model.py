@@ -158,7 +158,8 @@ class MegatronModel(nn.Module):
         rows, length = input_ids.shape
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
-        out = self.engine(input_ids, position_ids, _blocked(input_ids, attention_mask))
+        with megatron_engine.hushed():
+            out = self.engine(input_ids, position_ids, _blocked(input_ids, attention_mask))
         if not self.built.last:
             raise StageOutput(out)
         logits = self._without_padding(out.float())

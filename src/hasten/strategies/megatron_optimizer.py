@@ -70,7 +70,8 @@ class MegatronOptimizer(EngineOptimizer):
         """Reduce what the window has gathered over data parallel ranks and stages, once. Ranks: every rank."""
         if self._final or not self.num_passes:
             return
-        megatron_engine.package("distributed").finalize_model_grads([self.model.engine])
+        with megatron_engine.hushed():
+            megatron_engine.package("distributed").finalize_model_grads([self.model.engine])
         self._final = True
 
     def _ready(self) -> None:
