@@ -158,7 +158,7 @@ class Plain:
         for number in range(1, steps + 1):
             loss = loss_of(self.model, batches[(number - 1) % len(batches)])
             (loss / every).backward()  # type: ignore[no-untyped-call]
-            self.losses.append(float(loss))
+            self.losses.append(float(loss.detach()))
             if number % every == 0:
                 self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.4)))
                 optimizer.step()
