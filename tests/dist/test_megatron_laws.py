@@ -206,8 +206,17 @@ def assert_trains_alike(
 
 
 @ranks(2, timeout_s=LONG)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("gpt2", "tp2"),
+        ("llama", "tp2"),
+        ("gpt2", "pp2"),
+        ("llama", "pp2"),
+        ("gpt2", "dp2"),
+        pytest.param("llama", "dp2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_two_ranks_train_as_plain_torch(ctx: ProcessContext, tmp_path: Path, family: str, layout: str) -> None:
     assert_trains_alike(ctx, family, LAYOUTS[layout], tmp_path)
 
@@ -235,7 +244,10 @@ def test_four_ranks_train_as_plain_torch(
     "layout",
     [
         {"tp_degree": 2, "sequence_parallelism": True, "recompute_activations": True},
-        {"tp_degree": 2, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+        pytest.param(
+            {"tp_degree": 2, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["sequence", "full"],
 )
@@ -264,7 +276,7 @@ def test_bf16_keeps_masters(ctx: ProcessContext) -> None:
 
 
 @ranks(2, timeout_s=LONG)
-@pytest.mark.parametrize(("layout", "precision"), [("tp2", "no"), ("pp2", "bf16"), ("dp2", "no")])
+@pytest.mark.parametrize(("layout", "precision"), [("tp2", "no"), ("pp2", "bf16"), pytest.param("dp2", "no", marks=pytest.mark.exhaustive)])
 def test_a_run_goes_on_bit_for_bit(ctx: ProcessContext, tmp_path: Path, layout: str, precision: str) -> None:
     """Also with dropout, whose random numbers depend on the seed, the batch and the place alone."""
     split = 2 if layout == "dp2" else 1
@@ -308,7 +320,11 @@ def load_some(ctx: ProcessContext, folder: Path, layout: str) -> list[float]:
         return run.losses
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("tp2", "pp2"), ("pp2", "dp2"), ("dp2", "tp2")])
+@pytest.mark.parametrize(("saved", "loaded"), [
+    ("tp2", "pp2"),
+    pytest.param("pp2", "dp2", marks=pytest.mark.exhaustive),
+    pytest.param("dp2", "tp2", marks=pytest.mark.exhaustive),
+])
 def test_a_checkpoint_loads_in_another_layout(rank_pool: Pool, tmp_path: Path, saved: str, loaded: str) -> None:
     after = torch.tensor(rank_pool.run(save_some, 2, tmp_path, saved, timeout_s=LONG)[0])
     found = torch.tensor(rank_pool.run(load_some, 2, tmp_path, loaded, timeout_s=LONG)[0])
