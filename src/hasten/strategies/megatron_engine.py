@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,7 +73,7 @@ def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
     """megatron.core, or a module of it. Raises: MissingPackageError when it is absent or of another version."""
     with quiet():
         need("megatron", VERSIONS, "strategy='megatron'")
-        return importlib.import_module(f"megatron.core.{name}" if name else "megatron.core")
+        return need(f"megatron.core.{name}" if name else "megatron.core")
 
 
 def refuse_other_devices(ctx: ProcessContext) -> None:
