@@ -31,7 +31,7 @@ class MegatronOptimizer(EngineOptimizer):
     def __init__(self, model: MegatronModel, given: torch.optim.Optimizer, clipping: float | None, seed: int) -> None:
         # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
         self.model = model
-        self.param_groups = [dict(group) for group in given.param_groups]
+        self.param_groups = [{**group, "params": list(group["params"])} for group in given.param_groups]
         self.state = defaultdict(dict)
         self.defaults = dict(given.defaults)
         self.draws = [seed, 0]
