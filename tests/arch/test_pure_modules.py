@@ -17,7 +17,8 @@ PURE: Final = (
     *("errors", "optional", "config", "launch", "cli", "tracking"),
     *("runtime.env", "runtime.topology", "runtime.axes", "runtime.affinity", "runtime.nodelist"),
     *("data.plan", "data.shuffle", "data.position", "checkpoint.manifest", "checkpoint.retention"),
-    *("bigmodel.solver", "strategies.pipeline_split", "strategies.deepspeed_config", "strategies.megatron_args"),
+    *("bigmodel.solver", "strategies.pipeline_split", "strategies.deepspeed_config"),
+    *("strategies.megatron_config", "strategies.megatron_layout"),
     *("planner.hardware", "planner.memory", "planner.traffic", "planner.search", "planner.report"),
 )
 NEEDS_TORCH: Final = MappingProxyType(

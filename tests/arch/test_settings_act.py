@@ -196,7 +196,12 @@ def test_the_finder_finds_and_misses() -> None:
 
 def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
     for name, value, words in (
-        ("strategy", "megatron", "Megatron-LM is not in this version"),
+        ("strategy", "xla", "training on TPUs is not in this version"),
+        (
+            "megatron.use_custom_fsdp",
+            True,
+            "sharding or offloading optimizer state with Megatron is not in this version",
+        ),
         ("parallelism.tp_handler.enable_async_tp", True, "tensor parallelism is not in this version"),
         ("parallelism.sp_size", 2, "sequence parallelism is not in this version"),
     ):

@@ -191,8 +191,6 @@ def _megatron(machine: Machine, answers: Answers) -> Iterator[Question]:
     if answers["megatron.pp_degree"] > 1:
         yield Question("megatron.num_micro_batches", "Micro-batches per step?", "number", 4, minimum=1)
     yield Question("megatron.recompute_activations", "Recompute attention in backward?", "yesno", True)
-    prompt = "Shard the optimizer state over data-parallel processes?"
-    yield Question("megatron.use_distributed_optimizer", prompt, "yesno", True)
 
 
 def remembered(question: Question, before: Config) -> Question:

@@ -24,6 +24,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.strategies import megatron_engine
 from hasten.strategies.base import Caps, LoopState, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.megatron_binding import bind, groups_by_name, owner_of
 from hasten.strategies.megatron_config import model_facts, translate
 from hasten.strategies.megatron_model import MegatronModel, StageOutput
 from hasten.strategies.megatron_optimizer import MegatronOptimizer
@@ -70,7 +71,7 @@ class MegatronStrategy:
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
-        owner = _owner(models, optimizers, self.model is not None) if train else None
+        owner = owner_of(models, optimizers, self.model is not None) if train else None
         for item in models:
             if item is owner:
                 self._start(item, optimizers[0])
@@ -92,7 +93,7 @@ class MegatronStrategy:
             )
         facts = model_facts(getattr(module, "config", None))
         made = translate(self._plugin, facts, self._config.mixed_precision)
-        groups = _groups_by_name(module, given)
+        groups = groups_by_name(module, given)
         source = source_of(module, self._config.fsdp, self._ctx)
         if source is Source.RANK_0:
             _materialise(module, self._ctx.device)
@@ -114,7 +115,7 @@ class MegatronStrategy:
         )
         if source is not Source.NOBODY:
             model.fill(dict(module.state_dict()))
-        _bind(given, model, groups)
+        bind(given, model, groups)
         self._cut(model)
         model.train(module.training)
         self.model, self._given = model, given
@@ -167,7 +168,8 @@ class MegatronStrategy:
                 "loss_of takes the model and a batch and returns the loss."
             )
         self._trained()[1].passed()
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        with megatron_engine.hushed():
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def forward_backward(
         self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Callable[[Tensor], Tensor]
@@ -203,7 +205,7 @@ class MegatronStrategy:
             )
 
         def step(given: Tree) -> tuple[Tensor, Callable[..., Any]]:
-            out: Any = model.run(*given)  # type: ignore[misc]
+            out: Any = model.run(*given)
             return out.logits, lambda _, non_loss_data: out
 
         outputs = self._schedule(model, [micro], step, forward_only=True)
@@ -226,16 +228,17 @@ class MegatronStrategy:
         run = megatron_engine.package("pipeline_parallel").get_forward_backward_func()
         model.in_schedule = True
         try:
-            found = run(
-                forward_step_func=forward_step,
-                data_iterator=iter(micros),
-                model=[model.engine],
-                num_microbatches=len(micros),
-                seq_length=tokens.shape[1],
-                micro_batch_size=tokens.shape[0],
-                forward_only=forward_only,
-                collect_non_loss_data=forward_only,
-            )
+            with megatron_engine.hushed():
+                found = run(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(micros),
+                    model=[model.engine],
+                    num_microbatches=len(micros),
+                    seq_length=tokens.shape[1],
+                    micro_batch_size=tokens.shape[0],
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                )
         finally:
             model.in_schedule = False
         return list(found)
@@ -326,58 +329,6 @@ class MegatronStrategy:
 
     def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
         return None
-
-
-def _owner(models: list[Item], optimizers: list[Item], taken: bool) -> Item | None:
-    """The one model that is trained. Raises: PrepareError where models and optimizers are not one and one."""
-    if not optimizers:
-        return None
-    params = {id(p) for item in optimizers for group in item.value.param_groups for p in group["params"]}
-    owners = [item for item in models if params & {id(p) for p in item.value.parameters()}]
-    if len(owners) != 1 or len(optimizers) != 1 or taken:
-        raise PrepareError(
-            f"{len(optimizers)} optimizers with parameters of {len(owners)} models were prepared"
-            f"{', after another one' if taken else ''}; an engine trains one model with one optimizer. Prepare one model together "
-            "with an optimizer over its parameters."
-        )
-    return owners[0]
-
-
-def _groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | None]:
-    """The optimizer's group of each tensor of the Hub layout; None for one that is frozen.
-
-    Raises: PrepareError for a trainable parameter that no group holds.
-    """
-    number = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found: dict[str, int | None] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad and id(parameter) not in number:
-            raise PrepareError(
-                f"{name} takes gradients, but the optimizer does not hold it; the engine clips and updates all it trains. Add it to "
-                "the optimizer, or call requires_grad_(False) on it."
-            )
-        found[name] = number.get(id(parameter)) if parameter.requires_grad else None
-    return found
-
-
-def _bind(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]) -> None:
-    """Give the optimizer this rank's parameters in the groups their origins had."""
-    members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-    for name, parameter in model.held.items():
-        origins = {groups[hub] for hub in model.entries[name].hub if hub in groups}
-        if len(origins) != 1:
-            raise PrepareError(
-                f"{', '.join(model.entries[name].hub)} are one tensor in the engine, and lie in different parameter groups (or only some "
-                "are frozen), whose options cannot all hold; put them into one group."
-            )
-        if (group := origins.pop()) is None:
-            raise PrepareError(
-                f"{model.entries[name].hub[0]} is frozen, and the engine's gradient buffers hold every parameter of the model; train all "
-                "parameters, or use strategy='fsdp'."
-            )
-        members[group].append(parameter)
-    for own, params in zip(optimizer.param_groups, members, strict=True):
-        own["params"] = params
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

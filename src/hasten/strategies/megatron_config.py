@@ -172,15 +172,18 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
         "pipeline_dtype": half or "float32",
         "autocast_dtype": half or "float32",
     }
-    ranks = plugin.tp_degree
-    model = {
+    return EngineArguments(transformer, _model(plugin, facts))
+
+
+def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, words and switches
+    ranks, llama = plugin.tp_degree, facts.family == "llama"
+    return {
         "vocab_size": -(-facts.vocab // ranks) * ranks,
         "max_sequence_length": facts.positions,
         "share_embeddings_and_output_weights": facts.tied,
         "position_embedding_type": "rope" if llama else "learned_absolute",
         "rotary_base": facts.rope_base,
     }
-    return EngineArguments(transformer, model)
 
 
 def _or(given: float | None, otherwise: float) -> float:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from hasten.config.engines import MegatronLMPlugin
@@ -26,10 +24,15 @@ from hasten.strategies.megatron_config import EngineArguments
 VERSIONS: Final = ">=0.16,<0.17"
 """The versions of megatron-core whose optimizers and schedules this adapter was tried with."""
 
-_ACTIVATIONS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType(
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Final = MappingProxyType(
     {
-        "gelu_new": partial(functional.gelu, approximate="tanh"),
-        "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+        "gelu_new": _tanh_gelu,
+        "gelu_pytorch_tanh": _tanh_gelu,
         "gelu": functional.gelu,
         "silu": functional.silu,
         "relu": functional.relu,
@@ -55,11 +58,22 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def hushed() -> Iterator[None]:
+    """A block without warnings that megatron-core's own files give; those of the user's code pass."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings(
+            "ignore", message=r".torch\.distributed\.\w+. is deprecated"
+        )  # names that torch 2.13 renamed
+        yield
+
+
 def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
     """megatron.core, or a module of it. Raises: MissingPackageError when it is absent or of another version."""
     with quiet():
         need("megatron", VERSIONS, "strategy='megatron'")
-        return importlib.import_module(f"megatron.core.{name}" if name else "megatron.core")
+        return need(f"megatron.core.{name}" if name else "megatron.core")
 
 
 def refuse_other_devices(ctx: ProcessContext) -> None:

@@ -158,15 +158,16 @@ class MegatronModel(nn.Module):
         rows, length = input_ids.shape
         if position_ids is None:
             position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
-        out = self.engine(input_ids, position_ids, _blocked(input_ids, attention_mask))
-        if not self.built.last:
-            raise StageOutput(out)
-        logits = self._without_padding(out.float())
-        loss = None if labels is None else self._loss(logits, labels)
-        shown = None
-        if loss is None or not torch.is_grad_enabled():
-            gather = megatron_engine.package("tensor_parallel").gather_from_tensor_model_parallel_region
-            shown = gather(logits)[..., : self.facts.vocab]
+        with megatron_engine.hushed():
+            out = self.engine(input_ids, position_ids, _blocked(input_ids, attention_mask))
+            if not self.built.last:
+                raise StageOutput(out)
+            logits = self._without_padding(out.float())
+            loss = None if labels is None else self._loss(logits, labels)
+            shown = None
+            if loss is None or not torch.is_grad_enabled():
+                gather = megatron_engine.package("tensor_parallel").gather_from_tensor_model_parallel_region
+                shown = gather(logits)[..., : self.facts.vocab]
         return need("transformers.modeling_outputs").CausalLMOutputWithPast(loss=loss, logits=shown)
 
     def _without_padding(self, logits: Tensor) -> Tensor:

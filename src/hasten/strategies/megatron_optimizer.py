@@ -31,7 +31,7 @@ class MegatronOptimizer(EngineOptimizer):
     def __init__(self, model: MegatronModel, given: torch.optim.Optimizer, clipping: float | None, seed: int) -> None:
         # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
         self.model = model
-        self.param_groups = [dict(group) for group in given.param_groups]
+        self.param_groups = [{**group, "params": list(group["params"])} for group in given.param_groups]
         self.state = defaultdict(dict)
         self.defaults = dict(given.defaults)
         self.draws = [seed, 0]
@@ -70,7 +70,8 @@ class MegatronOptimizer(EngineOptimizer):
         """Reduce what the window has gathered over data parallel ranks and stages, once. Ranks: every rank."""
         if self._final or not self.num_passes:
             return
-        megatron_engine.package("distributed").finalize_model_grads([self.model.engine])
+        with megatron_engine.hushed():
+            megatron_engine.package("distributed").finalize_model_grads([self.model.engine])
         self._final = True
 
     def _ready(self) -> None:

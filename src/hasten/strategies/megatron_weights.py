@@ -65,7 +65,7 @@ def _by_group(parts: list[Tensor], facts: ModelFacts) -> Tensor:
 def _by_kind(tensor: Tensor, facts: ModelFacts) -> list[Tensor]:
     """Queries, keys and values apart."""
     grouped = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
-    return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts), 1)]
+    return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts), 1)]  # type: ignore[no-untyped-call]
 
 
 def part_of(tensor: Tensor, at: Place) -> Tensor:

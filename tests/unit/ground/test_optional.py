@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
+from hasten import optional
 from hasten.errors import MissingPackageError
 from hasten.optional import available, installed_version, need
 
@@ -27,3 +30,31 @@ def test_old_package_names_both_versions() -> None:
 
 def test_absent_submodule_of_absent_package() -> None:
     assert not available("no_such_package.inner")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "distribution", "versions"),
+    [
+        ("deepspeed", "deepspeed", "deepspeed", ">=0.19,<0.20"),
+        ("megatron", "megatron", "megatron-core", ">=0.16,<0.17"),
+    ],
+)
+def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, module: str, extra: str, distribution: str, versions: str
+) -> None:
+    """What the engines ask for, where the package is absent, too old and too new."""
+    engine = importlib.import_module(f"hasten.strategies.{module}_engine")
+    assert versions == engine.VERSIONS
+    for version in (None, "0.1", "7.0"):
+        monkeypatch.setattr(optional, "installed_version", lambda _, version=version: version)
+        monkeypatch.setattr(optional, "available", lambda _, spec="", version=version: version is not None and not spec)
+        with pytest.raises(MissingPackageError) as caught:
+            engine.package()
+        words = str(caught.value)
+        assert f"strategy='{module}'" in words
+        assert "\n" not in words
+        if version is None:
+            assert words.endswith(f"Run: pip install 'hasten[{extra}]'")
+        else:
+            assert f"{distribution} {version} is installed, but {distribution}{versions} is needed" in words
+            assert words.endswith(f"Run: pip install '{distribution}{versions}'")
