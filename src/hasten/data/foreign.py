@@ -48,7 +48,7 @@ def own_epoch(stream: Any) -> None:
     """
     for part in _parts(stream):
         counter = vars(part).get("_epoch") if is_hub_stream(part) else None
-        if isinstance(counter, Tensor) and counter.is_shared():
+        if isinstance(counter, Tensor) and counter.is_shared():  # type: ignore[no-untyped-call]
             part._epoch = counter.clone()
 
 

@@ -46,12 +46,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
         case "fsdp":
             return _sharded(config, ctx)
         case "deepspeed":
-            made: Strategy = import_module("hasten.strategies.deepspeed").DeepSpeedStrategy(
-                config
-            )  # an optional package
+            # Engines are optional packages, loaded only when they are asked for.
+            made: Strategy = import_module("hasten.strategies.deepspeed").DeepSpeedStrategy(config)
             return made
         case "megatron":
-            engine: Strategy = import_module("hasten.strategies.megatron").MegatronStrategy(config, ctx)  # likewise
+            engine: Strategy = import_module("hasten.strategies.megatron").MegatronStrategy(config, ctx)
             return engine
         case "xla":
             raise ConfigError(
