@@ -19,11 +19,12 @@ from hasten.modules.sizes import own_buffers
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.runtime.axes import SHARD, Axis
+from hasten.runtime.axes import BATCH, SHARD, Axis
 
 Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"]
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
 """Axes along which something can be equal; pipeline stages hold different layers."""
+_AXES: Final = frozenset(str(axis) for axis in Axis)
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
@@ -156,9 +157,12 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
     if is_dtensor(tensor):
         for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
             if not isinstance(placement, placements().Replicate):
-                axes.discard(Axis(name))
+                # An axis of a mesh of its own divides experts among data-parallel ranks.
+                axes.difference_update({Axis(name)} if name in _AXES else BATCH)
                 if name == Axis.DP_SHARD:  # ranks of one sequence hold different shards
                     axes.difference_update(SHARD)
+    elif getattr(tensor, "tensor_model_parallel", False):  # megatron-core's mark of a tensor that is this rank's part
+        axes.discard(Axis.TP)
     return frozenset(axes)
 
 
