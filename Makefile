@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-slurm test-oldest test-newest check format lint types layers unit names laws parity bench clean
+.PHONY: help train docs test test-all test-slurm test-megatron test-oldest test-newest check format lint types layers unit names laws parity bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ test: $(READY) ## run the whole test suite
 test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM and 1000 random cases: hours
 	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0
 	@$(MAKE) --no-print-directory laws
+
+test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, through a stand-in for CUDA's calls: minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'megatron-core>=0.16,<0.17'
+	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/dist/test_megatron_laws.py
 
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
 	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/test_launch_slurm.py
