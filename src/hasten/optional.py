@@ -62,6 +62,15 @@ def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module 
 
     Raises: MissingPackageError saying what is installed, what is needed and the command that brings it.
     """
+    check_installed(module, spec, why)
+    return importlib.import_module(module)
+
+
+def check_installed(module: str, spec: str = "", why: str = "") -> None:
+    """Return if the package of `module` is there in a version that `spec` allows; nothing is imported.
+
+    Raises: MissingPackageError saying what is installed, what is needed and the command that brings it.
+    """
     root = module.partition(".")[0]
     purpose = f" for {why}" if why else ""
     extra = dict(_EXTRAS).get(root)
@@ -74,4 +83,3 @@ def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module 
         raise MissingPackageError(
             f"{named} {version} is installed, but {named}{spec} is needed{purpose}. Run: pip install '{named}{spec}'"
         )
-    return importlib.import_module(module)

@@ -266,7 +266,7 @@ def test_an_accelerate_file_of_fsdp1_launches_a_sharded_run(tmp_path: Path) -> N
     command = [sys.executable, "-m", "hasten.cli.main", "launch", "--config_file", "theirs.yaml", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "fsdp 3 False True MeshSpec(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1)" in done.stdout
+    assert "fsdp 3 False True MeshSpec(pp=1, dp_replicate=1, dp_shard=2, cp=1, tp=1, ep=1)" in done.stdout
     said = done.stdout + done.stderr
     assert said.count("fsdp_sharding_strategy SHARD_GRAD_OP is FSDP2's reshard_after_forward: false") == 1
     assert said.count("fsdp_backward_prefetch_policy has no meaning any more") == 1

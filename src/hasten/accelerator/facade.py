@@ -43,10 +43,10 @@ from hasten.debug.numbers import NumbersWatch
 from hasten.debug.watchdog import watch
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
-from hasten.optim.clock import check_every
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.weightless import zero_if_weightless
+from hasten.optim.window import check_every
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
@@ -137,6 +137,10 @@ class Accelerator:
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
         watch(self, parts.watchdog)
+        self._watch_values(parts)
+
+    def _watch_values(self, parts: Parts) -> None:
+        """Look at losses and gradients before updates, and compare ranks after them, as far as it was asked for."""
         self._numbers: NumbersWatch | None = None
         if parts.numbers is not None:
             self._numbers = NumbersWatch(self.prepared, self.unwrap_model, self.ctx, self.clock, parts.numbers)
@@ -348,14 +352,14 @@ class Accelerator:
         if type(loss) is not Tensor:
             arguments.check_loss(loss)
         self.clock.num_passes += 1
-        if self._numbers is not None:
-            self._numbers.seen(loss)
         if self._progress is not None:
             self._progress.pulse.reached()
         if self.run_log is not None:
             self.run_log.backward_begins()
         weighed = self.precision.scale(self.clock.weigh(loss, weight))
         weight = self.clock.weight_of(weight)
+        if self._numbers is not None:
+            self._numbers.seen(loss, weight)
         if weight is None:
             self.strategy.backward(weighed, **kwargs)
         else:
@@ -380,7 +384,7 @@ class Accelerator:
             model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
         )
         if self._numbers is not None:
-            self._numbers.seen(loss)
+            self._numbers.seen(loss, None)
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:

@@ -109,14 +109,22 @@ class NumbersWatch:
         if self._settings.then != "report":
             self._calls.follow(model)
 
-    def seen(self, loss: Tensor) -> None:
-        """A loss is about to be backpropagated."""
+    def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """A loss is about to be backpropagated. One that weighs nothing may be a mean over nothing, and is not looked at."""
         if len(self._now.losses) >= _MOST:  # a script whose optimizer was not prepared makes no updates here
             self._now = _Seen()
+        if isinstance(weight, Tensor):
+            loss = torch.where(weight.to(loss.device) != 0, loss, torch.zeros_like(loss))
+        elif weight == 0:
+            loss = torch.zeros_like(loss)
         self._now.losses.append(loss.detach())
         active = self._clock.cursors.active()
         self._now.batches.append(
-            [(one, one.place()) for one in self._prepared.loaders if any(one.cursor is cursor for cursor in active)]
+            [
+                (one, one.place())
+                for one in self._prepared.loaders
+                if isinstance(one, Loader) and any(one.cursor is cursor for cursor in active)
+            ]
         )
 
     def before_update(self, optimizer: Holder) -> bool:
@@ -127,7 +135,8 @@ class NumbersWatch:
         seen, self._now = self._now, _Seen()
         seen.step = self._clock.num_updates + 1
         if self._settings.then == "report":
-            self._look_back(seen)
+            if not optimizer.scaled:  # the scaler skips updates that overflow, and stops when it skips too many
+                self._look_back(seen)
             return False
         return self._look(seen, optimizer)
 

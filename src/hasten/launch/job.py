@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Final
 
 from hasten.config import absent, handoff
 from hasten.config.effective import effective
@@ -18,8 +19,12 @@ from hasten.launch.choose import make_plan, uses_mpi
 from hasten.launch.host import Host, look
 from hasten.launch.mpi import Mpi, kind_of, read_hostfile
 from hasten.launch.run import complete, execute
+from hasten.optional import check_installed
 from hasten.runtime.axes import Axis
 from hasten.runtime.mesh_plan import mesh_of, mesh_table, mesh_title
+
+_ENGINES: Final = ("deepspeed", "megatron")
+"""Strategies that are packages of their own, under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ def prepare(
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
+    if resolved.config.strategy in _ENGINES and not resolved.config.launch.no_python:
+        check_installed(resolved.config.strategy, why=f"strategy={resolved.config.strategy!r}")
     if host.device == "tpu" and not resolved.config.cpu:
         raise ConfigError(
             f"{host.name} has TPUs, and training on them is not in this version; pass --cpu, or start on a machine with GPUs."

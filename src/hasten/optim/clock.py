@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hasten.errors import ConfigError, StepError
+from hasten.errors import StepError
 from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
 from hasten.optim.marks import StepMarks
 from hasten.optim.parts import Part
-from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, checked_weight, hold
+from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, check_every, checked_weight, hold
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
@@ -397,12 +397,3 @@ class StepClock:
         if self.comm is not None and self.comm.size > 1:
             first = float(self.comm.all_reduce(torch.tensor(first, device=self.comm.device), "max"))
         return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
-
-
-def check_every(every: object) -> None:
-    """Raise unless `every` can be a window's length."""
-    if not isinstance(every, int) or every < 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1; a window of that length "
-            f"never ends. Set it to 1 to update after every backward()."
-        )

@@ -140,3 +140,12 @@ def _as_scalar(value: Number, device: torch.device) -> Tensor:
     """`value` as a one-element tensor on `device`, in a type that counts exactly."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.as_tensor(value, dtype=dtype, device=device)
+
+
+def check_every(every: object) -> None:
+    """Raise unless `every` can be a window's length."""
+    if not isinstance(every, int) or every < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1; a window of that length "
+            f"never ends. Set it to 1 to update after every backward()."
+        )

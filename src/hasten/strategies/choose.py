@@ -46,12 +46,13 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
         case "fsdp":
             return _sharded(config, ctx)
         case "deepspeed":
-            # Engines are optional packages, loaded only when they are asked for.
-            made: Strategy = import_module("hasten.strategies.deepspeed").DeepSpeedStrategy(config)
-            return made
+            engine = import_module("hasten.strategies.deepspeed")  # an optional package
+            chosen: Strategy = engine.DeepSpeedStrategy(config)
+            return chosen
         case "megatron":
-            engine: Strategy = import_module("hasten.strategies.megatron").MegatronStrategy(config, ctx)
-            return engine
+            engine = import_module("hasten.strategies.megatron")  # an optional package
+            chosen = engine.MegatronStrategy(config, ctx)
+            return chosen  # noqa: RET504  # typed by its annotation above
         case "xla":
             raise ConfigError(
                 f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "

@@ -102,7 +102,7 @@ def test_save_object_replaces_the_file_at_once(tmp_path: Path) -> None:
 
 
 def test_pushing_needs_the_package_and_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no folder"):
+    with pytest.raises(ConfigError, match="not a folder"):
         push_to_hub(tmp_path / "absent", "me/model")
     if not available("huggingface_hub"):
         with pytest.raises(MissingPackageError, match=r"hasten\[hub\]"):
@@ -183,7 +183,7 @@ def test_diff_and_merge(run_folder: Path, tmp_path: Path, capsys: pytest.Capture
     assert "it has ['model']" in text
     code, text = ckpt(capsys, "show", tmp_path)
     assert code == 1
-    assert "no complete checkpoint" in text
+    assert "not a complete hasten checkpoint" in text
 
 
 def test_convert_a_folder_of_torch_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_handlers_find_their_sections() -> None:
     assert (config.fp8.backend, config.fp8.te.margin) == ("te", 2)
     with pytest.raises(ContradictionError, match="AutocastKwargs twice"):
         resolve(code={"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]})
-    with pytest.raises(UnknownSettingError, match="holds int, which has no place"):
+    with pytest.raises(UnknownSettingError, match="holds int, which is not a settings class"):
         resolve(code={"kwargs_handlers": [3]})
     with pytest.raises(ContradictionError, match=r"fp8\.backend"):
         resolve(code={"kwargs_handlers": [AORecipeKwargs(), TERecipeKwargs()], "mixed_precision": "fp8"})
