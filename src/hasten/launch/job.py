@@ -13,7 +13,7 @@ from hasten.config import absent, handoff
 from hasten.config.effective import effective
 from hasten.config.resolve import Resolved
 from hasten.config.source import Entry
-from hasten.errors import ConfigError
+from hasten.errors import ConfigError, MissingPackageError
 from hasten.launch.base import LaunchPlan, Request, Target
 from hasten.launch.choose import make_plan, uses_mpi
 from hasten.launch.host import Host, look
@@ -75,8 +75,8 @@ def prepare(
     env = {name: value for name, value in host.env.items() if name != handoff.VARIABLE}
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
-    if resolved.config.strategy in _ENGINES and not resolved.config.launch.no_python:
-        check_installed(resolved.config.strategy, why=f"strategy={resolved.config.strategy!r}")
+    if not resolved.config.launch.no_python:
+        _check_engine(resolved.config.strategy)
     if host.device == "tpu" and not resolved.config.cpu:
         raise ConfigError(
             f"{host.name} has TPUs, and training on them is not in this version; pass --cpu, or start on a machine with GPUs."
@@ -97,6 +97,14 @@ def prepare(
         installed_mpi=_installed_mpi(request) if uses_mpi(request) else None,
     )
     return Job(request, resolved, host, complete(plan, host.env))
+
+
+def _check_engine(strategy: str) -> None:
+    try:
+        if strategy in _ENGINES:
+            check_installed(strategy, why=f"strategy={strategy!r}")
+    except MissingPackageError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_script(target: Target) -> None:
