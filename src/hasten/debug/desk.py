@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import sys
 import time
 from collections import deque
 from dataclasses import replace
+from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,7 +71,7 @@ class Desk:
         self._steps.append((now, self._observer.step()))
         sources = [one for one in (self._bell, self._socket) if one is not None]
         while now < end:
-            ready, _, _ = select.select(sources, [], [], end - now)
+            ready = wait_for(sources, end - now)  # not select(), which takes no descriptor above 1023
             if self._bell in ready:
                 return
             if ready:
