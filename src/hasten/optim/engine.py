@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from hasten.errors import StepError
 from hasten.precision.base import StepResult
 
 
@@ -33,7 +34,25 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
         """Update the parameters, without a report. Ranks: every rank."""
         self.apply()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: an engine lays its parameters out once."""
+        raise StepError(
+            "add_param_group() cannot add to an engine, which has laid out its parameters already; they would not be trained. "
+            "Give the optimizer all groups before prepare()."
+        )
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers of torch look for their own mark
+
+
+def refuse_late_backward() -> NoReturn:
+    """Raise for a backward after the gradients of its window were reduced."""
+    raise StepError(
+        "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
+        "backward() for every loss of the window first."
+    )
 
 
 class Placeholder(torch.optim.Optimizer):

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice, local_data
-from hasten.errors import StepError
 from hasten.optim import clip
-from hasten.optim.engine import EngineOptimizer
+from hasten.optim.engine import EngineOptimizer, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
 from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
@@ -57,16 +56,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def __repr__(self) -> str:
         return f"DeepSpeedOptimizer(stage={self.stage}, {self.engine.basic_optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: an engine lays its parameters out once."""
-        raise StepError(
-            "add_param_group() cannot add to an engine, which has laid out its parameters already; they would not be trained. "
-            "Give the optimizer all groups before prepare()."
-        )
-
     def _count_passes(self) -> None:
         before: Callable[[], None] = self.engine._backward_prologue
 
@@ -74,10 +63,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if self.entered:  # a second output of this engine in the same loss
                 return
             if self._final:
-                raise StepError(
-                    "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
-                    "backward() for every loss of the window first."
-                )
+                refuse_late_backward()
             self.num_passes += 1
             self.entered = True
             before()

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice, local_data
-from hasten.errors import StepError
-from hasten.optim.engine import EngineOptimizer
+from hasten.optim.engine import EngineOptimizer, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies import megatron_engine
 from hasten.strategies.megatron_model import MegatronModel
@@ -43,16 +42,6 @@ class MegatronOptimizer(EngineOptimizer):
     def __repr__(self) -> str:
         return f"MegatronOptimizer({self.inner.optimizer!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: an engine lays its parameters out once."""
-        raise StepError(
-            "add_param_group() cannot add to an engine, which has laid out its parameters already; they would not be trained. "
-            "Give the optimizer all groups before prepare()."
-        )
-
     # -- one update -----------------------------------------------------------------------------------------------
     def passed(self) -> None:
         """Note that a backward is about to reach this engine.
@@ -60,10 +49,7 @@ class MegatronOptimizer(EngineOptimizer):
         Raises: StepError when the window's gradients were reduced already.
         """
         if self._final:
-            raise StepError(
-                "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
-                "backward() for every loss of the window first."
-            )
+            refuse_late_backward()
         self.num_passes += 1
 
     def finalize(self) -> None:
