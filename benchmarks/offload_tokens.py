@@ -1,32 +1,31 @@
-"""Token by token, bit for bit: generation with streamed weights beside the resident model, and what differs first.
+"""Token by token: generation with streamed weights beside Accelerate, and beside the resident model bit for bit.
 
-    python benchmarks/offload_tokens.py                 # an accelerator, about a minute
+    python benchmarks/offload_tokens.py                 # an accelerator, about two minutes
+    python benchmarks/offload_tokens.py --quick         # fewer layers
     python benchmarks/offload_tokens.py --device cpu    # tiny, to see that it runs
 
 Besides the logits of every step, each linear layer's weight is compared, while it is used, with the resident one: wrong
-weights are an error of the streaming, equal weights with other results an effect of where in memory they lie. The same
-weights, resident but laid out in one buffer at several alignments, tell the two apart.
+weights are an error of the streaming, equal weights with other results an effect of where in memory they lie. Where
+something differs, the same weights, resident but laid out in one buffer at several alignments, tell the two apart.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
+import sys
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from loading import RESULTS, versions
-from offload import on_host
+from loading import RESULTS
+from offload import GB, Aim, Bench, arguments, free, measure, num_bytes, on_host, original_accelerate, write
 from torch import Tensor, nn
 
 from hasten.bigmodel.dispatch import cpu_offload
 from hasten.bigmodel.meta import init_empty_weights
 from hasten.bigmodel.placed import detach, streamers_of
+
+AIMS = (Aim("generation token by token, times Accelerate", "generation", "times_faster", at_least=4),)
 
 
 def settings(device: torch.device, layers: int) -> Any:
@@ -107,91 +106,154 @@ def repacked(model: nn.Module, alignment: int) -> None:
         at += size
 
 
-def main() -> None:
+def timing(bench: Bench) -> None:
+    """Seconds a token beside Accelerate, and the logits of every step beside the resident model's."""
+    config = settings(bench.device, 2 if bench.tiny else 4 if bench.quick else 16)
+    source, empty = built(bench, config)
+    ours, peer = (on_host(bench, source, empty) for _ in range(2))
+    ids = torch.randint(3, 100, (1, 8), device=bench.device)
+    count = 4 if bench.tiny or bench.quick else 6
+    wanted, logits = ask(source, ids, count)
+    again, same = ask(source, ids, count)
+    resident_s = bench.turns({"resident": lambda: ask(source, ids, count)}, rounds=2)["resident"]
+    weights = num_bytes(source)
+    source = nn.Module()  # gives its weights back
+    free(bench)
+    limit = weights / bench.bandwidth
+    cpu_offload(ours, bench.device)
+    original_accelerate().cpu_offload(peer, bench.device)
+    found, steps = ask(ours, ids, count)
+    theirs, _ = ask(peer, ids, count)
+    times = bench.turns(
+        {"hasten": lambda: ask(ours, ids, count), "Accelerate": lambda: ask(peer, ids, count)}, rounds=2
+    )
+    bench.add(
+        part="generation",
+        what=f"Llama-like, {weights / GB:.1f} GB, {count} tokens",
+        hasten_s_a_token=times["hasten"] / count,
+        Accelerate_s_a_token=times["Accelerate"] / count,
+        resident_s_a_token=resident_s / count,
+        of_limit=round(times["hasten"] / count / limit, 3),
+        times_faster=round(times["Accelerate"] / times["hasten"], 2),
+        bit_equal=alike(wanted, found) and all(map(alike, logits, steps)),
+        resident_twice_equal=alike(wanted, again) and all(map(alike, logits, same)),
+        Accelerate_tokens_equal=alike(wanted, theirs),
+    )
+    peer = nn.Module()
+    free(bench)
+    detach(ours)
+    cpu_offload(ours, bench.device, resident=weights // 2)
+    found, steps = ask(ours, ids, count)
+    half = bench.turns({"hasten": lambda: ask(ours, ids, count)}, rounds=2)["hasten"]
+    bench.add(
+        part="generation, half resident",
+        what="half of the weights stay on the device",
+        hasten_s_a_token=half / count,
+        of_limit=round(half / count / limit, 3),
+        bit_equal=alike(wanted, found) and all(map(alike, logits, steps)),
+    )
+    detach(ours)
+
+
+def alike(wanted: Tensor, found: Tensor) -> bool:
+    return bool(torch.equal(wanted, found.to(wanted.device)))
+
+
+def built(bench: Bench, config: Any) -> tuple[Any, Callable[[], nn.Module]]:
+    """A model on the device, and a way to make it again without weights."""
     from transformers import LlamaForCausalLM
 
-    warnings.filterwarnings("ignore")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=12)
-    parser.add_argument("--out", type=Path)
-    chosen = parser.parse_args()
-    device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
-    config, rows, started = settings(device, chosen.layers), [], time.perf_counter()
-
-    def add(**row: Any) -> None:
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+    def empty() -> nn.Module:
+        with torch.device("cpu"), init_empty_weights():
+            return LlamaForCausalLM(config).to(torch.bfloat16)
 
     torch.manual_seed(0)
-    with torch.no_grad():
-        with device:
-            source: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-        ids = torch.randint(3, 100, (1, 8), device=device)
-        tokens, logits = ask(source, ids, chosen.tokens)
-        weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}
-        outputs, _ = watched(source, ids, chosen.tokens, weights)
+    with bench.device:
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False), empty
 
-        def compare(what: str, model: Any) -> None:
-            found, steps = ask(model, ids, chosen.tokens)
-            unequal = [
-                n for n, (a, b) in enumerate(zip(logits, steps, strict=True)) if not torch.equal(a, b.to(a.device))
-            ]
-            seen, wrong = watched(model, ids, chosen.tokens, weights)
-            bad = [
-                f"{name}: calls {[n for n, one in enumerate(flags) if bool(one)]}"
-                for name, flags in wrong.items()
-                if any(map(bool, flags))
-            ]
-            add(
-                what=what,
-                tokens_equal=bool(torch.equal(found.to(tokens.device), tokens)),
-                first_step_with_other_logits=unequal[:1],
-                first_output=first_difference(outputs, seen),
-                wrong_weights=bad[:4],
-            )
 
-        def empty() -> nn.Module:
-            with torch.device("cpu"), init_empty_weights():
-                return LlamaForCausalLM(config).to(torch.bfloat16)
+class Comparison:
+    """A resident model's tokens, logits and outputs, with which other models are compared step by step."""
 
-        compare("resident again", source)
-        for alignment in (512, 4096, 2**21):
-            other: Any = empty()
-            other.load_state_dict({n: t.clone() for n, t in weights.items()}, assign=True)
-            for name, buffer in source.named_buffers():
-                owner, _, last = name.rpartition(".")
-                other.get_submodule(owner)._buffers[last] = buffer
-            repacked(other.eval(), alignment)
-            compare(f"resident, in one buffer, {alignment} bytes aligned", other)
-            del other
-        ours: Any = on_host(None, source, empty)  # type: ignore[arg-type]
-        half = sum(p.numel() * p.element_size() for p in ours.parameters()) // 2
-        cpu_offload(ours, device)
-        compare("streamed", ours)
-        ours(ids.repeat(1, 3))
-        compare("streamed, after a longer forward", ours)
+    def __init__(self, bench: Bench, source: Any, tokens: int) -> None:
+        self.bench, self.tokens = bench, tokens
+        self.ids = torch.randint(3, 100, (1, 8), device=bench.device)
+        self.wanted, self.logits = ask(source, self.ids, tokens)
+        self.weights = {name: tensor.detach() for name, tensor in source.state_dict().items()}
+        self.outputs, _ = watched(source, self.ids, tokens, self.weights)
+
+    def add(self, what: str, model: Any) -> bool:
+        """Whether a model is equal in every step; its row says what differs first."""
+        found, steps = ask(model, self.ids, self.tokens)
+        unequal = [n for n, (a, b) in enumerate(zip(self.logits, steps, strict=True)) if not alike(a, b)]
+        seen, wrong = watched(model, self.ids, self.tokens, self.weights)
+        bad = [
+            f"{name}: calls {[n for n, one in enumerate(flags) if bool(one)]}"
+            for name, flags in wrong.items()
+            if any(map(bool, flags))
+        ]
+        equal = alike(self.wanted, found) and not unequal
+        self.bench.add(
+            part="step by step",
+            what=what,
+            bit_equal=equal,
+            first_step_with_other_logits=unequal[:1],
+            first_output=first_difference(self.outputs, seen),
+            wrong_weights=bad[:4],
+        )
+        return equal
+
+
+def step_by_step(bench: Bench) -> None:
+    """Every step and every linear layer, streamed and half resident; where they differ, what it depends on."""
+    config = settings(bench.device, 2 if bench.tiny else 5)
+    source, empty = built(bench, config)
+    compared = Comparison(bench, source, 4 if bench.tiny else 12)
+    ours: Any = on_host(bench, source, empty)
+    cpu_offload(ours, bench.device)
+    equal = compared.add("streamed", ours)
+    ours(compared.ids.repeat(1, 3))
+    equal &= compared.add("streamed, after a longer forward", ours)
+    if not equal or bench.tiny:
         (streamer,) = streamers_of(ours)
         release = streamer.release
 
         def patient(index: int) -> None:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
+            bench.sync()
             release(index)
 
         streamer.release = patient  # type: ignore[method-assign]
         for unit in streamer.units:
             unit.module.forward._release = patient
-        compare("streamed, waiting after every block", ours)
-        detach(ours)
-        cpu_offload(ours, device, resident=half)
-        compare("half resident", ours)
-        detach(ours)
-        gc.collect()
-    out = chosen.out or RESULTS / f"offload_tokens_{device.type}"
-    known = {**versions(device.type), "seconds": str(round(time.perf_counter() - started))}
-    out.with_suffix(".json").write_text(json.dumps({"versions": known, "rows": rows}, indent=1) + "\n")
+        compared.add("streamed, waiting after every block", ours)
+    detach(ours)
+    cpu_offload(ours, bench.device, resident=num_bytes(ours) // 2)
+    equal &= compared.add("half resident", ours)
+    detach(ours)
+    if equal and not bench.tiny:
+        return
+    compared.add("resident again", source)
+    for alignment in (512, 4096, 2**21):
+        other: Any = empty()
+        other.load_state_dict({name: tensor.clone() for name, tensor in compared.weights.items()}, assign=True)
+        for name, buffer in source.named_buffers():
+            owner, _, last = name.rpartition(".")
+            other.get_submodule(owner)._buffers[last] = buffer
+        repacked(other.eval(), alignment)
+        compared.add(f"resident, in one buffer, {alignment} bytes aligned", other)
+        del other
+
+
+def main() -> None:
+    chosen = arguments(__doc__).parse_args()
+    device = torch.device(chosen.device, 0) if chosen.device != "cpu" else torch.device("cpu")
+    bench, started = Bench(device, chosen.quick), time.perf_counter()
+    try:
+        failed = measure(bench, {"timing": timing, "step by step": step_by_step})
+    finally:
+        out = chosen.out or RESULTS / f"offload_tokens_{device.type}"
+        write(bench, out, time.perf_counter() - started, "Generation with offloaded weights", AIMS)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,14 @@ PLANS = (
     Plan("launch_overhead.py", ("--rounds", "3")),
     Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", str(RESULTS))),
     Plan("checkpoint.py", ("--rounds", "1"), ("--cpu",), "checkpoint_cpu.md"),
+    Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu"), "trainer_overhead_cpu.md"),
     Plan("fp8.py", page="fp8_cpu.md"),
 )
 NOT_HERE = {
     "sharding.py": "needs a GPU",
-    "trainer_overhead.py": "prints its numbers, writes no page",
+    "mesh_overhead.py": "needs a GPU",
     "mrpc_seeds.py": "needs the MRPC pairs and a model",
+    "mrpc_trainer.py": "needs the MRPC pairs and a model",
     "mrpc_pack.py": "packs files, measures nothing",
     "loading.py": "shared by the others",
     "run_all.py": "this script",
