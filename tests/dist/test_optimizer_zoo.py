@@ -130,8 +130,8 @@ def test_optimizers_train_as_in_plain_torch(ctx: ProcessContext, strategy: str) 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(600)
-@ranks(2, 3)
+@pytest.mark.timeout(900)
+@ranks(2, 3, timeout_s=600)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_every_optimizer_trains_as_in_plain_torch(ctx: ProcessContext, strategy: str) -> None:
     for case in CASES:

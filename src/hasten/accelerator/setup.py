@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +120,13 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
     if not isinstance(ctx.world, ProcessGroupComm) or config.stall == "off":
         return None
     folder = config.project.logging_dir or config.project.project_dir
-    observer = Observer(ctx.rank, ctx.trail, lambda: clock.num_updates, ctx.device.type)
+    steps = weakref.ref(clock)  # the watching thread must not keep the Accelerator alive
+
+    def step() -> int:
+        found = steps()
+        return 0 if found is None else found.num_updates
+
+    observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
     return Watchdog(
         observer,
         Bulletin(ctx.world.store, ctx.rank),

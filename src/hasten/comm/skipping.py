@@ -35,8 +35,8 @@ class SkipBegun(TorchDispatchMode):
 
     def _takes(self, args: tuple[Any, ...]) -> bool:
         """Whether this collective is one of those to leave out; it is then counted off."""
-        group = next((found for arg in args if (found := _group(arg)) is not None), None)
-        tensor = next(iter(_tensors(args)), None)
+        group = group_of(args)
+        tensor = next(iter(tensors_in(args)), None)
         if group is None or tensor is None:
             return False
         name = f"{group.group_name}/{tensor.device.type}"
@@ -46,7 +46,12 @@ class SkipBegun(TorchDispatchMode):
         return left > 0
 
 
-def _group(arg: object) -> ProcessGroup | None:
+def group_of(args: tuple[Any, ...]) -> ProcessGroup | None:
+    """The group that a collective runs in, from its arguments as torch's dispatcher sees them."""
+    return next((found for arg in args if (found := _unboxed(arg)) is not None), None)
+
+
+def _unboxed(arg: object) -> ProcessGroup | None:
     if not isinstance(arg, torch.ScriptObject):
         return None
     try:
@@ -55,17 +60,18 @@ def _group(arg: object) -> ProcessGroup | None:
         return None
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors of nested lists, in order."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in _tensors(value)]
+        return [tensor for value in values for tensor in tensors_in(value)]
     return []
 
 
 def _zeroed(outputs: Any) -> Any:
     """The tensors a collective would have written, filled with zeros."""
     with torch.no_grad():
-        for tensor in _tensors(outputs):
+        for tensor in tensors_in(outputs):
             tensor.zero_()
     return outputs

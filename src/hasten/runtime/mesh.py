@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from hasten.comm.session import Credentials
 from hasten.comm.trail import Trail
 from hasten.runtime.axes import AXES, EXPERTS, SHARD, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.shared_groups import forget, group_of, once
 
 
 class Groups:
@@ -57,7 +57,7 @@ class Groups:
 
     def _make(self, peers: tuple[int, ...]) -> Comm:
         assert self._store is not None, "a group of several ranks needs a process group and its store"
-        group = dist.new_group(list(peers), timeout=timedelta(seconds=self._timeout_s), use_local_synchronization=True)
+        group = group_of(peers, self._timeout_s)
         return ProcessGroupComm(
             group, self._store, self._world.device, self._timeout_s, self._credentials, self._trail, self._checked
         )
@@ -75,8 +75,12 @@ def device_mesh(spec: MeshSpec, device: torch.device) -> DeviceMesh:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         atexit.register(stop)
     spec = replace(spec, dp_shard=spec.size(*SHARD), cp=1)
-    return dist.init_device_mesh(
-        device.type, tuple(spec.size(axis) for axis in AXES), mesh_dim_names=tuple(str(axis) for axis in AXES)
+    return _mesh(device, tuple(spec.size(axis) for axis in AXES), tuple(str(axis) for axis in AXES))
+
+
+def _mesh(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return once(
+        ("mesh", device.type, sizes, names), lambda: dist.init_device_mesh(device.type, sizes, mesh_dim_names=names)
     )
 
 
@@ -91,18 +95,20 @@ class WorldMesh:
         """This rank's part of the mesh along `axes`. Ranks: every rank."""
         if self._whole is None:
             self._whole = device_mesh(ctx.mesh, ctx.device)
-        return self._whole[tuple(str(axis) for axis in axes)]
+        names, whole = tuple(str(axis) for axis in axes), self._whole
+        return once(("part of", tuple(whole.shape), names), lambda: whole[names])
 
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
         """The data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
         if self._experts is None:
             names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)
-            self._experts = dist.init_device_mesh(ctx.device.type, ctx.mesh.expert_sizes, mesh_dim_names=names)
+            self._experts = _mesh(ctx.device, ctx.mesh.expert_sizes, names)
         return self._experts
 
 
 def stop() -> None:
     """Destroy the process group if there still is one. Ranks: each at its own exit."""
+    forget()
     if dist.is_initialized():
         gc.collect()  # reducers and meshes hold on to the group
         dist.destroy_process_group()

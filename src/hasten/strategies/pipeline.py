@@ -174,7 +174,7 @@ class Pipeline:
 
     # -- forward only ---------------------------------------------------------------------------------------------
     def _call(self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the whole model, on every stage. Ranks: every rank of the pipeline."""
+        """The output of the whole model; None on ranks it is not gathered to. Ranks: every rank of the pipeline."""
         model, line = forward.module, forward.line
         if torch.is_grad_enabled():
             raise StepError(
@@ -198,7 +198,7 @@ class Pipeline:
             if self._comm.rank == last
             else None
         )
-        return share(result, self._comm, last)
+        return share(result, self._comm, last) if forward.gathers_output else result
 
     def _run_through(
         self, line: Line, forward: StageForward, micros: list[Any], seen: list[Seen]
