@@ -9,16 +9,15 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
 from hasten.checkpoint.export import read_model
 from hasten.checkpoint.merge import merge
 from hasten.errors import CheckpointError
-from hasten.modules.stages import stage_part
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
+from hasten.testing.resharding import Run, State, Trial, check_pairs, held, joined
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 ZBV: Final = PipelineParallelConfig(schedule="zbv_zero_bubble")
@@ -35,7 +34,6 @@ SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
 )
 FEW: Final = (("one", 1), ("pp", 2), ("pp+ddp", 4))
 ALL: Final = (*FEW, ("fsdp", 2), ("pp in a V", 2), ("pp+fsdp", 4), ("pp+tp", 4))
-State = dict[str, Tensor]
 BATCH: Final = 8
 
 
@@ -43,7 +41,7 @@ def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
     return next_token_loss(net(batch), batch)
 
 
-def run(layout: str, seed: int, tied: bool = True) -> tuple[Accelerator, nn.Module, Optimizer]:
+def run(layout: str, seed: int, tied: bool = True) -> Run:
     accelerator = Accelerator(**SETTINGS[layout])
     net: nn.Module = seeded(lambda: TinyLM(vocab=12, width=8, heads=2, depth=4, context=6, tied=tied), seed)
     groups = [{"params": [p for p in net.parameters() if p.ndim > 1]}, {"params": [p for p in net.parameters() if p.ndim < 2]}]
@@ -57,58 +55,12 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
     optimizer.zero_grad()
 
 
-def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> State:
-    """Every weight and moment this rank's stage holds, whole, by the name it has in the whole model."""
-    found: State = {}
-    part = stage_part(net)
-    for name, parameter in accelerator.unwrap_model(net).named_parameters():
-        known = name if part is None else part.whole_name(name)
-        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
-            found[f"{known}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-    return found
-
-
-def save(ctx: ProcessContext, layout: str, folder: Path) -> State:
-    accelerator, net, optimizer = run(layout, seed=1)
-    for _ in range(2):
-        step(accelerator, net, optimizer)
-    accelerator.save_state(folder)
-    return held(accelerator, net, optimizer)
-
-
-def load(ctx: ProcessContext, layout: str, folders: list[Path]) -> list[State]:
-    found = []
-    accelerator, net, optimizer = run(layout, seed=2)
-    for folder in folders:
-        accelerator.load_state(folder)
-        found.append(held(accelerator, net, optimizer))
-    step(accelerator, net, optimizer)  # and it goes on from there
-    return found
-
-
-def joined(states: list[State]) -> State:
-    """The states of all ranks in one; what several hold must be equal."""
-    whole: State = {}
-    for state in states:
-        for name, value in state.items():
-            assert torch.equal(whole.setdefault(name, value), value), name
-    return whole
-
-
+@pytest.mark.timeout(600)  # all of them: minutes
 @pytest.mark.parametrize("layouts", [FEW, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["few", "all"])
 def test_every_pair_with_a_pipeline_is_bitwise_equal(
     rank_pool: Pool, tmp_path: Path, layouts: tuple[tuple[str, int], ...]
 ) -> None:
-    folders = {layout: tmp_path / layout.replace(" ", "-") for layout, _ in layouts}
-    saved = {layout: joined(rank_pool.run(save, world, layout, folders[layout])) for layout, world in layouts}
-    for layout, world in layouts:
-        sources = [other for other, _ in layouts if "pp" in layout or "pp" in other]
-        loaded = rank_pool.run(load, world, layout, [folders[source] for source in sources])
-        for number, source in enumerate(sources):
-            state = joined([rank[number] for rank in loaded])
-            assert state.keys() == saved[source].keys()
-            for name, value in state.items():
-                assert torch.equal(value, saved[source][name]), f"{name}: saved by {source}, loaded by {layout}"
+    check_pairs(rank_pool, tmp_path, Trial(run, step), layouts, among="pp")
 
 
 def half_a_window(ctx: ProcessContext, folder: Path, resume: bool) -> State:

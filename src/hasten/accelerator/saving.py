@@ -39,13 +39,14 @@ from hasten.checkpoint.places import (
     tell_passed_over,
 )
 from hasten.checkpoint.reader import Checkpoint, open_checkpoint
+from hasten.checkpoint.reshard import owned_by_axes
 from hasten.checkpoint.retention import Retention
 from hasten.checkpoint.stages import over_stages
 from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
 from hasten.comm.base import Comm
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.errors import CheckpointError, ConfigError, MismatchError
-from hasten.runtime.axes import Axis
+from hasten.runtime.axes import AXES, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
 from hasten.version import __version__
@@ -183,13 +184,20 @@ class Saving:
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
         weights = self._run_save_hooks(group)
         fmt: Format = "safetensors" if safe_serialization else "torch"
-        tree = collect(self._parts, fmt, weights)
+        tree = owned_by_axes(collect(self._parts, fmt, weights), self._is_first)
         if self._ctx.mesh.size(Axis.PP) > 1:
             first = self._ctx.mesh.index(self._ctx.rank, *(axis for axis in Axis if axis is not Axis.PP)) == 0
             tree = over_stages(tree, self._parts.plain_models(), self._ctx.groups(Axis.PP), first)
         if self._whole:
             tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
         return with_own_state(tree, self._parts, together)
+
+    def _is_first(self, own: tuple[str, ...]) -> bool:
+        """Whether this rank is the first along all axes but `own`; stages hold different parameters."""
+        among = {Axis(name) for name in own} | {Axis.PP}
+        if Axis.DP_SHARD in among:
+            among.add(Axis.CP)  # torch's mesh takes it in
+        return self._ctx.mesh.index(self._ctx.rank, *(axis for axis in AXES if axis not in among)) == 0
 
     def _write(
         self,

@@ -27,6 +27,10 @@ class Slice:
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     owned: bool = True
+    axes: tuple[str, ...] = ()
+    """The axes of the mesh that the tensor is laid out on, where it is."""
+    first: bool = True
+    """Whether this rank is the first on that mesh to hold the piece; there may be other meshes of the same kind."""
 
 
 @dataclass(frozen=True, slots=True)

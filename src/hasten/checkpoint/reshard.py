@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.checkpoint.base import Slice
+from hasten.checkpoint.base import Slice, StateTree
 from hasten.checkpoint.formats import MappedFile, Piece
 from hasten.checkpoint.transfer import is_plain
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.dtensors import is_dtensor
 from hasten.optional import need
+from hasten.runtime.axes import AXES
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -38,12 +39,12 @@ def dtensor_slice(tensor: DTensor) -> Slice:
     assert tuple(shape) == tuple(local.shape), f"local shape {tuple(local.shape)}, but the layout says {tuple(shape)}"
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part of the tensor's mesh"
-    owned = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    owned = owned and _first_on_other_axes(mesh)
+    first = all(index == 0 for index, p in zip(coordinate, placements, strict=True) if p.is_replicate())
     if local.numel() == 0:  # an empty shard at the end of an uneven split has no place of its own
         offset = tuple(min(start, total) for start, total in zip(offset, tensor.shape, strict=True))
-        owned = False
-    return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned)
+        first = False
+    owned = first and _first_on_other_axes(mesh)
+    return Slice(local.detach(), tuple(tensor.shape), tuple(offset), owned, tuple(mesh.mesh_dim_names or ()), first)
 
 
 def _first_on_other_axes(mesh: DeviceMesh) -> bool:
@@ -57,6 +58,25 @@ def _first_on_other_axes(mesh: DeviceMesh) -> bool:
     if coordinate is None or names is None or own is None:
         return True
     return all(index == 0 for index, name in zip(coordinate, names, strict=True) if name not in (*own, "pp"))
+
+
+def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) -> StateTree:
+    """The tree with the owners of pieces that lie on meshes told by `is_first(axes)`: first along all the other axes.
+
+    torch may hand out an equal mesh of an earlier layout of this process, whose other axes are not those of today.
+    """
+    made = {}
+    for name, component in tree.components.items():
+        tensors = {
+            key: replace(value, owned=value.first and is_first(value.axes))
+            if isinstance(value, Slice)
+            and value.axes
+            and set(value.axes) <= set(AXES)  # no mesh of experts or the user's own
+            else value
+            for key, value in component.tensors.items()
+        }
+        made[name] = replace(component, tensors=tensors)
+    return StateTree(made)
 
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:

@@ -1,0 +1,87 @@
+"""Saved on one mesh, loaded on another: whether weights and optimizer come back bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hasten import Accelerator
+from hasten.modules.stages import stage_part
+from hasten.runtime.context import ProcessContext
+from hasten.testing.pool import Pool
+
+State = dict[str, Tensor]
+Run = tuple[Accelerator, nn.Module, Optimizer]
+Layouts = Sequence[tuple[str, int]]
+"""Names of layouts, and the number of ranks of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is saved and loaded."""
+
+    begin: Callable[[str, int], Run]
+    """A run on the layout of this name, whose model has weights of this seed. Ranks: every rank."""
+    step: Callable[[Accelerator, nn.Module, Optimizer], None]
+    """One update. Ranks: every rank."""
+
+
+def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> State:
+    """Every weight and moment this rank has a part of, whole, by its name in the whole model. Ranks: every rank."""
+    found: State = {}
+    part = stage_part(net)
+    for name, parameter in accelerator.unwrap_model(net).named_parameters():
+        known = name if part is None else part.whole_name(name)
+        for key, value in {"weight": parameter.detach(), **optimizer.state[parameter]}.items():
+            found[f"{known}/{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return found
+
+
+def joined(states: Iterable[State]) -> State:
+    """The states of all ranks in one; what several hold must be equal."""
+    whole: State = {}
+    for state in states:
+        for name, value in state.items():
+            assert torch.equal(whole.setdefault(name, value), value), f"{name} differs between ranks"
+    return whole
+
+
+def _save(ctx: ProcessContext, trial: Trial, layout: str, folder: Path) -> State:
+    accelerator, net, optimizer = trial.begin(layout, 1)
+    for _ in range(2):
+        trial.step(accelerator, net, optimizer)
+    accelerator.save_state(folder)
+    return held(accelerator, net, optimizer)
+
+
+def _load(ctx: ProcessContext, trial: Trial, layout: str, folders: list[Path]) -> list[State]:
+    found = []
+    accelerator, net, optimizer = trial.begin(layout, 2)
+    for folder in folders:
+        accelerator.load_state(folder)
+        found.append(held(accelerator, net, optimizer))
+    trial.step(accelerator, net, optimizer)  # and it goes on from there
+    return found
+
+
+def check_pairs(pool: Pool, folder: Path, trial: Trial, layouts: Layouts, among: str = "") -> None:
+    """Save on every layout and load on every other; pairs without `among` in a name are left out.
+
+    Raises: AssertionError that names the tensor and both layouts.
+    """
+    folders = {layout: folder / layout.replace(" ", "-") for layout, _ in layouts}
+    saved = {layout: joined(pool.run(_save, world, trial, layout, folders[layout])) for layout, world in layouts}
+    for layout, world in layouts:
+        sources = [other for other, _ in layouts if among in layout or among in other]
+        loaded = pool.run(_load, world, trial, layout, [folders[source] for source in sources])
+        for number, source in enumerate(sources):
+            state = joined(rank[number] for rank in loaded)
+            assert state.keys() == saved[source].keys(), f"saved by {source}, loaded by {layout}"
+            for name, value in state.items():
+                assert torch.equal(value, saved[source][name]), f"{name}: saved by {source}, loaded by {layout}"
