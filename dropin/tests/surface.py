@@ -87,8 +87,8 @@ def state_of(module: str, name: str) -> str:
     except (ImportError, AttributeError):
         return f"left out: {why}" if why else "missing"
     part = getattr(value, "__dict__", {}).get(_MARK)
-    if part is None and name in ("MegatronLMPlugin", "BnbQuantizationConfig"):
-        part = "engines and quantization"
+    if part is None and name == "MegatronLMPlugin":
+        part = "Megatron-LM"
     return f"not yet: {part}" if part else "works"
 
 

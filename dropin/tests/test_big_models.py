@@ -170,3 +170,20 @@ def test_a_pipeline_with_a_map_equals_one_without(tmp_path: Path) -> None:
     for text in ("a first sentence", "another, somewhat longer sentence"):
         assert torch.equal(torch.tensor(placed(text)), torch.tensor(plain(text)))
     remove_hook_from_submodules(placed.model)
+
+
+def test_the_memory_of_a_model_of_the_hub_is_estimated(warm: Any, tmp_path: Path) -> None:
+    """By its name, without its weights: the sizes of the tiny BERT that stands in for the Hub's."""
+    from transformers import BertConfig, BertModel
+
+    done = warm.run(tmp_path, [str(Path(__file__).parent / "scripts" / "estimate.py")])
+    assert not done.failed, done.err[0][-3000:]
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    build: Any = BertModel
+    whole = build(BertConfig(vocab_size=85, max_position_embeddings=64, **sizes))
+    assert f"bert-base-uncased: {sum(p.numel() for p in whole.parameters()):,} parameters" in done.out[0]

@@ -41,13 +41,13 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
 
 
 def test_not_yet_says_so() -> None:
-    from accelerate import prepare_pippy
-    from accelerate.utils import load_and_quantize_model
+    from accelerate.inference import pippy_forward
+    from accelerate.utils import install_xla
 
     with pytest.raises(NotImplementedError, match="not in this version"):
-        prepare_pippy(None)
-    with pytest.raises(NotImplementedError, match="bitsandbytes"):
-        load_and_quantize_model(None, None)
+        pippy_forward(None, 1, False)
+    with pytest.raises(NotImplementedError, match="TPUs"):
+        install_xla()
 
 
 def test_importing_the_face_is_cheap() -> None:

@@ -1,10 +1,94 @@
-"""Pipelines for inference: follow later."""
+"""Pipelines for inference, on top of hasten's: a model divided over all processes."""
 
-from accelerate import notyet
+from __future__ import annotations
 
-_PART = "pipelined inference"
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import hasten
+from accelerate import ambient, notyet
+from hasten import trees
+from hasten.bigmodel.device_map import clean_device_map, tree
+from hasten.bigmodel.solver import Device, atoms, balanced, place
+from hasten.checkpoint.export import parse_size
+from hasten.modules import forwarding
+from hasten.modules.stages import TAG
+from hasten.strategies.pipeline_pass import StageForward
+
+# Any in this file: arguments and outputs of the user's model.
+
+_PART = "torch's own pipeline stages; prepare_pippy() works without them"
 build_pipeline = notyet.function("inference.build_pipeline", _PART)
-find_pippy_batch_size = notyet.function("inference.find_pippy_batch_size", _PART)
-generate_device_map = notyet.function("inference.generate_device_map", _PART)
 pippy_forward = notyet.function("inference.pippy_forward", _PART)
-prepare_pippy = notyet.function("prepare_pippy", _PART)
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | list[str] | None = "auto",
+    no_split_module_classes: list[str] | None = None,
+    example_args: tuple[Any, ...] | None = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool | None = False,
+) -> nn.Module:
+    """The model with its blocks divided over all processes, for inference in micro-batches.
+
+    The output is on the last process, and None elsewhere unless `gather_output`. Example inputs, if given, are run once, so
+    that a model that cannot be cut says so here. The model is moved to this process's device.
+    """
+    points = None if split_points in (None, "auto") else split_points
+    context = ambient.start()
+    prepared = hasten.prepare_pipeline(
+        model,
+        split_points=[points] if isinstance(points, str) else points,
+        num_microbatches=num_chunks,
+        gather_output=bool(gather_output),
+        cpu=context.device.type == "cpu" or None,
+    )
+    stage = forwarding.find(prepared, TAG)
+    cut = stage.line.cut if isinstance(stage, StageForward) else None
+    if cut is not None:
+        _check_whole(prepared, cut.container, no_split_module_classes or ())
+    prefix = f"{cut.container}." if cut is not None and cut.container else ""
+    starts = [] if cut is None else [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
+    prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
+    if example_args or example_kwargs:
+        args, kwargs = trees.to_device((tuple(example_args or ()), dict(example_kwargs or {})), context.device)
+        prepared(*args, **kwargs)
+    return prepared
+
+
+def _check_whole(model: nn.Module, container: str, classes: Sequence[str]) -> None:
+    """Refuse a cut through a module that was to stay whole."""
+    parts = container.split(".") if container else []
+    names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    for name in names:
+        kind = type(model.get_submodule(name)).__name__
+        if kind in classes:
+            raise ValueError(
+                f"no_split_module_classes names {kind}, but {type(model).__name__} is cut between the blocks of "
+                f"{container!r}, which lie inside of {name or 'the model itself'!r}. Name the class of the blocks instead."
+            )
+
+
+def find_pippy_batch_size(args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+    """The rows of the first tensor among the arguments; None without one."""
+    return trees.batch_size((args or (), dict(kwargs or {})))
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """Which process would hold which module, when all hold about the same; processes count from 0."""
+    if num_processes == 1:
+        return dict(hasten.infer_auto_device_map(model, max_memory, no_split_module_classes))
+    parts = atoms(tree(model, no_split_module_classes))
+    whole = sum(part.num_bytes for part in parts)
+    limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]
+    devices = [Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))]
+    return clean_device_map(dict(place(parts, devices).places))

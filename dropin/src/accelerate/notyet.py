@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 BIG_MODELS = "loading and offloading big models"
 DEEPSPEED = "DeepSpeed"
 MEGATRON = "Megatron-LM"
-QUANTIZATION = "quantization with bitsandbytes"
 XLA = "training on TPUs"
 SAGEMAKER = "Amazon SageMaker"
 

@@ -19,7 +19,7 @@ from hasten.bigmodel.meta import init_empty_weights
 from hasten.bigmodel.solver import atoms
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.formats import read_tensors
-from hasten.errors import ConfigError
+from hasten.errors import CheckpointError, ConfigError
 from hasten.modules.surgery import repeated_blocks
 from hasten.optional import available, need
 from hasten.trees import tensors
@@ -27,6 +27,9 @@ from hasten.trees import tensors
 BITS: Final = (("float32", 32), ("float16", 16), ("bfloat16", 16), ("float8", 8), ("int8", 8), ("int4", 4))
 _STATES: Final = (("adam", 2), ("adamw", 2), ("sgd", 0), ("momentum", 1), ("adafactor", 0))
 """fp32 numbers per parameter that an optimizer keeps."""
+STRATEGIES: Final = ("ddp", "zero1", "zero2", "fsdp2")
+"""What processes share: nothing, the optimizer's states, gradients as well, weights as well."""
+_GATHERED = 2  # blocks that are whole at a time when weights are shared: the one that computes and the next one
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -43,14 +46,17 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes in one precision, of one process."""
+    """Bytes of one process, in one precision under one strategy."""
 
     dtype: str
+    strategy: str
     largest: int
     weights: int
     gradients: int
     optimizer: int
     activations: int | None
+    gathered: int
+    """Blocks that are whole for a while, where processes share the weights."""
     total: int
     largest_batch: int | None = None
 
@@ -58,12 +64,19 @@ class Estimate:
 def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> Shape:
     """The sizes of a folder of weights, of what `module:function` builds, or of a model on the Hub.
 
+    A folder of transformers with a config.json is built from that when `inputs` are to be traced or it has no weights.
     Raises: ConfigError when the target is none of these.
     """
-    if ":" in target and not Path(target).exists():
+    path = Path(target)
+    if ":" in target and not path.exists():
         return _of_factory(target, inputs)
-    if Path(target).exists():
-        return _of_files(Path(target))
+    if path.exists() and not ((path / "config.json").is_file() and (inputs or not _has_weights(path))):
+        if inputs:
+            raise ConfigError(
+                f"{target!r} holds weights and no config.json, so there is no forward to trace inputs through. Leave --input "
+                "out, or give module:function."
+            )
+        return _of_files(path)
     if available("transformers"):
         library = need("transformers", why="models of the Hub")
         try:
@@ -96,6 +109,13 @@ def _of_factory(target: str, inputs: Sequence[tuple[int, ...]]) -> Shape:
     if isinstance(made, tuple):  # the model, and inputs of one sample
         return of_model(made[0], target, (), made[1:])
     return of_model(made, target, inputs)
+
+
+def _has_weights(path: Path) -> bool:
+    try:
+        return bool(weight_files(path))
+    except CheckpointError:
+        return False
 
 
 def _of_files(path: Path) -> Shape:
@@ -153,28 +173,40 @@ def estimate(
     batch: int = 1,
     sharded: int = 1,
     device_bytes: int | None = None,
+    strategy: str = "fsdp2",
 ) -> Estimate:
-    """Bytes of one process in one precision; with `sharded` processes, weights, gradients and optimizer are divided.
+    """Bytes of one of `sharded` processes, which share what the strategy divides among them.
 
     Mixed precision keeps the master weights, gradients and optimizer states in fp32, and activations in `dtype`.
     """
     bits = dict(BITS).get(dtype)
     states = dict(_STATES).get(optimizer)
-    if bits is None or states is None:
+    if bits is None or states is None or strategy not in STRATEGIES:
         raise ConfigError(
-            f"dtype {dtype!r} with optimizer {optimizer!r} cannot be estimated; dtypes are {', '.join(dict(BITS))}, "
-            f"optimizers {', '.join(dict(_STATES))}."
+            f"dtype {dtype!r} with optimizer {optimizer!r} under {strategy!r} cannot be estimated; dtypes are "
+            f"{', '.join(dict(BITS))}, optimizers {', '.join(dict(_STATES))}, strategies {', '.join(STRATEGIES)}."
         )
-    weights = shape.num_parameters * bits // 8
-    own = shape.num_parameters * 4 // sharded
-    optimizer_bytes = own * states
-    activations = None if shape.activation_numbers is None else shape.activation_numbers * max(bits, 16) // 8 * batch
-    total = own * 2 + optimizer_bytes + (activations or 0)
-    fits = None
-    if device_bytes is not None and shape.activation_numbers:
-        room = device_bytes - own * 2 - optimizer_bytes
-        fits = max(room // (shape.activation_numbers * max(bits, 16) // 8), 0)
-    return Estimate(dtype, shape.largest * bits // 8, weights, own, optimizer_bytes, activations, total, fits)
+    level = STRATEGIES.index(strategy)
+    whole = shape.num_parameters * 4
+    optimizer_bytes, gradients, weights = (
+        (whole // sharded if level >= needed else whole) * times for needed, times in ((1, states), (2, 1), (3, 1))
+    )
+    largest = shape.largest * bits // 8
+    gathered = _GATHERED * largest if weights < whole else 0
+    sample = None if shape.activation_numbers is None else shape.activation_numbers * max(bits, 16) // 8
+    held = weights + gradients + optimizer_bytes + gathered
+    return Estimate(
+        dtype=dtype,
+        strategy=strategy,
+        largest=largest,
+        weights=shape.num_parameters * bits // 8,
+        gradients=gradients,
+        optimizer=optimizer_bytes,
+        activations=None if sample is None else sample * batch,
+        gathered=gathered,
+        total=held + (sample or 0) * batch,
+        largest_batch=max((device_bytes - held) // sample, 0) if device_bytes is not None and sample else None,
+    )
 
 
 def as_row(found: Estimate) -> Mapping[str, object]:

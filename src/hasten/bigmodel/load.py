@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hasten.bigmodel.device_map import (
     owner_in,
 )
 from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
+from hasten.bigmodel.loading_bar import Progress, reporting
 from hasten.bigmodel.offload_files import save_offload_index
 from hasten.bigmodel.solver import readable
 from hasten.bigmodel.units import Found, tensors_in
@@ -32,8 +33,6 @@ from hasten.checkpoint.reshard import Copy
 from hasten.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
-Progress = Callable[[int, int], None]
-"""Called with the bytes loaded so far and the bytes there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +57,15 @@ def load_checkpoint_in_model(
     strict: bool = False,
     *,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     _leave_for_streaming: bool = False,
 ) -> Loaded:
     """Fill the model from a file, a folder in the Hub layout or an index of shards.
 
     Weights go straight to the device the map gives them, converted to `dtype` on the way (except modules that are kept in
     fp32). Those on "disk" stay in the checkpoint's own safetensors files; an index of them is written to
-    `offload_folder`. Host memory never holds more than a few buffers besides.
+    `offload_folder`. Host memory never holds more than a few buffers besides. `progress=True` shows a bar with GB/s; a
+    function is called with the bytes loaded so far and the bytes there are.
     Raises: CheckpointError naming what is missing or of another shape; with `strict`, also what is unexpected.
     """
     places = {"": "cpu"} if device_map is None else device_map
@@ -96,7 +96,8 @@ def load_checkpoint_in_model(
             target = _target(plan, group, piece)
             copies.append(Copy(target.detach(), piece.data, piece.file))
     started = time.perf_counter()
-    done = _run(copies, progress)
+    with reporting(progress) as report_bytes:
+        done = _run(copies, report_bytes)
     seconds = time.perf_counter() - started
     if index and offload_folder is not None and not _leave_for_streaming:
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
@@ -230,7 +231,7 @@ def load_checkpoint_and_dispatch(
     *,
     resident: int | str = 0,
     allow_pickle: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
 ) -> nn.Module:
     """The model with the weights of a checkpoint, every part where the map says.
 

@@ -1,4 +1,4 @@
-"""Weights in four or eight bits, through torchao: quantized when a model is loaded, computed with in its own dtype."""
+"""Weights in four or eight bits, through torchao or bitsandbytes, computed with in the dtype they had."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from hasten.bigmodel.bnb_layers import BNB_KINDS, BnbKind, BnbSettings, bnb, replace_linears
 from hasten.errors import ConfigError, PrepareError
 from hasten.optional import need
 
-Kind = Literal["int8", "int4"]
+Kind = Literal["int8", "int4"] | BnbKind
 
 
 def quantize_weights(
@@ -22,21 +23,31 @@ def quantize_weights(
 ) -> nn.Module:
     """The model with the weights of its linear layers in `kind`, in place; activations keep their dtype.
 
-    Layers whose name contains one of `skip_modules` stay as they are. int4 keeps one scale per `group_size` inputs (128).
-    Raises: PrepareError for weights without numbers; MissingPackageError without torchao.
+    "int8" and "int4" are torchao's, "nf4", "fp4" and "llm_int8" bitsandbytes'. Layers whose name contains one of
+    `skip_modules` stay as they are. int4 keeps one scale per `group_size` inputs (128).
+    Raises: PrepareError for weights without numbers; MissingPackageError without the package.
     """
+    if kind in BNB_KINDS:
+        if group_size is not None:
+            raise ConfigError(
+                f"group_size={group_size} belongs to 'int8' and 'int4'; {kind!r} has its own. Leave it out."
+            )
+        bnb()  # its absence is said before weights are looked at
+        return replace_linears(model, chosen_linears(model, skip_modules), BnbSettings(kind=kind))
     quantization = need("torchao.quantization", ">=0.12", why="quantized weights")
-    names = [name for name, part in model.named_modules() if _wanted(name, part, skip_modules)]
-    empty = [name for name in names if model.get_submodule(name).weight.is_meta]
-    if empty:
-        raise PrepareError(f"{empty[0]} is on the meta device and has no weights to quantize. Load them first.")
-    chosen = set(names)
+    chosen = set(chosen_linears(model, skip_modules))
     quantization.quantize_(model, _config(quantization, kind, group_size), lambda _, name: name in chosen)
     return model
 
 
-def _wanted(name: str, part: nn.Module, skip: Collection[str]) -> bool:
-    return isinstance(part, nn.Linear) and not any(one in name for one in skip)
+def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
+    """The linear layers to quantize. Raises: PrepareError when one has no weights yet."""
+    parts = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear))
+    found = {name: part for name, part in parts if name and not any(one in name for one in skip)}
+    empty = [name for name, part in found.items() if part.weight.is_meta]
+    if empty:
+        raise PrepareError(f"{empty[0]} is on the meta device and has no weights to quantize. Load them first.")
+    return list(found)
 
 
 def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any: torchao's own classes
@@ -47,4 +58,4 @@ def _config(quantization: Any, kind: str, group_size: int | None) -> Any:  # Any
             weight_dtype=getattr(torch, kind),
             granularity=need("torchao.quantization.granularity").PerGroup(group_size or 128),
         )
-    raise ConfigError(f"weights cannot be kept in {kind!r}; choose 'int8' or 'int4'.")
+    raise ConfigError(f"weights cannot be kept in {kind!r}; choose 'int8' or 'int4', or of {', '.join(BNB_KINDS)}.")

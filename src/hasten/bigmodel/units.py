@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from hasten.bigmodel.blocks import Unit
+from hasten.bigmodel.bnb_layers import is_quantized
 from hasten.bigmodel.packs import Entry, Pack, Table
+from hasten.errors import PrepareError
 from hasten.modules.surgery import repeated_blocks
 
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -74,6 +76,12 @@ def cut(model: nn.Module, offloaded: Callable[[str], bool], buffers: bool, whole
                 visit(child, f"{name}.{child_name}" if name else child_name, mine)
 
     visit(model, "", None)
+    quantized = next((tensor.name for one in found for tensor in one.tensors if is_quantized(tensor.tensor)), None)
+    if quantized is not None:
+        raise PrepareError(
+            f"{quantized} was quantized by bitsandbytes, whose weights cannot be offloaded: their scales would stay behind. Keep "
+            "them on the device, or use quantize_weights(model, 'int8' or 'int4'), which can be offloaded."
+        )
     return [one for one in found if one.tensors]
 
 

@@ -19,11 +19,13 @@ _ABOUT = """target:
 """
 _COLUMNS = (
     ("dtype", "dtype"),
+    ("strategy", "strategy"),
     ("largest", "largest layer"),
     ("weights", "weights to run"),
     ("gradients", "gradients"),
     ("optimizer", "optimizer"),
     ("activations", "activations"),
+    ("gathered", "gathered"),
     ("total", "to train"),
     ("largest_batch", "largest batch"),
 )
@@ -37,9 +39,12 @@ def main(argv: Sequence[str]) -> int:
     inputs = [tuple(int(size) for size in text.split("x")) for text in given.input]
     shape = room.shape_of(given.target, inputs, given.trust_remote_code)
     device = None if given.device_memory is None else sizes.parse_size(given.device_memory)
+    processes = given.num_processes
+    strategies = given.strategies or (room.STRATEGIES if processes > 1 else ("ddp",))
     rows = [
-        dict(room.as_row(room.estimate(shape, dtype, given.optimizer, given.batch, given.num_processes, device)))
+        dict(room.as_row(room.estimate(shape, dtype, given.optimizer, given.batch, processes, device, strategy)))
         for dtype in given.dtypes
+        for strategy in strategies
     ]
     if given.json:
         content = {"model": shape.name, "parameters": shape.num_parameters, "estimates": rows}
@@ -51,11 +56,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _show(shape: Any, rows: Sequence[dict[str, Any]], readable: Any) -> None:  # Any: of a room loaded above
     table = Table(title=f"{shape.name}: {shape.num_parameters:,} parameters")
-    columns = [(key, title) for key, title in _COLUMNS if any(row[key] is not None for row in rows)]
-    for _, title in columns:
-        table.add_column(title, justify="right")
+    alone = {row["strategy"] for row in rows} == {"ddp"}
+    shown = [(key, title) for key, title in _COLUMNS if not (alone and key in ("strategy", "gathered"))]
+    columns = [(key, title) for key, title in shown if any(row[key] is not None for row in rows)]
+    for key, title in columns:
+        table.add_column(title, justify="right", no_wrap=key in ("dtype", "strategy"))
     for row in rows:
-        cells = [row[key] if key in ("dtype", "largest_batch") else readable(row[key]) for key, _ in columns]
+        cells = [
+            row[key] if key in ("dtype", "strategy", "largest_batch") else readable(row[key]) for key, _ in columns
+        ]
         table.add_row(*map(str, cells))
     Console().print(table)
 
@@ -72,7 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", default="adam", help="adam, sgd, momentum or adafactor")
     parser.add_argument("--input", nargs="*", default=[], metavar="1x128", help="shapes of integer inputs to trace")
     parser.add_argument("--batch", type=int, default=1, help="samples per process")
-    parser.add_argument("--num_processes", type=int, default=1, help="processes that share weights under FSDP2")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes that share the memory")
+    parser.add_argument(
+        "--strategies", nargs="+", metavar="NAME", help="ddp, zero1, zero2 or fsdp2 (all of them for several processes)"
+    )
     parser.add_argument("--device_memory", metavar="80GB", help="say the largest batch that fits")
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from hasten.comm.base import Comm
 from hasten.modules.dtensors import is_dtensor
+from hasten.runtime.shared_groups import group_of
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ class SharedWeights:
     Each copy gets the gradient of its own stage's uses; their sum is the gradient of the one weight they stand for.
     """
 
-    members: list[tuple[nn.Parameter, Any]] = field(default_factory=list)  # Any: torch's process group
+    members: list[tuple[nn.Parameter, dist.ProcessGroup]] = field(default_factory=list)
     _aside: list[Tensor | None] = field(default_factory=list)
 
     def set_aside(self) -> None:
@@ -91,10 +91,6 @@ class SharedWeights:
         self._aside = []
 
 
-def groups_of(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:  # Any: torch's process groups
+def groups_of(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """A process group for each set of global ranks. Ranks: the members of each set, in the same order."""
-    made: dict[tuple[int, ...], Any] = {}
-    for ranks in holders:
-        if ranks not in made:
-            made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made
+    return {ranks: group_of(ranks) for ranks in dict.fromkeys(holders)}

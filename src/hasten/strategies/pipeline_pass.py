@@ -192,6 +192,8 @@ class StageForward(forwarding.Forward):
     def __init__(self, line: Line, call: Callable[..., Any]) -> None:
         self.line = line
         self.call = call
+        self.gathers_output = True
+        """Whether a call gives its output to every rank, or only to the one of the last stage."""
 
     @property
     def part(self) -> StagePart:

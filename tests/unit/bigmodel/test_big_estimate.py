@@ -43,7 +43,46 @@ def test_folders_and_factories_have_the_sizes_of_their_models(tmp_path: Path) ->
     assert found.weights == count * 4
     assert found.total == count * 16
     assert estimate(files, "int4").weights == count // 2
-    assert estimate(files, "bfloat16", "sgd", sharded=4).total == count * 4 // 4 * 2
+    assert estimate(files, "bfloat16", "sgd", sharded=4).total == count * 4 // 4 * 2 + 2 * largest * 2
+
+
+def test_strategies_divide_what_processes_share() -> None:
+    """Weights, gradients and two states of Adam in fp32: a process holds its share of what the strategy divides."""
+    shape = of_model(Net(), "net", [(1, 4)])
+    whole = shape.num_parameters * 4
+    assert shape.activation_numbers is not None
+    kept = shape.activation_numbers * 4
+    divided = {"ddp": 0, "zero1": 2, "zero2": 3, "fsdp2": 4}
+    for processes in (1, 4):
+        for strategy, number in divided.items():
+            found = estimate(shape, "float32", sharded=processes, strategy=strategy, device_bytes=10**7)
+            whole_blocks = 2 * shape.largest * 4 if strategy == "fsdp2" and processes > 1 else 0
+            held = whole * (4 - number) + whole // processes * number + whole_blocks
+            assert found.total == held + kept, (strategy, processes)
+            assert found.largest_batch == (10**7 - held) // kept
+    with pytest.raises(ConfigError, match="strategies ddp, zero1"):
+        estimate(shape, "float32", strategy="zero9")
+
+
+def test_folders_of_transformers_are_traced_and_need_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=32, max_position_embeddings=32, architectures=["BertModel"], **sizes)
+    config.save_pretrained(tmp_path / "config-only")
+    model = transformers.BertModel(config)
+    found = shape_of(str(tmp_path / "config-only"), [(1, 8)])
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    assert found.activation_numbers
+    words = ["estimate-memory", str(tmp_path / "config-only"), "--num_processes", "4", "--dtypes", "bfloat16", "--json"]
+    assert main(words) == 0
+    rows = json.loads(capsys.readouterr().out)["estimates"]
+    assert [row["strategy"] for row in rows] == ["ddp", "zero1", "zero2", "fsdp2"]
+    assert sorted((row["total"] for row in rows), reverse=True) == [row["total"] for row in rows]
+    save_model(Net().state_dict(), tmp_path / "weights")
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        shape_of(str(tmp_path / "weights"), [(1, 8)])
 
 
 def test_activations_are_those_autograd_keeps() -> None:

@@ -209,23 +209,30 @@ def test_a_model_runs_from_plain_files(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_writing_leaves_nothing_half_written(tmp_path: Path) -> None:
-    """Killed at some moment of offloading to a folder: what has its final name is whole and loads."""
+    """Killed at some moment of offloading or loading to a folder: what has its final name is whole and loads."""
+    pickled = tmp_path.with_name("pickled.bin")
+    torch.save(nn.Sequential(*(nn.Linear(700, 700) for _ in range(16))).state_dict(), pickled)
     code = textwrap.dedent(
         f"""
         import torch
         from torch import nn
         from hasten.bigmodel.dispatch import disk_offload
+        from hasten.bigmodel.load import load_checkpoint_and_dispatch
         model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(16)))
         print("go", flush=True)
-        for number in range(200):
+        for number in range(0, 200, 2):
             disk_offload(model, {str(tmp_path)!r} + f"/{{number}}", "cpu")
+            again = nn.Sequential(*(nn.Linear(700, 700, device="meta") for _ in range(16)))
+            folder = {str(tmp_path)!r} + f"/{{number + 1}}"
+            load_checkpoint_and_dispatch(again, {str(pickled)!r}, {{"": "disk"}}, offload_folder=folder)
         """
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"go\n"
-        while len(list(tmp_path.iterdir())) < 2:
+        while len(list(tmp_path.iterdir())) < 3:
             time.sleep(0.01)
+            assert process.poll() is None, "it ended by itself"
         process.send_signal(signal.SIGKILL)
     files = list(tmp_path.rglob("*.safetensors"))
     whole = [path for path in files if not path.name.startswith(".")]
@@ -234,3 +241,15 @@ def test_a_kill_while_writing_leaves_nothing_half_written(tmp_path: Path) -> Non
         model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(16)))
         assert load_checkpoint_in_model(model, path, strict=True).num_bytes > 0
     assert all(read_offload_index(folder) == {} for folder in tmp_path.iterdir())
+
+
+def test_a_bar_says_how_much_is_loaded_and_how_fast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = saved(tmp_path)
+    model = Net().eval()
+    loaded = load_checkpoint_in_model(model, tmp_path, strict=True, progress=True)
+    assert torch.equal(model(IDS), reference(IDS))
+    shown = capsys.readouterr().err
+    assert f"{loaded.num_bytes / 1000:.1f}/{loaded.num_bytes / 1000:.1f} kB" in shown
+    assert "GB/s" in shown
+    load_checkpoint_in_model(model, tmp_path, progress=False)
+    assert capsys.readouterr().err == ""

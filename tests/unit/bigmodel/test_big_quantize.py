@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch import nn
 
 from hasten import cpu_offload, quantize_weights, remove_hook_from_submodules
-from hasten.errors import ConfigError, PrepareError
+from hasten.errors import ConfigError, MissingPackageError, PrepareError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -35,7 +37,30 @@ def test_quantized_outputs_are_near_and_equal_when_streamed(kind: str, tolerance
 def test_what_cannot_be_quantized_is_said() -> None:
     with pytest.raises(ConfigError, match="'int8' or 'int4'"):
         quantize_weights(build(), "int3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="group_size=32 belongs to"):
+        quantize_weights(build(), "nf4", group_size=32)
     with torch.device("meta"):
         empty = nn.Linear(4, 4)
     with pytest.raises(PrepareError, match="Load them first"):
         quantize_weights(nn.Sequential(empty), "int8")
+
+
+@pytest.mark.parametrize(("kind", "tolerance"), [("nf4", 0.15), ("fp4", 0.2), ("llm_int8", 0.03)])
+def test_weights_of_bitsandbytes_are_small_and_near(kind: str, tolerance: float) -> None:
+    pytest.importorskip("bitsandbytes")
+    model, x = build(), torch.randn(4, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        wanted = model(x)
+        quantize_weights(model, kind, skip_modules=("2.0",))  # type: ignore[arg-type]
+        assert (model(x) - wanted).abs().mean() < tolerance
+    sizes = [p.numel() * p.element_size() for p in model.parameters() if p.ndim == 2]
+    assert sizes == [128 * 64 if kind != "llm_int8" else 128 * 128] * 2 + [128 * 128 * 2]
+    with pytest.raises(PrepareError, match="quantized by bitsandbytes"):
+        cpu_offload(model, "cpu")
+
+
+def test_without_bitsandbytes_its_kinds_say_what_to_install() -> None:
+    if importlib.util.find_spec("bitsandbytes"):
+        pytest.skip("bitsandbytes is installed")
+    with pytest.raises(MissingPackageError, match="pip install 'bitsandbytes"):
+        quantize_weights(build(), "nf4")

@@ -122,20 +122,42 @@ def test_the_page_is_one_file_without_a_network(tmp_path: Path, capsys: pytest.C
     assert "What differs" in text
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium on this machine")
-def test_a_browser_draws_every_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = page_of(tmp_path, capsys)
+def drawn_by_chromium(page: Path, folder: Path) -> str:
+    """The page's elements after its scripts have run."""
     command = [
         "chromium",
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--user-data-dir={folder / 'profile'}",
         "--dump-dom",
-        out.as_uri(),
+        page.as_uri(),
     ]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
-    assert re.search(r'data-ready-ms="\d+"', shown)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+
+
+def ready_ms(shown: str) -> int:
+    """How long after its opening the page had drawn every chart, as it says itself."""
+    found = re.search(r'data-ready-ms="(\d+)"', shown)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium on this machine")
+def test_a_run_of_a_million_points_opens_in_three_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """500,000 steps on each of two ranks, with two metrics each."""
+    run = write_run(tmp_path / "run", 0.1, steps=500_000)
+    out = tmp_path / "report.html"
+    assert main(["report", str(run), "-o", str(out)]) == 0
+    capsys.readouterr()
+    assert ready_ms(drawn_by_chromium(out, tmp_path)) < 3000
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium on this machine")
+def test_a_browser_draws_every_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = drawn_by_chromium(page_of(tmp_path, capsys), tmp_path)
+    assert ready_ms(shown) > 0
     num_charts = len(report_data.charts([read_run(tmp_path / name / "run") for name in "ab"]))
     assert shown.count('class="main-svg"') >= num_charts
 

@@ -1,16 +1,95 @@
-"""Quantization: follows later."""
+"""Loading models with the layers of bitsandbytes, on top of hasten's quantization."""
 
-from accelerate import notyet
+from __future__ import annotations
 
-get_keys_to_not_convert = notyet.function("utils.get_keys_to_not_convert", notyet.QUANTIZATION)
-get_parameter_device = notyet.function("utils.get_parameter_device", notyet.QUANTIZATION)
-get_quantized_model_device_map = notyet.function("utils.get_quantized_model_device_map", notyet.QUANTIZATION)
-load_and_quantize_model = notyet.function("utils.load_and_quantize_model", notyet.QUANTIZATION)
-quantize_and_offload_8bit = notyet.function("utils.quantize_and_offload_8bit", notyet.QUANTIZATION)
-replace_with_bnb_layers = notyet.function("utils.replace_with_bnb_layers", notyet.QUANTIZATION)
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hasten
+from accelerate import ambient, notyet
+from accelerate.utils.bnb_config import BnbQuantizationConfig
+from hasten.bigmodel.bnb_layers import BnbSettings, bnb, replace_linears
+from hasten.bigmodel.quantize import chosen_linears
+
+# Any in this file: devices and sizes as a user wrote them.
+
+_INNER = "the inner steps of load_and_quantize_model(), which works without them"
+get_parameter_device = notyet.function("utils.get_parameter_device", _INNER)
+get_quantized_model_device_map = notyet.function("utils.get_quantized_model_device_map", _INNER)
+quantize_and_offload_8bit = notyet.function("utils.quantize_and_offload_8bit", _INNER)
+replace_with_bnb_layers = notyet.function("utils.replace_with_bnb_layers", _INNER)
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Any = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """The model with its linear layers in four or eight bits on one device, filled from `weights_location` if it is empty.
+
+    Weights are read in their full size to host memory and quantized layer by layer. The settings that divide a model
+    over devices (`no_split_module_classes`, `max_memory`) and `offload_state_dict` have nothing to do on one device.
+    """
+    bnb()
+    config, device = bnb_quantization_config, _one_device(device_map)
+    kept = config.keep_in_fp32_modules or []
+    skip = [*(config.skip_modules or get_keys_to_not_convert(model)), *kept]
+    if any(parameter.is_meta for parameter in model.parameters()):
+        if weights_location is None:
+            raise ValueError(
+                "the model is on the meta device and has no weights; say in weights_location where they are, or load them first"
+            )
+        hasten.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
+    for name, parameter in model.named_parameters():
+        wanted = torch.float32 if any(one in name for one in kept) else config.torch_dtype
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(wanted)
+    settings = BnbSettings(
+        kind="llm_int8" if config.load_in_8bit else "fp4" if config.bnb_4bit_quant_type == "fp4" else "nf4",
+        compute_dtype=config.bnb_4bit_compute_dtype,
+        double_quantization=config.bnb_4bit_use_double_quant,
+        outlier_threshold=config.llm_int8_threshold,
+    )
+    for name in chosen_linears(model, skip):
+        model.get_submodule(name).to(device)
+        replace_linears(model, [name], settings)
+    return model.to(device)
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """The device all weights go to. Raises: ValueError when parts are to be elsewhere."""
+    here = ambient.device()
+    if device_map is None or (isinstance(device_map, str) and device_map in ("auto", "balanced", "sequential")):
+        return here
+    places = dict.fromkeys(device_map.values()) if isinstance(device_map, dict) else {device_map: None}
+    if len(places) > 1 or "disk" in places:
+        raise ValueError(
+            f"device_map places quantized weights on {', '.join(map(str, places))}; hasten's stand-in keeps weights of "
+            "bitsandbytes on one device, because they cannot be offloaded. Give one device, or leave device_map out."
+        )
+    place = next(iter(places))
+    return torch.device(here.type, place) if isinstance(place, int) else torch.device(place)
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Modules to keep in their precision: those with tied weights, and the last one, which is the head where there is one."""
+    tied = [name.rpartition(".")[0] for names in hasten.find_tied_parameters(model) for name in names]
+    prefix = getattr(model, "base_model_prefix", None)
+    headless = prefix is not None and not hasattr(model, prefix)
+    children = [name for name, _ in model.named_children()]
+    return [] if headless and not tied else list(dict.fromkeys([*tied, *children[-1:]]))
 
 
 def has_4bit_bnb_layers(model: object) -> bool:
-    """Whether bitsandbytes has quantized a part of the model."""
+    """Whether bitsandbytes has quantized a part of the model to four bits."""
     modules = model.modules() if hasattr(model, "modules") else ()
     return any(type(part).__name__ == "Linear4bit" for part in modules)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from accelerate.homes import settle_in
+from accelerate.utils.bnb_config import BnbQuantizationConfig
 from accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
 from accelerate.utils.engine_plugins import (
-    BnbQuantizationConfig,
     MegatronLMPlugin,
     add_model_config_to_megatron_parser,
     parse_bert_config,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, make_dataclass
 from dataclasses import field as dataclass_field
+from dataclasses import make_dataclass
 from typing import Any
 
 import hasten
@@ -25,24 +25,6 @@ def _refuse_megatron(self: Any) -> None:
 
 MegatronLMPlugin = make_dataclass("MegatronLMPlugin", _MEGATRON, namespace={"__post_init__": _refuse_megatron})
 MegatronLMPlugin.__module__ = __name__
-
-
-@dataclass
-class BnbQuantizationConfig:
-    """Options of bitsandbytes."""
-
-    load_in_8bit: bool = False
-    llm_int8_threshold: float = 6.0
-    load_in_4bit: bool = False
-    bnb_4bit_quant_type: str = "fp4"
-    bnb_4bit_use_double_quant: bool = False
-    bnb_4bit_compute_dtype: str = "fp16"
-    torch_dtype: Any = None
-    skip_modules: list[str] | None = None
-    keep_in_fp32_modules: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        notyet.refuse("utils.BnbQuantizationConfig", notyet.QUANTIZATION)
 
 
 add_model_config_to_megatron_parser = notyet.function("utils.add_model_config_to_megatron_parser", notyet.MEGATRON)
