@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hasten import Accelerator, ParallelismConfig
+from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, TorchContextParallelConfig
+from hasten.config.parallel import TorchTensorParallelConfig
 from hasten.runtime import bytes_plan
-from hasten.runtime.bytes_plan import Held, Traffic, Weights, all_reduced, exchanged, held_bytes
+from hasten.runtime.axes import MeshSpec
+from hasten.runtime.bytes_plan import Held, Traffic, Weights, held_bytes
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import banner
+from hasten.strategies.account import account
 from hasten.testing.pool import ranks
 from hasten.testing.toys import MixtureBlock, TinyLM, TinyMixture, next_token_loss, seeded
 
@@ -36,7 +39,7 @@ def wide() -> nn.Module:
 
 def mixture() -> nn.Module:
     """64 experts, next to which router and norm count little."""
-    return nn.Sequential(MixtureBlock(number=64, width=256, k=2))
+    return nn.Sequential(MixtureBlock(number=64, width=128, k=2))
 
 
 @contextmanager
@@ -104,54 +107,16 @@ def test_each_rank_holds_what_the_plan_says(ctx: ProcessContext, layout: str) ->
             assert got == pytest.approx(expected, rel=0.05), f"{world} ranks, {kind}: {got} instead of {expected}"
 
 
-class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Counts the bytes this rank sends, by kind of collective."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self.sent: dict[str, float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, name = func.name().split("::")
-        if space == "c10d":
-            found = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-            number = next(n for n in (_group_size(arg) for arg in found) if n is not None)
-            self._count(name.partition(".")[0], args, number)
-        assert space != "_c10d_functional", f"{name} is not counted here"
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: Any, number: int) -> None:
-        match name:
-            case "allreduce_":
-                self._add("all-reduce", all_reduced(sum(map(size, args[0])), number))
-            case "_allgather_base_":
-                self._add("shards", exchanged(size(args[0]), number))
-            case "_reduce_scatter_base_":
-                self._add("shards", exchanged(size(args[1]), number))
-            case "allgather_":
-                self._add("gathered", exchanged(sum(map(size, args[0][0])), number))
-            case "alltoall_base_":
-                self._add("all-to-all", exchanged(size(args[1]), number))
-            case "send":
-                self._add("send", sum(map(size, args[0])))
-            case "recv_" | "barrier":
-                pass
-            case other:
-                raise AssertionError(f"{other} is not counted here")
-
-    def _add(self, kind: str, num_bytes: float) -> None:
-        if num_bytes:
-            self.sent[kind] = self.sent.get(kind, 0) + num_bytes
+Kinds = dict[tuple[str, str], float]
+"""Bytes by axis and operator."""
+Run = Callable[[Accelerator, nn.Module, Tensor], Tensor | None]
 
 
-def _group_size(value: torch.ScriptObject) -> int | None:
-    try:
-        return dist.ProcessGroup.unbox(value).size()
-    except RuntimeError:  # another object of torch's, such as the kind of a reduction
-        return None
+def plain_pass(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
+    accelerator.backward(next_token_loss(net(batch), batch))
 
 
-def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor) -> dict[str, float]:
+def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor, run: Run = plain_pass) -> Kinds:
     """The bytes that a later step of accumulation 2 sends, on the mean of all ranks: results of experts are sent unevenly."""
     accelerator = Accelerator(gradient_accumulation_steps=2, **settings)
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=True))
@@ -159,18 +124,26 @@ def counted(net: nn.Module, settings: dict[str, Any], batch: Tensor) -> dict[str
     def step() -> None:
         for _ in range(2):
             with accelerator.accumulate(net):
-                accelerator.backward(next_token_loss(net(batch), batch))
+                run(accelerator, net, batch)
                 optimizer.step()
                 optimizer.zero_grad()
 
     step()
     step()  # DDP has decided its buckets now
-    counter = Counted()
-    with counter:
+    with accelerator.traffic() as counter:
         step()
-    everyone: list[dict[str, float]] = accelerator.comm.all_gather_object(counter.sent)
+    assert not counter.unknown, f"not counted: {counter.unknown}"
+    everyone: list[Kinds] = accelerator.comm.all_gather_object(counter.by_kind)
     accelerator.end_training()
-    return {kind: sum(sent.get(kind, 0) for sent in everyone) / len(everyone) for kind in counter.sent}
+    kinds = {kind for sent in everyone for kind in sent}
+    return {kind: sum(sent.get(kind, 0) for sent in everyone) / len(everyone) for kind in kinds}
+
+
+def by_axis(kinds: Kinds) -> Traffic:
+    total: Traffic = {}
+    for (axis, _), num_bytes in kinds.items():
+        total[axis] = total.get(axis, 0) + num_bytes
+    return total
 
 
 def sized(net: nn.Module) -> tuple[int, int]:
@@ -179,44 +152,150 @@ def sized(net: nn.Module) -> tuple[int, int]:
     return sum(p.numel() for p in net.parameters()) - experts, experts
 
 
+def tokens(length: int = 6) -> Tensor:
+    return torch.arange(4 * length).view(4, length) % 16
+
+
+def text(**options: Any) -> TinyLM:  # Any: whole numbers and flags
+    return seeded(lambda: TinyLM(**{"vocab": 16, "width": 8, "heads": 2, "depth": 2, "context": 6, **options}))
+
+
+def mesh_of(settings: dict[str, Any]) -> MeshSpec:
+    return Accelerator(**settings).ctx.mesh
+
+
 @ranks(2)
 def test_real_steps_send_what_the_formulas_say(ctx: ProcessContext) -> None:
     """Two micro-steps on two ranks: all sizes divide evenly, so that the numbers are equal, not only near."""
-    batch = torch.arange(24).view(4, 6) % 16
-    text = seeded(lambda: TinyLM(vocab=16, width=8, heads=2, depth=2, context=6))
-    moe = seeded(lambda: TinyMixture(vocab=16, width=8))
 
-    def mesh_of(settings: dict[str, Any]) -> Any:
-        return Accelerator(**settings).ctx.mesh
-
-    def check(net: nn.Module, settings: dict[str, Any], expected: Callable[[Any], dict[str, float]]) -> None:
-        plan = expected(mesh_of(settings))
-        assert counted(net, settings, batch) == pytest.approx(plan), str(settings)
-
-    def data(net: nn.Module, mesh: Any) -> Traffic:
+    def data(net: nn.Module, mesh: MeshSpec) -> Traffic:
         whole, experts = sized(net)
         return bytes_plan.data_traffic(mesh, Weights(whole=whole, experts=experts), micro_steps=2)
 
-    def moved(mesh: Any) -> float:
-        one = bytes_plan.expert_traffic(mesh, tokens=batch.numel(), k=2, width=8, num_experts=4)
-        return 2 * 2 * one["ep"]  # two modules, two micro-steps
+    def moved(mesh: MeshSpec) -> Traffic:
+        one = bytes_plan.expert_traffic(mesh, tokens=tokens().numel(), k=2, width=8, num_experts=4)
+        return {"ep": 2 * 2 * one["ep"]}  # two modules, two micro-steps
 
-    check(text, {"strategy": "ddp"}, lambda mesh: {"all-reduce": data(text, mesh)["dp_replicate"]})
-    text = seeded(lambda: TinyLM(vocab=16, width=8, heads=2, depth=2, context=6))
-    check(text, {"strategy": "fsdp"}, lambda mesh: {"shards": data(text, mesh)["dp_shard"]})
-    sharded = {"parallelism_config": ParallelismConfig(ep_size=2, dp_shard_size=2)}
-    check(moe, sharded, lambda mesh: {"shards": data(moe, mesh)["dp_shard"], "all-to-all": moved(mesh)})
-    moe = seeded(lambda: TinyMixture(vocab=16, width=8))
-    copied = {"parallelism_config": ParallelismConfig(ep_size=2)}
-    check(moe, copied, lambda mesh: {"all-reduce": data(moe, mesh)["dp_replicate"], "all-to-all": moved(mesh)})
+    for settings in ({"strategy": "ddp"}, {"strategy": "fsdp"}):
+        expected = data(text(), mesh_of(settings))
+        assert expected, "both send something"
+        assert by_axis(counted(text(), settings, tokens())) == pytest.approx(expected), str(settings)
+    layouts: tuple[Sizes, ...] = ({"dp_shard_size": 2}, {})
+    for sizes in layouts:
+        moe = seeded(lambda: TinyMixture(vocab=16, width=8))
+        divided: dict[str, Any] = {"parallelism_config": ParallelismConfig(ep_size=2, **sizes)}
+        expected = data(moe, mesh_of(divided)) | moved(mesh_of(divided))
+        assert by_axis(counted(moe, divided, tokens())) == pytest.approx(expected), str(sizes)
 
 
 @ranks(2)
-def test_split_layers_send_what_the_formula_says(ctx: ProcessContext) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_split_layers_send_what_the_formula_says(ctx: ProcessContext, sequence_parallel: bool) -> None:
+    """A sum, or its parts that are gathered before the next layer, are the same bytes; layers share what is gathered."""
     plan = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    settings: dict[str, Any] = {"parallelism_config": ParallelismConfig(tp_size=2, tp_plan=plan)}
-    batch = torch.arange(24).view(4, 6) % 16
-    net = seeded(lambda: TinyLM(vocab=16, width=8, heads=2, depth=2, context=6))
-    mesh = Accelerator(**settings).ctx.mesh
-    once = bytes_plan.tensor_traffic(mesh, tokens=24, width=8, colwise=2 * 4, rowwise=2 * 2)
-    assert counted(net, settings, batch) == pytest.approx({"all-reduce": 2 * once["tp"]})
+    handler = TorchTensorParallelConfig(sequence_parallel=sequence_parallel)
+    config = ParallelismConfig(tp_size=2, tp_plan=plan, tp_handler=handler)
+    settings: dict[str, Any] = {"parallelism_config": config}
+    got = counted(text(), settings, tokens())
+    num_sums = 2 * (3 + 1 + 1 + 1)  # in each of two blocks: q, k, v, o, up, down
+    if sequence_parallel:  # q, k and v share what is gathered
+        num_sums -= 2 * 2
+        apart = [
+            p.numel()
+            for n, p in text().named_parameters()
+            if "blocks" in n and ("norm" in n or n.endswith(("o.bias", "down.bias")))
+        ]
+        ends = bytes_plan.exchanged(
+            2 * 2 * 24 * 8 * 4, 2
+        )  # split at the start and gathered at the end, in two micro-steps
+        extra = bytes_plan.all_reduced(2 * sum(apart) * 4, 2) + ends
+    else:
+        extra = 0
+    once = bytes_plan.tensor_traffic(mesh_of(settings), tokens=24, summed=8 * num_sums)
+    assert by_axis(got) == pytest.approx({"tp": 2 * once["tp"] + extra}), str(got)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["allgather", "ring", "ulysses"])
+def test_attention_over_parts_of_sequences_sends_what_the_formula_says(ctx: ProcessContext, way: Any) -> None:
+    def run(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
+        given = [batch.clone(), torch.arange(8).expand(4, -1).clone()]
+        with accelerator.context_parallel(given, [1, 1], labels=None):
+            accelerator.backward(net(*given).square().mean())
+
+    config = ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(cp_comm_strategy=way))
+    settings: dict[str, Any] = {"parallelism_config": config}
+    net = text(context=8)
+    mesh, (whole, _) = mesh_of(settings), sized(net)
+    got = by_axis(counted(net, settings, tokens(8), run))
+    once = bytes_plan.context_traffic(mesh, way=way, causal=True, tokens=4 * 8 // 2, keys=8, queries=8)
+    grads = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2, sharded=False)
+    assert got == pytest.approx({"cp": 2 * 2 * once["cp"] + grads["cp"]})  # two attentions, two micro-steps
+    sharded = by_axis(counted(text(context=8), {**settings, "strategy": "fsdp"}, tokens(8), run))
+    shards = bytes_plan.data_traffic(mesh, Weights(whole=whole), micro_steps=2)
+    assert sharded == pytest.approx({"cp": 2 * 2 * once["cp"], **shards})
+
+
+@ranks(2)
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_stages_send_what_the_formula_says(ctx: ProcessContext, schedule: Any, stages: int) -> None:
+    def run(accelerator: Accelerator, net: nn.Module, batch: Tensor) -> None:
+        accelerator.forward_backward(net, batch, lambda net, batch: next_token_loss(net(batch), batch))
+
+    handler = PipelineParallelConfig(schedule=schedule)
+    settings: dict[str, Any] = {"parallelism_config": ParallelismConfig(pp_size=2, pp_handler=handler)}
+    got = counted(text(depth=4), settings, tokens(), run)
+    mesh = mesh_of(settings)
+    each = [
+        bytes_plan.stage_traffic(mesh, stage=rank, tokens=24, width=8, stages_per_rank=stages)["pp"] for rank in (0, 1)
+    ]
+    assert got["pp", "send"] == pytest.approx(2 * sum(each) / 2)  # two micro-steps, the mean of two ranks
+    assert by_axis(got)["pp"] == pytest.approx(got["pp", "send"], rel=0.02), "beside them, losses only"
+
+
+@ranks(2)
+def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessContext) -> None:
+    """The numbers it gives are those of the tensors, and the plan agrees with them."""
+    plan = {"blocks.*.[qkv]": "colwise", "blocks.*.o": "rowwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_plan=plan))
+    net = accelerator.prepare(text())
+    shown = banner(accelerator._preparer._facts())
+    if ctx.rank == 0:
+        table = [line.split()[-3:] for line in shown.splitlines()]
+        assert all([str(rank), "0", str(rank)] in table for rank in range(2)), "rank, machine, tp"
+        assert "blocks.*.q: 2 x Linear, Colwise, over tp 2" in shown
+        assert "blocks.*.down: 2 x Linear, Rowwise, over tp 2" in shown
+        assert "embed: 1 x Embedding, whole on every rank" in shown
+    held = sum(map(size, net.parameters()))
+    whole = sum(p.numel() * 4 for p in text().parameters())
+    assert f"{bytes_plan.size(held)} of {bytes_plan.size(whole)} of parameters on this rank" in shown
+    made = account(net, accelerator.ctx.mesh, accelerator.config.fsdp, "no", micro_steps=1)
+    assert made.parameters == held
+    assert made.planned.parameters == pytest.approx(held, rel=0.05)
+    sharded = Accelerator(strategy="fsdp", gradient_accumulation_steps=2)
+    net = sharded.prepare(text())
+    made = account(net, sharded.ctx.mesh, sharded.config.fsdp, "no", micro_steps=2)
+    assert "blocks.*.q: 2 x Linear, over dp_shard 2" in made.modules
+    assert made.sent == pytest.approx(by_axis(counted(text(), {"strategy": "fsdp"}, tokens())))
+
+
+@ranks(1)
+@pytest.mark.slow
+def test_steps_of_large_meshes_send_what_the_formulas_say_by_axis(ctx: ProcessContext) -> None:
+    """Shards around split layers, on simulated meshes."""
+    for world in (8, 64, 1024):
+        with simulated(world):
+            plan = {"0.*.0": "colwise", "0.*.1": "rowwise"}
+            config = ParallelismConfig(tp_size=4, dp_shard_size=world // 4, tp_plan=plan)
+            accelerator = Accelerator(parallelism_config=config)
+            net = wide()
+            total = sum(p.numel() for p in net.parameters())
+            net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), foreach=False))
+            with accelerator.traffic() as counter:
+                accelerator.backward(net(torch.randn(4, WIDE, requires_grad=True)).sum())
+                optimizer.step()
+            mesh, got = accelerator.ctx.mesh, counter.by_axis
+            del accelerator, net, optimizer
+        expected = bytes_plan.data_traffic(mesh, Weights(whole=0, split=total))
+        expected |= bytes_plan.tensor_traffic(mesh, tokens=4, summed=2 * 2 * WIDE)
+        assert got == pytest.approx(expected, rel=0.05), f"{world} ranks: {got} instead of {expected}"

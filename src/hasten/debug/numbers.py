@@ -1,6 +1,6 @@
 """The numbers watch: losses and gradients that are nan, inf or far too large, found before or shortly after they do harm.
 
-With "report" each rank looks at its own losses one update later, so that the device is never waited for. With "stop" and "skip" all
+With "report" each rank looks at its own losses some updates later, so that the device is never waited for. With "stop" and "skip" all
 ranks look at losses and gradients before each update and decide alike.
 """
 
@@ -13,17 +13,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from hasten.data.loader import Loader, Place
 from hasten.debug.first_module import LastCalls, first_bad_module
+from hasten.debug.late_losses import LateLosses, Update, read
 from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.dtensors import is_dtensor
 from hasten.modules.names import named_parameters
 from hasten.modules.stages import stage_part
 from hasten.optim.clock import StepClock
+from hasten.optim.cursors import LoaderCursor
 from hasten.optim.window import Holder
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.nodelist import ranks_in_words
@@ -34,7 +37,6 @@ _ENOUGH: Final = 16
 _SHOWN: Final = 16
 _FINE, _GRADIENT, _LOSS = 0, 1, 2
 """How bad a rank's numbers are. A bad loss makes the averaged gradients of all ranks bad, so it comes first."""
-_MOST: Final = 4096
 _WHY: Final = (
     "the update would make weights nan on every rank, and no later step brings them back. Look at those samples; else lower the "
     "learning rate, clip gradients (clip_grad_norm_), or guard the division, logarithm or square root in that module."
@@ -61,15 +63,8 @@ class NumbersSettings:
     """A forward needs every rank: parameters are divided."""
 
 
-@dataclass(slots=True)
-class _Seen:
-    """The losses of one update on this rank, and the batches they came from."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    batches: list[list[tuple[Loader, Place]]] = field(default_factory=list)
-    step: int = 0
-    values: Tensor | None = None
-    ready: torch.Event | None = None
+Batches = list[tuple[Loader, Place]]
+"""The batches that a loss came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +94,9 @@ class NumbersWatch:
         self._clock = clock
         self._settings = settings
         self._calls = LastCalls()
-        self._now = _Seen()
-        self._late: _Seen | None = None
+        self._losses: LateLosses[Batches] = LateLosses()
+        self._cursor: LoaderCursor | None = None
+        self._loader: Callable[[], Loader | None] = lambda: None
         self._recent: deque[float] = deque(maxlen=_RECENT)
         self._told = False
 
@@ -111,61 +107,50 @@ class NumbersWatch:
 
     def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """A loss is about to be backpropagated. One that weighs nothing may be a mean over nothing, and is not looked at."""
-        if len(self._now.losses) >= _MOST:  # a script whose optimizer was not prepared makes no updates here
-            self._now = _Seen()
-        if isinstance(weight, Tensor):
-            loss = torch.where(weight.to(loss.device) != 0, loss, torch.zeros_like(loss))
-        elif weight == 0:
-            loss = torch.zeros_like(loss)
-        self._now.losses.append(loss.detach())
-        active = self._clock.cursors.active()
-        self._now.batches.append(
-            [
-                (one, one.place())
-                for one in self._prepared.loaders
-                if isinstance(one, Loader) and any(one.cursor is cursor for cursor in active)
-            ]
-        )
+        if not self._told:
+            self._losses.add(loss, weight, self._batches())
+
+    def _batches(self) -> Batches:
+        """The batches in the user's hands."""
+        watched = self._clock.cursors.watched
+        if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
+            return [(loader, loader.place())]  # the hot path: the loop goes on over the same loader
+        found: Batches = []
+        for cursor in self._clock.cursors.active():
+            for one in self._prepared.loaders:
+                if isinstance(one, Loader) and one.cursor is cursor:
+                    found.append((one, one.place()))
+                    self._cursor, self._loader = cursor, ref(one)
+        return found
 
     def before_update(self, optimizer: Holder) -> bool:
         """Whether the update must be skipped. Ranks: every rank.
 
         Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop.
         """
-        seen, self._now = self._now, _Seen()
-        seen.step = self._clock.num_updates + 1
-        if self._settings.then == "report":
-            if not optimizer.scaled:  # the scaler skips updates that overflow, and stops when it skips too many
-                self._look_back(seen)
-            return False
-        return self._look(seen, optimizer)
+        step = self._clock.num_updates + 1
+        if self._settings.then != "report":
+            return self._look(self._losses.take(), step, optimizer)
+        if optimizer.scaled:  # the scaler skips updates that overflow, and stops when it skips too many
+            self._losses.take()
+        elif not self._told:
+            self._report(self._losses.close(step))
+        return False
 
-    # -- one update later, alone ------------------------------------------------------------------------------------
-    def _look_back(self, seen: _Seen) -> None:
-        """Start the way of these losses to the host, and look at those that have arrived."""
-        if self._told or not seen.losses:
-            return
-        late, self._late = self._late, seen
-        seen.values = (
-            torch.stack([loss.sum() for loss in seen.losses]) if len(seen.losses) > 1 else seen.losses[0].reshape(-1)
-        )
-        if seen.values.device.type == "cpu":
-            late, self._late = seen, None
-        else:
-            seen.values, device = seen.values.to("cpu", non_blocking=True), seen.values.device
-            seen.ready = torch.Event(device)
-            seen.ready.record()
-        if late is None or late.values is None:
-            return
-        if late.ready is not None:
-            late.ready.synchronize()
-        if what := self._judge(late.values.tolist()):
+    def finish(self) -> None:
+        """Look at the losses that have not been looked at yet."""
+        self._report(self._losses.rest())
+
+    # -- some updates later, alone ----------------------------------------------------------------------------------
+    def _report(self, updates: Sequence[Update[Batches]]) -> None:
+        for update in updates:
+            if self._told or not (what := self._judge(update.values)):
+                continue
             self._told = True
-            place = self._describe(late, late.values.tolist())
             text = "\n".join(
                 [
-                    f"{what} in update {late.step} on rank {self._ctx.rank}",
-                    *place.lines,
+                    f"{what} in update {update.step} on rank {self._ctx.rank}",
+                    *self._describe(update).lines,
                     f"  why:  {_WHY}",
                     "  now:  training goes on, and this rank reports no more; numbers=stop would have stopped before the update and "
                     "named the module, numbers=skip would have left the update out",
@@ -174,9 +159,10 @@ class NumbersWatch:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
     # -- before the update, together --------------------------------------------------------------------------------
-    def _look(self, seen: _Seen, optimizer: Holder) -> bool:
-        values = [float(loss.sum()) for loss in seen.losses]
-        what = self._judge(values)
+    def _look(self, seen: Update[Batches], step: int, optimizer: Holder) -> bool:
+        if seen.losses:
+            seen.values = read(seen)
+        what = self._judge(seen.values)
         level = _LOSS if what else _FINE
         if not what and not optimizer.scaled and optimizer.readable and not _finite_gradients(optimizer.parameters):
             what, level = "a gradient is nan or inf", _GRADIENT
@@ -186,10 +172,10 @@ class NumbersWatch:
             return False
         if level < worst:  # averaged with the gradients of a rank whose loss is bad: not this rank's doing
             what = ""
-        finding = self._find(seen, values, what, optimizer)
+        finding = self._find(seen, what, optimizer)
         self._calls.clear()
         findings = self._ctx.world.all_gather_object((finding.what, finding.samples, finding.lines))
-        self._act(seen.step, {rank: Finding(*one) for rank, one in enumerate(findings)}, optimizer.scaled)
+        self._act(step, {rank: Finding(*one) for rank, one in enumerate(findings)}, optimizer.scaled)
         return not optimizer.scaled
 
     def _worst(self, level: int) -> int:
@@ -216,7 +202,7 @@ class NumbersWatch:
             lines.append(f"  now:  {how}; optimizer and scheduler stay as they are")
             warnings.warn("\n".join(lines), HastenWarning, stacklevel=2)
 
-    def _find(self, seen: _Seen, values: list[float], what: str, optimizer: Holder) -> Finding:
+    def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> Finding:
         """What this rank can say. Where a forward needs every rank, all repeat theirs, also those whose numbers are fine."""
         lines: list[str] = []
         if what or self._settings.runs_together:
@@ -230,7 +216,7 @@ class NumbersWatch:
             lines.append(
                 f"  gradients that are not finite: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
             )
-        place = self._describe(seen, values)
+        place = self._describe(seen)
         return Finding(what, place.samples, [*place.lines, *lines])
 
     def _bad_gradients(self, optimizer: Holder) -> list[str]:
@@ -258,13 +244,14 @@ class NumbersWatch:
             self._recent.extend(values)
         return ""
 
-    def _describe(self, seen: _Seen, values: list[float]) -> Finding:
+    def _describe(self, seen: Update[Batches]) -> Finding:
         """The batches of this update, so that they can be fetched again."""
+        values = seen.values
         lines: list[str] = []
         samples: list[int] = []
         odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
         for number in odd or range(len(values)):
-            for loader, place in seen.batches[number]:
+            for loader, place in seen.losses[number][2]:
                 indices = loader.samples(place)
                 where = f"  loss {values[number]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
                 if indices is None:

@@ -7,11 +7,15 @@ reduce-scattering and all-to-all, twice that for an all-reduce, all of it for a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, Literal
 
-from hasten.runtime.axes import EXPERTS, SHARD, Axis, MeshSpec
+from hasten.runtime.axes import EXPERTS, LOSS, SHARD, Axis, MeshSpec
 
+ContextWay = Literal["allgather", "ring", "ulysses"]
 Traffic = dict[str, float]
 """Bytes each rank sends, by axis."""
+_BILLION: Final = 10**9
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,31 +54,46 @@ def all_reduced(num_bytes: float, ranks: int) -> float:
     return 2 * exchanged(num_bytes, ranks)
 
 
-def held_bytes(mesh: MeshSpec, weights: Weights, *, item: int = 4, moments: int = 2) -> Held:
-    """What each rank holds of parameters, gradients and the `moments` an optimizer keeps of each parameter."""
+def held_bytes(mesh: MeshSpec, weights: Weights, *, item: int = 4, moments: int = 2, sharded: bool = True) -> Held:
+    """What each rank holds of parameters, gradients and the `moments` an optimizer keeps of each parameter.
+
+    `sharded` says that parameters are sharded where the mesh allows it; without, the ranks of one sequence hold copies (DDP).
+    """
     _, shards, parts = mesh.expert_sizes
-    number = (weights.whole + weights.split / mesh.tp) / mesh.size(*SHARD) + weights.experts / (shards * parts)
+    around = mesh.size(*SHARD) if sharded else 1
+    number = (weights.whole + weights.split / mesh.tp) / around + weights.experts / (shards * parts)
     return Held(number * item, number * item, number * item * moments)
 
 
 def data_traffic(
-    mesh: MeshSpec, weights: Weights, *, item: int = 4, reduce_item: int = 4, micro_steps: int = 1, gathers: int = 2
+    mesh: MeshSpec,
+    weights: Weights,
+    *,
+    item: int = 4,
+    reduce_item: int = 4,
+    micro_steps: int = 1,
+    gathers: int = 2,
+    sharded: bool = True,
 ) -> Traffic:
     """What data parallelism sends in one step.
 
     Shards are gathered `gathers` times in each micro-step (again for the backward, unless they are kept) and reduced once;
-    copies are summed once in each step.
+    copies are summed once in each step. `sharded` is that of `held_bytes`.
     """
     sent: Traffic = {}
+    if not sharded:
+        axis = "+".join(axis for axis in LOSS if mesh.size(axis) > 1)
+        _add(sent, axis, all_reduced(weights.whole * reduce_item, mesh.size(*LOSS)))
+        return _some(sent)
     copies, shards, _ = mesh.expert_sizes
     parts = (
         (weights.whole + weights.split / mesh.tp, mesh.dp_replicate, mesh.size(*SHARD)),
         (weights.experts / mesh.ep, copies, shards),
     )
-    for number, copied, sharded in parts:
-        once = gathers * exchanged(number * item, sharded) + exchanged(number * reduce_item, sharded)
+    for number, copied, spread in parts:
+        once = gathers * exchanged(number * item, spread) + exchanged(number * reduce_item, spread)
         _add(sent, Axis.DP_SHARD, micro_steps * once)
-        _add(sent, Axis.DP_REPLICATE, all_reduced(number * reduce_item / sharded, copied))
+        _add(sent, Axis.DP_REPLICATE, all_reduced(number * reduce_item / spread, copied))
     return _some(sent)
 
 
@@ -91,21 +110,46 @@ def expert_traffic(
     return _some({EXPERTS: 2 * (there + back) + exchanged(num_experts * 8, mesh.ep)})
 
 
-def tensor_traffic(
-    mesh: MeshSpec, *, tokens: int, width: int, colwise: int, rowwise: int, gathered: int = 0, item: int = 4
-) -> Traffic:
-    """What split layers send in one micro-step of `tokens`, where the layers around them are `width` wide.
+def tensor_traffic(mesh: MeshSpec, *, tokens: int, summed: int, gathered: int = 0, item: int = 4) -> Traffic:
+    """What split layers send in one micro-step of `tokens`.
 
-    The outputs of `rowwise` layers (and of embeddings split by rows) are summed; so are the gradients of the inputs of
-    `colwise` layers. `gathered` is the width of outputs that are gathered (a head).
+    `summed` adds up the widths that are summed over the ranks: outputs of layers split by rows (and of embeddings), and inputs of
+    layers split by columns, for their gradients. `gathered` adds up the widths of outputs that are gathered (a head).
     """
-    summed = (colwise + rowwise) * all_reduced(tokens * width * item, mesh.tp)
-    return _some({Axis.TP: summed + exchanged(tokens * gathered * item, mesh.tp)})
+    sums = all_reduced(tokens * summed * item, mesh.tp)
+    return _some({Axis.TP: sums + exchanged(tokens * gathered * item, mesh.tp)})
 
 
-def stage_traffic(mesh: MeshSpec, *, stage: int, tokens: int, width: int, item: int = 4) -> Traffic:
-    """What a pipeline stage sends for one batch of `tokens`: hidden states onward, and their gradients back."""
-    messages = (stage < mesh.pp - 1) + (stage > 0)
+def context_traffic(
+    mesh: MeshSpec, *, way: ContextWay, causal: bool, tokens: int, keys: int, queries: int, item: int = 4
+) -> Traffic:
+    """What one attention sends in one micro-step of `tokens` on each rank, without masks.
+
+    `queries` and `keys` are the widths of all heads of the queries, and of the keys as of the values. allgather and ring take keys and
+    values to every rank, again in the backward (unless they are kept: allgather without a causal mask), and bring their
+    gradients back, in float32 where they are sums; ulysses exchanges queries, keys, values and outputs, and the gradients of all.
+    """
+    ranks, once = mesh.cp, tokens * keys
+    if way == "ulysses":
+        sent = 2 * exchanged(2 * tokens * (queries + keys) * item, ranks)
+    elif way == "ring":
+        sent = 4 * (ranks - 1) * once * item + 2 * ranks * once * 4
+    elif causal:
+        sent = 4 * (ranks - 1) * once * item + 2 * (ranks - 1) * once * 4
+    else:
+        sent = 4 * (ranks - 1) * once * item
+    return _some({Axis.CP: sent if ranks > 1 else 0})
+
+
+def stage_traffic(
+    mesh: MeshSpec, *, stage: int, tokens: int, width: int, item: int = 4, stages_per_rank: int = 1
+) -> Traffic:
+    """What the stages of a pipeline rank send for one batch of `tokens`: hidden states onward, and their gradients back.
+
+    `stage` is the rank's place along the axis. With several stages on each rank, one follows the other around the ring of ranks.
+    """
+    first, last = stage == 0, stage == mesh.pp - 1
+    messages = 2 * stages_per_rank - first - last
     return _some({Axis.PP: messages * tokens * width * item})
 
 
@@ -118,5 +162,29 @@ def _some(sent: Traffic) -> Traffic:
 
 
 def shown(sent: Traffic) -> str:
-    """The bytes by axis for people: `dp_shard 1.5 MiB, ep 0.2 MiB`."""
-    return ", ".join(f"{axis} {num_bytes / 2**20:.1f} MiB" for axis, num_bytes in sent.items()) or "nothing"
+    """The bytes by axis for people: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
+    return ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
+
+
+def size(num_bytes: float) -> str:
+    """A number of bytes in the unit that suits it."""
+    unit = next((unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)), _UNITS[-1])
+    return f"{num_bytes / 1024 ** _UNITS.index(unit):.{0 if unit == 'bytes' else 1}f} {unit}"
+
+
+def outlook(mesh: MeshSpec, *, micro_steps: int = 1, sharded: bool = True) -> list[str]:
+    """What a rank of `mesh` holds and sends for every billion parameters, for people who have not named a model yet.
+
+    In float32 with AdamW. One line for each way in which this mesh spreads parameters; stages are taken to be equal.
+    """
+    number = _BILLION // mesh.pp
+    kinds = [("parameters of split layers", Weights(whole=0, split=number))] if mesh.tp > 1 else []
+    kinds += [("parameters" if not kinds else "other parameters", Weights(whole=number))]
+    if mesh.ep > 1:
+        kinds.append(("parameters of experts", Weights(whole=0, experts=number)))
+    lines = []
+    for name, weights in kinds:
+        held = held_bytes(mesh, weights, sharded=sharded)
+        sent = data_traffic(mesh, weights, micro_steps=micro_steps, sharded=sharded)
+        lines.append(f"{name}: holds {size(held.total)} ({size(held.parameters)} of weights); sends {shown(sent)}")
+    return lines

@@ -131,6 +131,8 @@ class StartUp:
     backend: str | None = None
     mesh: Sequence[str] = ()
     wrapping: Sequence[str] = ()
+    modules: Sequence[str] = ()
+    memory: Sequence[str] = ()
     sampler: Sequence[str] = ()
     accumulation: int = 1
     precision: str = "no"
@@ -143,6 +145,8 @@ def banner(facts: StartUp) -> str:
     rows: list[tuple[str, str]] = [("device", facts.device), ("backend", facts.backend or "none: one process")]
     rows += [("mesh", line) for line in facts.mesh]
     rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]
+    rows += [("modules", line) for line in facts.modules]
+    rows += [("memory", line) for line in facts.memory]
     rows += [("sampler", line) for line in facts.sampler or ("no loader prepared",)]
     step = "every batch" if facts.accumulation == 1 else f"every {facts.accumulation} batches"
     rows += [("accumulation", f"{facts.accumulation} (one update {step})"), ("precision", facts.precision)]

@@ -32,6 +32,11 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
     )
 
 
+def shards_parameters(config: Config, mesh: MeshSpec) -> bool:
+    """Whether parameters are sharded over `mesh` (FSDP2) rather than copied: asked for, or needed by another axis."""
+    return config.strategy == "fsdp" or max(mesh.dp_shard, mesh.tp, mesh.ep) > 1
+
+
 def mesh_title(mesh: MeshSpec) -> str:
     """The axes that several ranks share, with their sizes; empty for one process."""
     axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,14 +50,13 @@ class _Blockwise(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sharing: Sharing, manner: Manner) -> Tensor:
         ctx.sharing, ctx.manner = sharing, manner
         rank, layout = sharing.group.rank(), sharing.layout
-        out = torch.zeros(*query.shape[:-1], value.shape[-1], dtype=torch.float32, device=query.device)
-        lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        made: dict[int, tuple[Tensor, Tensor]] = {}
         for other, keys, values in _visits(key, value, sharing):
-            for rows, columns, causal in _places(layout, rank, other, manner.causal, query, keys):
-                block = _block(query[..., rows, :], keys[..., columns, :], values[..., columns, :], causal, manner)
-                merged = merge(out[..., rows, :], lse[..., rows], *attend(block))
-                out[..., rows, :], lse[..., rows] = merged
-        whole = out.to(query.dtype)
+            for place in _places(layout, rank, other, manner.causal, query, keys):
+                more = attend(_block(query, keys, values, place, manner))
+                made[place.row] = merge(*made[place.row], *more) if place.row in made else more
+        outs, sums = zip(*(made[row] for row in sorted(made)), strict=True)
+        whole, lse = _joined(outs).to(query.dtype), _joined(sums, -1)
         ctx.save_for_backward(query, key, value, whole, lse)
         return whole
 
@@ -66,41 +65,80 @@ class _Blockwise(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         sharing, manner = ctx.sharing, ctx.manner
         rank, layout = sharing.group.rank(), sharing.layout
-        dq = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        home = _Returning(sharing, key, value)
+        chunks = layout.chunks_per_rank if manner.causal else 1
+        dq = _Chunks(query, chunks)
+        home = _Returning(sharing)
         for other, keys, values in _visits(key, value, sharing):
-            dk = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
-            dv = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
-            for rows, columns, causal in _places(layout, rank, other, manner.causal, query, keys):
-                block = _block(query[..., rows, :], keys[..., columns, :], values[..., columns, :], causal, manner)
-                handed, made = grad[..., rows, :].contiguous(), out[..., rows, :].contiguous()
-                more_q, more_k, more_v = attend_backward(block, handed, made, lse[..., rows].contiguous())
-                dq[..., rows, :] += more_q
-                dk[..., columns, :] += _fold_heads(more_k, key.shape[-3])
-                dv[..., columns, :] += _fold_heads(more_v, key.shape[-3])
-            home.add(other, dk, dv)
-        dk, dv = home.result()
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
+            dk, dv = _Chunks(keys, chunks), _Chunks(values, chunks)
+            for place in _places(layout, rank, other, manner.causal, query, keys):
+                block = _block(query, keys, values, place, manner)
+                handed, made = _strided(grad[..., place.rows, :]), _strided(out[..., place.rows, :])
+                more_q, more_k, more_v = attend_backward(block, handed, made, lse[..., place.rows].contiguous())
+                dq.add(place.row, more_q)
+                dk.add(place.column, _fold_heads(more_k, key.shape[-3]))
+                dv.add(place.column, _fold_heads(more_v, key.shape[-3]))
+            home.add(other, dk.joined(), dv.joined())
+        own_k, own_v = home.result()
+        return dq.joined().to(query.dtype), own_k.to(key.dtype), own_v.to(value.dtype), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A chunk of queries and a chunk of keys that attend to each other, by number and as slices."""
+
+    row: int
+    rows: slice
+    column: int
+    columns: slice
+    causal: bool
+    """The causal mask acts inside the block."""
 
 
 def _places(
     layout: SequenceLayout, rank: int, other: int, causal: bool, query: Tensor, key: Tensor
-) -> Iterator[tuple[slice, slice, bool]]:
-    """The rows of queries and columns of keys of each block, and whether the causal mask acts inside it."""
+) -> Iterator[_Place]:
+    """The blocks of this rank's queries with the keys of rank `other`."""
     if not causal:
-        yield slice(None), slice(None), False
+        yield _Place(0, slice(None), 0, slice(None), False)
         return
     row, column = query.shape[-2] // layout.chunks_per_rank, key.shape[-2] // layout.chunks_per_rank
     for pair in layout.pairs(rank, other, causal):
         rows = slice(pair.query * row, (pair.query + 1) * row)
-        yield rows, slice(pair.key * column, (pair.key + 1) * column), pair.diagonal
+        yield _Place(pair.query, rows, pair.key, slice(pair.key * column, (pair.key + 1) * column), pair.diagonal)
 
 
-def _block(query: Tensor, key: Tensor, value: Tensor, causal: bool, manner: Manner) -> Block:
+class _Chunks:
+    """The chunks of a gradient, each the sum of what blocks add to it; sums of several are kept in float32."""
+
+    def __init__(self, like: Tensor, number: int) -> None:
+        self._like = like
+        self._made: list[Tensor | None] = [None] * number
+
+    def add(self, number: int, more: Tensor) -> None:
+        so_far = self._made[number]
+        self._made[number] = more if so_far is None else so_far.float().add_(more)
+
+    def joined(self) -> Tensor:
+        """The whole gradient; zero where nothing was added."""
+        shape = (*self._like.shape[:-2], self._like.shape[-2] // len(self._made), self._like.shape[-1])
+        return _joined([self._like.new_zeros(shape) if made is None else made for made in self._made])
+
+
+def _joined(chunks: Sequence[Tensor], dim: int = -2) -> Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks), dim)
+
+
+def _block(query: Tensor, key: Tensor, value: Tensor, place: _Place, manner: Manner) -> Block:
+    query, key, value = query[..., place.rows, :], key[..., place.columns, :], value[..., place.columns, :]
     repeats = query.shape[-3] // key.shape[-3]
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    return Block(query.contiguous(), key.contiguous(), value.contiguous(), causal, manner.scale)
+    return Block(_strided(query), _strided(key), _strided(value), place.causal, manner.scale)
+
+
+def _strided(x: Tensor) -> Tensor:
+    """`x` as the fused kernels take it: with any strides but the last, which is one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _fold_heads(grad: Tensor, heads: int) -> Tensor:
@@ -114,7 +152,7 @@ def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int,
     """Every rank's keys and values, this rank's own first, then those of the ranks before it."""
     group = sharing.group
     rank, size = group.rank(), group.size()
-    if sharing.exchange == "gather":
+    if sharing.exchange == "gather" or size == 1:
         keys, values = all_parts(key, group), all_parts(value, group)
         for step in range(size):
             other = (rank - step) % size
@@ -130,14 +168,16 @@ def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int,
 class _Returning:
     """Gradients of keys and values on their way back to the ranks that hold them."""
 
-    def __init__(self, sharing: Sharing, key: Tensor, value: Tensor) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._moving: Rotation | None = None
 
     def add(self, other: int, dk: Tensor, dv: Tensor) -> None:
         """Hand over what this rank adds to the gradients of rank `other`'s keys and values."""
-        if self._sharing.exchange == "gather":
+        if self._sharing.group.size() > 1:
+            dk, dv = dk.float(), dv.float()  # ranks add to different numbers of chunks, and must send one dtype
+        if self._sharing.exchange == "gather" or self._sharing.group.size() == 1:
             self._parts[other] = (dk, dv)
             return
         if self._moving is not None:

@@ -31,24 +31,23 @@ class Block:
 
 
 def attend(block: Block) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp (batch, heads, length) in float32; without gradients."""
+    """The output, and the log-sum-exp (batch, heads, length) in float32; without gradients."""
     forward, _ = _kernel(block)
     out, lse = forward(block)
-    return out.float(), lse.float()
+    return out, lse.float()
 
 
 def attend_backward(block: Block, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the block adds to the gradients of its queries, keys and values, in float32.
+    """What the block adds to the gradients of its queries, keys and values.
 
     `out` and `lse` are those of the queries over all keys, not this block's alone.
     """
     _, backward = _kernel(block)
-    dq, dk, dv = backward(block, grad, out, lse)
-    return dq.float(), dk.float(), dv.float()
+    return backward(block, grad, out, lse)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two disjoint sets of keys, from that to each."""
+    """Attention to two disjoint sets of keys, from that to each, in float32."""
     total = torch.logaddexp(lse, more_lse)
     kept, added = (lse - total).exp().unsqueeze(-1), (more_lse - total).exp().unsqueeze(-1)
     return out * kept + more * added, total

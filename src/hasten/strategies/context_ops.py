@@ -39,12 +39,16 @@ class _Collect(torch.autograd.Function):
 
 def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
     """A part of dimension `split` and the whole of dimension `join`, of which each rank held a part. Ranks: the group."""
+    if group.size() == 1:
+        return x
     made: Tensor = _Swap.apply(x, split, join, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return made
 
 
 def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts of `dim` joined, for ranks that go on to compute different things. Ranks: the group."""
+    if group.size() == 1:
+        return x
     made: Tensor = _Collect.apply(x, dim, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return made
 
@@ -52,6 +56,8 @@ def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     """Every rank's tensor, in order of rank; without gradients. Ranks: the group."""
     part = x.contiguous()
+    if group.size() == 1:
+        return [part]
     parts = [torch.empty_like(part) for _ in range(group.size())]
     dist.all_gather(parts, part, group=group)
     return parts
@@ -59,6 +65,8 @@ def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def summed_part(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks of what each gives for this one; without gradients. Ranks: the group."""
+    if len(parts) == 1:
+        return parts[0]
     given = torch.stack(parts).contiguous()
     received = torch.empty_like(given)
     dist.all_to_all_single(received, given, group=group)

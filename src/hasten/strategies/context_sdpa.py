@@ -63,6 +63,8 @@ class SequenceAttention:
         query, key, value = _autocast(query, key, value)
         manner = Manner(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
         match self.way:
+            case _ if self.sharing.group.size() == 1:  # every head and the whole sequence are here
+                return self._by_heads(query, key, value, hidden, dropout_p, manner)
             case "ulysses":
                 return self._by_heads(query, key, value, hidden, dropout_p, manner)
             case "ring" if hidden is not None or dropout_p > 0:

@@ -32,6 +32,7 @@ _PIECES: Final = "src/hasten/strategies/context_blocks.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
 _BEGUN: Final = "src/hasten/comm/begun.py"
+_TRAFFIC: Final = "src/hasten/debug/traffic.py"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _DDP_RETRY: Final = "src/hasten/strategies/ddp_retry.py"
@@ -121,7 +122,12 @@ NAMES: Final = (
     Name(_SCALER, "_unscale_grads_", (_SCALING,), _SCALE),
     Name("torch", "_amp_foreach_non_finite_check_and_unscale_", (_SCALING,), _SCALE),
     # gradients
-    Name("torch:Tensor", "_is_view", ("src/hasten/optim/lanes.py",), "several weighted losses in one micro-step fail"),
+    Name(
+        "torch:Tensor",
+        "_is_view",
+        ("src/hasten/optim/lanes.py", "src/hasten/debug/late_losses.py"),
+        "several weighted losses in one micro-step fail, and so does the numbers watch",
+    ),
     Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
     Name("torch:Tensor", "_post_accumulate_grad_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
     # many tensors at once
@@ -220,7 +226,8 @@ NAMES: Final = (
     ),
     # steps that are run again
     Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
-    Name("torch.utils", "_python_dispatch", (_SKIPPING,), _AGAIN),
+    Name("torch.utils", "_python_dispatch", (_SKIPPING, _TRAFFIC), "run_step() and traffic() fail"),
+    Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
     Name("torch", "_foreach_add_", ("src/hasten/optim/aside.py",), _AGAIN),
     Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_DDP_RETRY,), _AGAIN),

@@ -211,6 +211,66 @@ class TinyMixture(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+class Attention(nn.Module):
+    """Attention of one sequence to another, or to itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.o = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, other: Tensor, causal: bool) -> Tensor:
+        """What `x` takes from `other`."""
+        made = (layer(y) for layer, y in ((self.q, x), (self.k, other), (self.v, other)))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in made)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
+        return self.o(mixed)  # type: ignore[no-any-return]
+
+
+class TranslatorBlock(nn.Module):
+    """A block of an encoder or a decoder, on a source and a target that lie behind each other in one tensor."""
+
+    def __init__(self, width: int, heads: int, decodes: bool, experts: int) -> None:
+        super().__init__()
+        self.norm1, self.mix = nn.LayerNorm(width), Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width) if decodes else None
+        self.cross = Attention(width, heads) if decodes else None
+        self.norm3 = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.mixture = MixtureBlock(experts, width, 2) if experts else None
+
+    def forward(self, x: Tensor, num_source: int) -> Tensor:
+        """Source and target after this block: an encoder changes the one, a decoder the other."""
+        source, target = x[:, :num_source], x[:, num_source:]
+        mine = source if self.cross is None else target
+        h = self.norm1(mine)
+        mine = mine + self.mix(h, h, causal=self.cross is not None)
+        if self.cross is not None and self.norm2 is not None:
+            mine = mine + self.cross(self.norm2(mine), source, causal=False)
+        mine = mine + self.down(F.gelu(self.up(self.norm3(mine))))
+        if self.mixture is not None:
+            mine = self.mixture(mine)
+        return torch.cat([mine, target] if self.cross is None else [source, mine], 1)
+
+
+class TinyTranslator(nn.Module):
+    """An encoder-decoder whose state is one tensor, so that its blocks can be stages of a pipeline."""
+
+    def __init__(self, vocab: int = 16, width: int = 8, heads: int = 4, context: int = 16, experts: int = 0) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(vocab, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(TranslatorBlock(width, heads, n >= 2, experts) for n in range(4))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, source: Tensor, target: Tensor, at: Tensor, to: Tensor) -> Tensor:
+        """The logits of the token after each of `target`; `at` and `to` are the positions of both."""
+        x = self.embed(torch.cat([source, target], 1)) + self.position(torch.cat([at, to], 1))
+        for block in self.blocks:
+            x = block(x, source.shape[1])
+        return self.head(x[:, source.shape[1] :])  # type: ignore[no-any-return]
+
+
 class Sequences(Dataset[dict[str, Tensor]]):
     """Counting modulo `vocab` from a random start: `{"tokens", "labels"}`, the labels one ahead."""
 

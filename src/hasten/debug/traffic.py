@@ -1,0 +1,137 @@
+"""The bytes this rank sends while a block runs, counted collective by collective and named by the axis of the mesh."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hasten.comm.skipping import group_of, tensors_in
+from hasten.runtime.axes import AXES, EXPERTS, SHARD, Axis, MeshSpec
+from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged, shown
+from hasten.runtime.context import ProcessContext
+
+log = logging.getLogger(__name__)
+
+_CALLED: Final = "c10d"
+_FUNCTIONAL: Final = "_c10d_functional"
+_SHARDING: Final = ("_allgather_base_", "_reduce_scatter_base_")
+"""What fully_shard calls, and nothing that exchanges tokens does."""
+_ALL_TO_ALL: Final = ("alltoall_base_", "all_to_all_single")
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what leaves this rank: the fewest bytes with which each collective can be done, as `runtime.bytes_plan` has it.
+
+    Any in this class: operators and arguments of torch's dispatcher.
+    """
+
+    def __init__(self, mesh: MeshSpec, rank: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._mesh = mesh
+        self._rank = rank
+        self.by_kind: dict[tuple[str, str], float] = {}
+        """Bytes by axis and operator."""
+        self.unknown: dict[str, int] = {}
+        """Operators that are not counted, and how often they were called."""
+
+    @property
+    def by_axis(self) -> Traffic:
+        """Bytes by axis; ranks that differ along several are named by all of them, as in `dp_replicate+dp_shard`."""
+        total: Traffic = {}
+        for (axis, _), num_bytes in self.by_kind.items():
+            total[axis] = total.get(axis, 0) + num_bytes
+        return total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in (_CALLED, _FUNCTIONAL):
+            self._see(func.name().partition("::")[2].partition(".")[0], func.namespace, args)
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str, space: str, args: tuple[Any, ...]) -> None:
+        group = group_of(args) if space == _CALLED else _named_group(args)
+        if group is None:
+            return
+        num_bytes = _called(name, args, group.size()) if space == _CALLED else _functional(name, args, group.size())
+        if num_bytes is None:
+            self.unknown[name] = self.unknown.get(name, 0) + 1
+        elif num_bytes:
+            key = axis_of(self._mesh, self._rank, tuple(sorted(dist.get_process_group_ranks(group))), name), name
+            self.by_kind[key] = self.by_kind.get(key, 0) + num_bytes
+
+
+@contextmanager
+def count_sent(ctx: ProcessContext) -> Iterator[SentBytes]:
+    """A block whose collectives are counted; the main process logs the bytes it sent, by axis. Ranks: each for itself."""
+    counter = SentBytes(ctx.mesh, ctx.rank)
+    with counter:
+        yield counter
+    if ctx.is_main:
+        missed = f"; not counted: {', '.join(sorted(counter.unknown))}" if counter.unknown else ""
+        log.info("rank %d sent %s%s", ctx.rank, shown(counter.by_axis), missed)
+
+
+def axis_of(mesh: MeshSpec, rank: int, ranks: tuple[int, ...], operator: str) -> str:
+    """The axis, or axes joined by `+`, along which `ranks` differ.
+
+    Some axes may have the same ranks: experts are exchanged all to all among ranks that data parallelism has too, and the
+    shards of parameters lie on the ranks of one sequence. There the operator decides.
+    """
+    neighbours = tuple(range(rank - rank % mesh.ep, rank - rank % mesh.ep + mesh.ep))
+    if mesh.ep > 1 and ranks == neighbours and operator in _ALL_TO_ALL:
+        return EXPERTS
+    if mesh.cp > 1 and operator in _SHARDING and ranks == mesh.peers(rank, *SHARD):
+        return str(Axis.DP_SHARD)
+    wide = [axis for axis in AXES if mesh.size(axis) > 1]
+    for number in range(1, len(wide) + 1):
+        for axes in combinations(wide, number):
+            if mesh.peers(rank, *axes) == ranks:
+                return "+".join(axes)
+    return "other ranks"
+
+
+def _named_group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
+    """The group of a functional collective: its name is the last of its arguments."""
+    name: Any = args[-1] if args and isinstance(args[-1], str) else None
+    return None if name is None else _resolve_process_group(name)
+
+
+def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
+    """Bytes sent by a collective on given tensors; None for one that is not known here."""
+    match name:
+        case "allreduce_" | "allreduce_coalesced_":
+            return all_reduced(_bytes(args[0]), ranks)
+        case "_allgather_base_" | "allgather_" | "allgather_into_tensor_coalesced_":
+            return exchanged(_bytes(args[0]), ranks)
+        case "_reduce_scatter_base_" | "reduce_scatter_" | "reduce_scatter_tensor_coalesced_" | "alltoall_base_":
+            return exchanged(_bytes(args[1]), ranks)
+        case "send":
+            return _bytes(args[0])
+        case "recv_" | "recv_any_source_" | "barrier" | "monitored_barrier_":
+            return 0
+        case "broadcast_":  # passed on by every rank but the last, as a ring does
+            return exchanged(_bytes(args[0]), ranks)
+    return None
+
+
+def _functional(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
+    """Bytes sent by a collective that returns new tensors; None for one that is not known here."""
+    match name:
+        case "all_reduce" | "all_reduce_" | "all_reduce_coalesced":
+            return all_reduced(_bytes(args[0]), ranks)
+        case "all_gather_into_tensor" | "all_gather_into_tensor_coalesced":
+            return exchanged(_bytes(args[0]) * ranks, ranks)
+        case "reduce_scatter_tensor" | "reduce_scatter_tensor_coalesced" | "all_to_all_single" | "broadcast":
+            return exchanged(_bytes(args[0]), ranks)
+    return None
+
+
+def _bytes(values: Tensor | list[Any]) -> float:
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(values)))

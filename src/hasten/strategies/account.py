@@ -1,0 +1,109 @@
+"""What became of a prepared model: how each module is spread, the bytes this rank holds, and what data parallelism sends."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hasten.config.precision import PrecisionType
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.modules import forwarding
+from hasten.runtime.axes import EXPERTS, SHARD, Axis, MeshSpec
+from hasten.runtime.bytes_plan import Held, Traffic, Weights, data_traffic, held_bytes, shown, size
+from hasten.strategies.fsdp2 import mixed_precision
+
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_SHOWN: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One model on one rank."""
+
+    name: str
+    modules: list[str]
+    """One line for modules that are alike: their name with numbers left out, how many, and how they are spread."""
+    whole: int
+    """Bytes of the parameters of the whole model (of this rank's stages, under a pipeline)."""
+    parameters: int
+    """Bytes of them on this rank."""
+    planned: Held
+    """What the formulas say a rank holds, with gradients and the two moments of AdamW."""
+    sent: Traffic
+    """What the formulas say data parallelism sends in a step."""
+
+    def lines(self) -> list[str]:
+        """The bytes in words."""
+        return [
+            f"{self.name}: {size(self.parameters)} of {size(self.whole)} of parameters on this rank (planned "
+            f"{size(self.planned.parameters)}), {size(self.planned.total)} with gradients and AdamW's state",
+            f"{self.name}: data parallelism sends {shown(self.sent)} in a step; accelerator.traffic() counts every axis",
+        ]
+
+
+def account(
+    model: nn.Module, mesh: MeshSpec, config: FullyShardedDataParallelPlugin, spec: PrecisionType, micro_steps: int
+) -> Account:
+    """The account of a model that `prepare()` has spread over `mesh`. Local."""
+    parameters = list(model.parameters())
+    weights = Weights(
+        whole=sum(p.numel() for p in parameters if not {str(Axis.TP), EXPERTS} & set(axes_of(p))),
+        split=sum(p.numel() for p in parameters if Axis.TP in axes_of(p)),
+        experts=sum(p.numel() for p in parameters if EXPERTS in axes_of(p)),
+    )
+    item = parameters[0].element_size() if parameters else 4
+    sharded = any(isinstance(p, DTensor) for p in parameters)
+    policy = mixed_precision(config, spec, keep_outputs=False)
+    gathered = policy.param_dtype.itemsize if sharded and policy.param_dtype else item
+    reduced = policy.reduce_dtype.itemsize if sharded and policy.reduce_dtype else item
+    gathers = 2 if config.reshard_after_forward and mesh.size(*SHARD) > 1 else 1
+    return Account(
+        name=type(model).__name__,
+        modules=_modules(model),
+        whole=sum(p.numel() * p.element_size() for p in parameters),
+        parameters=sum(_local(p).numel() * p.element_size() for p in parameters),
+        planned=held_bytes(mesh, weights, item=item, sharded=sharded),
+        sent=data_traffic(mesh, weights, item=gathered, reduce_item=reduced, micro_steps=micro_steps, gathers=gathers),
+    )
+
+
+def axes_of(parameter: Tensor) -> dict[str, int]:
+    """The axes over which a parameter is divided, with their sizes; none for one that every rank holds whole."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    return {
+        name: mesh.size(dim)
+        for dim, (name, placement) in enumerate(zip(names, parameter.placements, strict=True))
+        if not placement.is_replicate() and mesh.size(dim) > 1
+    }
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _modules(model: nn.Module) -> list[str]:
+    alike: dict[tuple[str, str, str], int] = {}
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        if own:
+            key = _NUMBER.sub("*", name) or type(model).__name__, type(module).__name__, _became(module, own)
+            alike[key] = alike.get(key, 0) + 1
+    lines = [f"{name}: {count} x {kind}, {became}" for (name, kind, became), count in alike.items()]
+    left = len(lines) - _SHOWN
+    return lines if left <= 0 else [*lines[:_SHOWN], f"... {left} more"]
+
+
+def _became(module: nn.Module, own: list[nn.Parameter]) -> str:
+    """How a module is spread: what its forward became, and the axes of its parameters."""
+    replaced = [found for tag in ("tensor", "experts") if (found := forwarding.find(module, tag)) is not None]
+    words = [type(found).__name__ for found in replaced]
+    divided = {axis: ranks for parameter in own for axis, ranks in axes_of(parameter).items()}
+    over = " x ".join(f"{axis} {ranks}" for axis, ranks in divided.items())
+    return ", ".join([*words, f"over {over}" if over else "whole on every rank"])
