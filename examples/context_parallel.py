@@ -10,30 +10,12 @@ import argparse
 
 import torch
 from char_lm import ALPHABET, Sources, read_sources
+from char_parts import Block, Report
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, ParallelismConfig, TorchContextParallelConfig, set_seed
-
-
-class Block(nn.Module):
-    """Attention by torch's own function, and a perceptron."""
-
-    def __init__(self, width: int, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sequence after this block."""
-        parts = self.mix(self.norm_1(x)).chunk(3, -1)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Writer(nn.Module):
@@ -70,7 +52,7 @@ def main() -> None:
     loader = DataLoader(Sources(read_sources(1.0), args.context), batch_size=args.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    first = last = 0.0
+    report = Report(accelerator)
     for step, codes in zip(range(args.steps), loader, strict=False):  # processes that share a sequence get the same
         tokens, labels = codes[:, :-1].clone(), codes[:, 1:].clone()
         positions = torch.arange(tokens.shape[1], device=accelerator.device)
@@ -82,11 +64,8 @@ def main() -> None:
             accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        last = accelerator.reduce(loss.detach(), "mean").item()
-        first = first or last
-        if step % 20 == 0:
-            accelerator.print(f"step {step}: loss {last:.3f} (a guess among {ALPHABET} letters is 4.852)")
-    accelerator.print(f"loss {first:.3f} -> {last:.3f}")
+        report.add(loss)
+    report.end()
     accelerator.end_training()
 
 

@@ -10,6 +10,7 @@ import argparse
 
 import torch
 from char_lm import ALPHABET, Sources, read_sources
+from char_parts import Report, print_share
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -87,21 +88,17 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Sources(read_sources(1.0), args.context), batch_size=args.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
-    accelerator.print(f"{whole:,} parameters, {held:,} of them ({held / whole:.0%}) on each process")
+    print_share(accelerator, model, whole)
 
-    first = last = 0.0
-    for step, codes in zip(range(args.steps), loader, strict=False):
+    report = Report(accelerator)
+    for _, codes in zip(range(args.steps), loader, strict=False):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten())
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        last = accelerator.reduce(loss.detach(), "mean").item()
-        first = first or last
-        if step % 20 == 0:
-            accelerator.print(f"step {step}: loss {last:.3f} (a guess among {ALPHABET} letters is 4.852)")
-    accelerator.print(f"loss {first:.3f} -> {last:.3f}")
+        report.add(loss)
+    report.end()
     accelerator.end_training()
 
 

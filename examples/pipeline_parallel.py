@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from char_lm import ALPHABET, Sources, read_sources
+from char_lm import Sources, read_sources
+from char_parts import Report
 from tensor_parallel import Writer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,17 +50,14 @@ def main() -> None:
         f"process {accelerator.process_index} holds {held:,} of {whole:,} parameters ({held / whole:.0%})", flush=True
     )
 
-    first = last = 0.0
-    for step, codes in zip(range(args.steps), loader, strict=False):  # processes of one pipeline get the same codes
+    report = Report(accelerator)
+    for _, codes in zip(range(args.steps), loader, strict=False):  # processes of one pipeline get the same codes
         optimizer.zero_grad()
         loss = accelerator.forward_backward(model, codes, loss_of)  # instead of model(...) and backward
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        last = accelerator.reduce(loss, "mean").item()
-        first = first or last
-        if step % 20 == 0:
-            accelerator.print(f"step {step}: loss {last:.3f} (a guess among {ALPHABET} letters is 4.852)")
-    accelerator.print(f"loss {first:.3f} -> {last:.3f}")
+        report.add(loss)
+    report.end()
 
     with torch.no_grad():  # a call without gradients passes through the stages too; every process gets the result
         best = model(codes[:1, :-1]).argmax(-1)

@@ -10,33 +10,12 @@ import argparse
 
 import torch
 from char_lm import ALPHABET, Sources, read_sources
+from char_parts import Block, Report, print_share
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, ParallelismConfig, set_seed
-
-
-class Block(nn.Module):
-    """Attention and a perceptron; `-1` heads in a view, because a process sees only its share of them."""
-
-    def __init__(self, width: int, head_dim: int) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sequence after this block."""
-        h = self.norm_1(x)
-        q, k, v = (
-            layer(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Writer(nn.Module):
@@ -72,21 +51,17 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(Sources(read_sources(1.0), args.context), batch_size=args.batch_size, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    held = sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in model.parameters())
-    accelerator.print(f"{whole:,} parameters, {held:,} of them ({held / whole:.0%}) on each process")
+    print_share(accelerator, model, whole)
 
-    first = last = 0.0
-    for step, codes in zip(range(args.steps), loader, strict=False):  # processes that share layers get the same codes
+    report = Report(accelerator)
+    for _, codes in zip(range(args.steps), loader, strict=False):  # processes that share layers get the same codes
         optimizer.zero_grad()
         loss = F.cross_entropy(model(codes[:, :-1]).flatten(0, 1), codes[:, 1:].flatten())
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        last = accelerator.reduce(loss.detach(), "mean").item()
-        first = first or last
-        if step % 20 == 0:
-            accelerator.print(f"step {step}: loss {last:.3f} (a guess among {ALPHABET} letters is 4.852)")
-    accelerator.print(f"loss {first:.3f} -> {last:.3f}")
+        report.add(loss)
+    report.end()
     accelerator.end_training()
 
 

@@ -16,6 +16,7 @@ from hasten.version import __version__
 if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.mapping import map_dataset as map_dataset
+    from hasten.accelerator.pipelined import prepare_pipeline as prepare_pipeline
     from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.accelerator.process import Process as Process
     from hasten.bigmodel.align import AlignDevicesHook as AlignDevicesHook
@@ -130,6 +131,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
     {
         "Accelerator": "hasten.accelerator.facade",
         "map_dataset": "hasten.accelerator.mapping",
+        "prepare_pipeline": "hasten.accelerator.pipelined",
         "PREEMPTED_EXIT_CODE": "hasten.accelerator.preemption",
         "Process": "hasten.accelerator.process",
         "AlignDevicesHook": "hasten.bigmodel.align",

@@ -14,62 +14,28 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator, ParallelismConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyMixture, next_token_loss, seeded
+from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS: Final = 20
 VOCAB: Final = 16
-PHASES: Final = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
 PRECISIONS: Final = (("no", STEPS, 1e-5), ("bf16", 4, 5e-2))
 
 
-def model(experts: int = 4) -> nn.Module:
-    return seeded(lambda: TinyMixture(vocab=VOCAB, width=8, experts=experts))
-
-
-def tokens(steps: int) -> list[Tensor]:
+def batches(steps: int) -> list[Batch]:
     g = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCAB, (12, 6), generator=g) for _ in range(steps)]
+    return [(torch.randint(0, VOCAB, (12, 6), generator=g),) for _ in range(steps)]
 
 
-def plain_losses(steps: int) -> list[float]:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
-    losses = []
-    for step, batch in enumerate(tokens(steps)):
-        loss = next_token_loss(net(batch), batch)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if PHASES[step * len(PHASES) // steps][1]:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    return next_token_loss(net(batch[0]), batch[0])
 
 
-def hasten_losses(accelerator: Accelerator, steps: int) -> list[float]:
-    net = model()
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
-    rank, world, losses = accelerator.process_index, accelerator.num_processes, []
-    for step, batch in enumerate(tokens(steps)):
-        every, clips = PHASES[step * len(PHASES) // steps]
-        accelerator.gradient_accumulation_steps = every
-        total = torch.zeros(())
-        for micro in batch.chunk(world)[rank].chunk(every):
-            with accelerator.accumulate(net):
-                loss = next_token_loss(net(micro), micro)
-                accelerator.backward(loss)
-                if clips:
-                    accelerator.clip_grad_norm_(net.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-                total += loss.detach() / every
-        losses.append(float(total))
-    return torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).mean(0).tolist()
+TASK: Final = Task(lambda: seeded(lambda: TinyMixture(vocab=VOCAB, width=8)), batches, loss_of)
 
 
 ON_TWO: Final = MappingProxyType[str, dict[str, Any]](
@@ -89,7 +55,7 @@ ON_FOUR: Final = MappingProxyType[str, dict[str, Any]](
 
 def compare(sizes: dict[str, Any], precision: str, steps: int, tolerance: float) -> None:
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=ParallelismConfig(**sizes))
-    assert hasten_losses(accelerator, steps) == pytest.approx(plain_losses(steps), abs=tolerance)
+    assert hasten_losses(accelerator, TASK, steps) == pytest.approx(plain_losses(TASK, steps), abs=tolerance)
 
 
 @ranks(2)

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
 from hasten.config.parallel import PipelineSchedule
 from hasten.errors import ConfigError
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.testing.training import Batch, Task, hasten_losses, plain_losses, through_stages
 
 STEPS = 20
 VOCAB = 16
-PHASES = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
 SCHEDULES: tuple[PipelineSchedule, ...] = (
     "gpipe",
     "1f1b",
@@ -33,63 +32,27 @@ SCHEDULES: tuple[PipelineSchedule, ...] = (
 )
 
 
-def model(tied: bool) -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=4, context=6, tied=tied))
-
-
-def tokens(steps: int = STEPS) -> list[Tensor]:
+def batches(steps: int) -> list[Batch]:
     g = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCAB, (24, 6), generator=g) for _ in range(steps)]
+    return [(torch.randint(0, VOCAB, (24, 6), generator=g),) for _ in range(steps)]
 
 
-def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
-    return next_token_loss(net(batch), batch)
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    return next_token_loss(net(batch[0]), batch[0])
 
 
-def plain_losses(steps: int, tied: bool) -> list[float]:
-    net = model(tied)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
-    losses = []
-    for step, batch in enumerate(tokens(steps)):
-        loss = loss_of(net, batch)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if PHASES[step * len(PHASES) // steps][1]:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def task(tied: bool) -> Task:
+    def build() -> TinyLM:
+        return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=4, context=6, tied=tied))
 
-
-def hasten_losses(accelerator: Accelerator, steps: int, tied: bool) -> list[float]:
-    net: nn.Module = model(tied)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
-    mesh, losses = accelerator.ctx.mesh, []
-    readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
-    for step, batch in enumerate(tokens(steps)):
-        every, clips = PHASES[step * len(PHASES) // steps]
-        accelerator.gradient_accumulation_steps = every
-        total = torch.zeros(())
-        for micro in batch.chunk(readers)[reader].chunk(every):
-            with accelerator.accumulate(net):
-                loss = accelerator.forward_backward(net, micro, loss_of)
-                if clips:
-                    accelerator.clip_grad_norm_(net.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-                total += loss / every
-        losses.append(float(total))
-    everyone = accelerator.comm.all_gather_object(losses)
-    for other in range(0, accelerator.num_processes, mesh.world_size // mesh.pp):
-        assert everyone[other] == everyone[0], "ranks of one pipeline return the same loss"
-    return torch.tensor(everyone).mean(0).tolist()
+    return Task(build, batches, loss_of)
 
 
 def check(schedule: PipelineSchedule, tied: bool, precision: str, steps: int, tolerance: float, **sizes: Any) -> None:
     config = ParallelismConfig(**sizes, pp_handler=PipelineParallelConfig(schedule=schedule))
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-    got = torch.tensor(hasten_losses(accelerator, steps, tied))
-    expected = torch.tensor(plain_losses(steps, tied))
+    got = torch.tensor(hasten_losses(accelerator, task(tied), steps, through_stages))
+    expected = torch.tensor(plain_losses(task(tied), steps))
     torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, msg=lambda m: f"{schedule} {sizes} {precision}: {m}")
 
 

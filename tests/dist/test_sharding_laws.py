@@ -27,10 +27,10 @@ from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS = 20
 VOCAB = 16
-PHASES = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
 
 
 def model() -> TinyLM:
@@ -42,41 +42,11 @@ def tokens(steps: int = STEPS) -> list[Tensor]:
     return [torch.randint(0, VOCAB, (12, 6), generator=g) for _ in range(steps)]
 
 
-def plain_losses(steps: int) -> list[float]:
-    net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
-    losses = []
-    for step, batch in enumerate(tokens(steps)):
-        loss = next_token_loss(net(batch), batch)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if PHASES[step * len(PHASES) // steps][1]:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    return next_token_loss(net(batch[0]), batch[0])
 
 
-def hasten_losses(accelerator: Accelerator, steps: int) -> list[float]:
-    net = model()
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
-    losses = []
-    for step, batch in enumerate(tokens(steps)):
-        every, clips = PHASES[step * len(PHASES) // steps]
-        accelerator.gradient_accumulation_steps = every
-        mine = batch.chunk(accelerator.num_processes)[accelerator.process_index]
-        total = torch.zeros(())
-        for micro in mine.chunk(every):
-            with accelerator.accumulate(net):
-                loss = next_token_loss(net(micro), micro)
-                accelerator.backward(loss)
-                if clips:
-                    accelerator.clip_grad_norm_(net.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-                total += loss.detach() / every
-        losses.append(float(total))
-    return torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).mean(0).tolist()
+TASK = Task(model, lambda steps: [(batch,) for batch in tokens(steps)], loss_of)
 
 
 def layout(kind: str, world: int) -> dict[str, Any]:
@@ -101,8 +71,8 @@ def test_every_layout_trains_like_plain_torch(ctx: ProcessContext, kind: str) ->
         return
     for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 8, 5e-2)):
         accelerator = Accelerator(mixed_precision=precision, **layout(kind, ctx.world.size))
-        got = torch.tensor(hasten_losses(accelerator, steps))
-        torch.testing.assert_close(got, torch.tensor(plain_losses(steps)), rtol=0, atol=tolerance)
+        got = torch.tensor(hasten_losses(accelerator, TASK, steps))
+        torch.testing.assert_close(got, torch.tensor(plain_losses(TASK, steps)), rtol=0, atol=tolerance)
 
 
 @ranks(2)

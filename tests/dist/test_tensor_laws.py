@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from hasten import Accelerator
 from hasten.config.parallel import ParallelismConfig, TorchTensorParallelConfig
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS = 20
 VOCAB = 16
-PHASES = ((1, False), (1, True), (3, False), (3, True))  # (accumulation, clipping)
 FULL: dict[str, str] = {
     "embed": "embedding_rowwise",
     "blocks.*.[qkv]": "colwise",
@@ -32,50 +31,20 @@ FULL: dict[str, str] = {
 }
 
 
-def model(tied: bool = False) -> TinyLM:
-    return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=6, tied=tied))
-
-
-def tokens(steps: int = STEPS) -> list[Tensor]:
+def batches(steps: int) -> list[Batch]:
     g = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCAB, (12, 6), generator=g) for _ in range(steps)]
+    return [(torch.randint(0, VOCAB, (12, 6), generator=g),) for _ in range(steps)]
 
 
-def plain_losses(steps: int, tied: bool = False) -> list[float]:
-    net = model(tied)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
-    losses = []
-    for step, batch in enumerate(tokens(steps)):
-        loss = next_token_loss(net(batch), batch)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        if PHASES[step * len(PHASES) // steps][1]:
-            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+def loss_of(net: nn.Module, batch: Batch) -> Tensor:
+    return next_token_loss(net(batch[0]), batch[0])
 
 
-def hasten_losses(accelerator: Accelerator, steps: int, tied: bool = False) -> list[float]:
-    net = model(tied)
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True))
-    mesh, losses = accelerator.ctx.mesh, []
-    readers, reader = mesh.size(*BATCH), mesh.index(accelerator.process_index, *BATCH)
-    for step, batch in enumerate(tokens(steps)):
-        every, clips = PHASES[step * len(PHASES) // steps]
-        accelerator.gradient_accumulation_steps = every
-        total = torch.zeros(())
-        for micro in batch.chunk(readers)[reader].chunk(every):
-            with accelerator.accumulate(net):
-                loss = next_token_loss(net(micro), micro)
-                accelerator.backward(loss)
-                if clips:
-                    accelerator.clip_grad_norm_(net.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-                total += loss.detach() / every
-        losses.append(float(total))
-    return torch.stack(accelerator.comm.all_gather_object(torch.tensor(losses))).mean(0).tolist()
+def task(tied: bool = False) -> Task:
+    def build() -> TinyLM:
+        return seeded(lambda: TinyLM(vocab=VOCAB, width=8, heads=4, depth=2, context=6, tied=tied))
+
+    return Task(build, batches, loss_of)
 
 
 ON_FOUR: dict[str, dict[str, Any]] = {
@@ -89,8 +58,8 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 def compare(sizes: dict[str, Any], plan: str, precision: str, steps: int, tolerance: float) -> None:
     config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else FULL)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
-    got = torch.tensor(hasten_losses(accelerator, steps, plan == "tied"))
-    expected = torch.tensor(plain_losses(steps, plan == "tied"))
+    got = torch.tensor(hasten_losses(accelerator, task(plan == "tied"), steps))
+    expected = torch.tensor(plain_losses(task(plan == "tied"), steps))
     torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
 
 
@@ -116,8 +85,9 @@ def test_divided_tokens_and_logits_train_like_plain_torch(ctx: ProcessContext, t
         handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=loss_parallel)
         for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
             config = ParallelismConfig(tp_size=2, tp_plan=FULL, tp_handler=handler)
-            got = hasten_losses(Accelerator(mixed_precision=precision, parallelism_config=config), steps, tied)
-            assert got == pytest.approx(plain_losses(steps, tied), abs=tolerance), f"{handler} {precision}"
+            accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
+            got = hasten_losses(accelerator, task(tied), steps)
+            assert got == pytest.approx(plain_losses(task(tied), steps), abs=tolerance), f"{handler} {precision}"
 
 
 @ranks(4)
@@ -126,5 +96,5 @@ def test_divided_tokens_with_data_parallel_train_like_plain_torch(ctx: ProcessCo
     handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
     sizes: dict[str, Any] = {around: 2}
     config = ParallelismConfig(tp_size=2, tp_plan=FULL, tp_handler=handler, **sizes)
-    got = hasten_losses(Accelerator(parallelism_config=config), 8)
-    assert got == pytest.approx(plain_losses(8), abs=1e-5)
+    got = hasten_losses(Accelerator(parallelism_config=config), task(), 8)
+    assert got == pytest.approx(plain_losses(task(), 8), abs=1e-5)

@@ -40,6 +40,7 @@ from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
 from hasten.debug.numbers import NumbersWatch
+from hasten.debug.traffic import SentBytes, count_sent
 from hasten.debug.watchdog import watch
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
@@ -590,10 +591,12 @@ class Accelerator:
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Compare ranks a last time, wait for background saves and close the trackers. Ranks: every rank.
+        """Look at the last losses, compare ranks, wait for background saves and close the trackers. Ranks: every rank.
 
         Raises: DivergenceError when ranks that must hold the same values do not.
         """
+        if self._numbers is not None:
+            self._numbers.finish()
         if self._sentinel is not None:
             self._sentinel.finish()
         self.saving.close()
@@ -711,6 +714,13 @@ class Accelerator:
         """Context manager around `torch.profiler`; writes one Chrome trace per rank if a folder is given."""
         arguments.check_kind(profile_handler, ProfileKwargs, "profile(profile_handler)")
         return profile.profile(profile_handler or self.config.profile, self.ctx)
+
+    def traffic(self) -> AbstractContextManager[SentBytes]:
+        """Context manager that counts the bytes this rank sends to others, by mesh axis (`by_axis`), and logs them.
+
+        Counting costs time in every operation, so use it around a step or two. Ranks: each for itself.
+        """
+        return count_sent(self.ctx)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release everything prepared and empty the device's cache; returns None for each argument."""

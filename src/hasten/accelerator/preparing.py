@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.precision.base import Precision
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner
 from hasten.runtime.mesh_plan import mesh_table, mesh_title
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from hasten.strategies.account import Account
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +111,9 @@ class Preparer:
     def _facts(self) -> StartUp:
         place = self._ctx.topology
         mesh = self._ctx.mesh
-        several = mesh.ep > 1 or len([axis for axis in Axis if mesh.size(axis) > 1]) > 1
-        rows = mesh_table(mesh, place.local_world_size) if place.rank == 0 and several else []
+        apart = mesh.ep > 1 or mesh.dp_replicate < mesh.world_size
+        rows = mesh_table(mesh, place.local_world_size) if place.rank == 0 and apart else []
+        accounts = self._accounts() if place.world_size > 1 else []
         return StartUp(
             rank=place.rank,
             world_size=place.world_size,
@@ -123,6 +127,8 @@ class Preparer:
                 f"{type(self._strategy.unwrap(model)).__name__}: {self._strategy.name}, {type(model).__name__}"
                 for model in self.done.models
             ],
+            modules=[line for account in accounts for line in account.modules] if place.rank == 0 else (),
+            memory=[line for account in accounts for line in account.lines()],
             sampler=[
                 f"{type(loader.batch_sampler).__name__} over {type(loader.sampler).__name__}"
                 for loader in self.done.loaders
@@ -131,6 +137,18 @@ class Preparer:
             precision=self._precision.spec,
             masters=self._config.master_weights,
         )
+
+    def _accounts(self) -> list[Account]:
+        """What became of each model's modules, and the bytes of it; engines lay out their state by rules of their own."""
+        if self._strategy.caps.owns_precision:
+            return []
+        writing = import_module("hasten.strategies.account")  # loads torch.distributed.tensor, most of a second
+        models = [self._strategy.unwrap(model) for model in self.done.models]
+        made: list[Account] = [
+            writing.account(model, self._ctx.mesh, self._config.fsdp, self._precision.spec, self._clock.every)
+            for model in models
+        ]
+        return made
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         prepared = PreparedOptimizer(optimizer, self._clock, self._precision)

@@ -21,7 +21,8 @@ from hasten.launch.mpi import Mpi, kind_of, read_hostfile
 from hasten.launch.run import complete, execute
 from hasten.optional import check_installed
 from hasten.runtime.axes import Axis
-from hasten.runtime.mesh_plan import mesh_of, mesh_table, mesh_title
+from hasten.runtime.bytes_plan import outlook
+from hasten.runtime.mesh_plan import mesh_of, mesh_table, mesh_title, shards_parameters
 
 _ENGINES: Final = ("deepspeed", "megatron")
 """Strategies that are packages of their own, under the same name."""
@@ -37,7 +38,7 @@ class Job:
     plan: LaunchPlan
 
     def mesh(self) -> str:
-        """The mesh of this job's processes as a table; empty where each is a replica or their number is not known yet.
+        """The mesh of this job's processes as a table, and bytes per rank; empty where each is a replica or their number is not known yet.
 
         Raises: ConfigError for sizes that do not fit the processes.
         """
@@ -48,7 +49,15 @@ class Job:
         if spec.size(Axis.DP_REPLICATE) == spec.world_size and spec.ep == 1:
             return ""
         title = f"mesh: {mesh_title(spec)} = {spec.world_size} processes"
-        return "\n".join([title, *("    " + row for row in mesh_table(spec, count)), ""])
+        table = [title, *("    " + row for row in mesh_table(spec, count))]
+        if self.request.config.strategy in _ENGINES:  # they lay out their state by rules of their own
+            return "\n".join([*table, ""])
+        config = self.request.config
+        rows = outlook(
+            spec, micro_steps=config.gradient_accumulation.num_steps, sharded=shards_parameters(config, spec)
+        )
+        bytes_title = "each rank, for every billion parameters (float32, AdamW), between steps and in a step:"
+        return "\n".join([*table, bytes_title, *("    " + row for row in rows), ""])
 
     def run(self) -> int:
         """Run it to its end and return the exit code."""

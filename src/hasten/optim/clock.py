@@ -27,7 +27,7 @@ _RECENT: Final = 16
 """Updates after which an optimizer that nobody has called counts as not taking part in training."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class StepClock:
     """Counts micro-steps into windows, one window per group of models, and weighs their losses.
 
@@ -140,7 +140,7 @@ class StepClock:
         A change of `every` acts from the next window on.
         """
         window = self._windows.get(key)
-        if window is None or window.closed:
+        if window is None or window.closed or window.micro == 0:  # 0: its first micro-step was taken back
             window = self._open(key)
         window.micro += 1
         window.before = window.losses

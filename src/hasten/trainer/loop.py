@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from hasten.trainer.planning import Plan
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
+
+_SUMMED_AT_ONCE: Final = 64
 
 
 class TrainOutput(NamedTuple):
@@ -32,9 +34,10 @@ class TrainingLoop:
     def __init__(self, trainer: Trainer, plan: Plan) -> None:
         self._trainer = trainer
         self._plan = plan
-        self._loss: Tensor | None = None
-        """Loss times weight since the last log, on this rank; a tensor, so that no step waits for the device."""
-        self._weight: Tensor | float = 0.0
+        self._losses: list[tuple[Tensor, Tensor | None]] = []
+        """Losses and weights of the latest batches on this rank; tensors, so that no step waits for the device."""
+        self._sums: list[Tensor] = []
+        """Loss times weight and the weight, summed over earlier batches since the losses of all ranks were added up."""
         self._norm: Any = None  # Any: the norm of the latest update's gradients, a tensor on the device or None
         self._rate: Any = (
             0.0  # Any: the learning rate of the latest update, which capturable optimizers keep as a tensor
@@ -100,11 +103,19 @@ class TrainingLoop:
         return True
 
     def _add(self, loss: Tensor, weight: Tensor | None) -> None:
-        """Add a batch's loss to what the next log will show."""
-        loss = loss.detach()
-        weighed = loss if weight is None else loss * weight.to(loss.device)
-        self._loss = weighed if self._loss is None else self._loss + weighed
-        self._weight = self._weight + (1.0 if weight is None else weight)
+        """Keep a batch's loss for the next log; they are summed many at once, since each sum costs a step its time."""
+        self._losses.append((loss.detach(), weight))
+        if len(self._losses) >= _SUMMED_AT_ONCE:
+            self._sum()
+
+    def _sum(self) -> None:
+        """Sum the losses that were kept."""
+        device = self._losses[0][0].device
+        losses = torch.stack([loss for loss, _ in self._losses]).double()
+        one = torch.ones((), device=device)
+        weights = torch.stack([one if weight is None else weight.to(device) for _, weight in self._losses]).double()
+        self._sums.append(torch.stack([(losses * weights).sum(), weights.sum()]))
+        self._losses.clear()
 
     def _end_step(self) -> None:
         """Count an update and do what is due after it."""
@@ -174,11 +185,13 @@ class TrainingLoop:
     def add_up(self) -> None:
         """Bring the losses of all ranks since the last time into the state. Ranks: every rank."""
         state, accelerator = self._trainer.state, self._trainer.accelerator
-        if self._loss is None:
+        if self._losses:
+            self._sum()
+        if not self._sums:
             return
-        sums = torch.stack([self._loss.double().cpu(), torch.as_tensor(self._weight).double().cpu()])
+        sums = torch.stack(self._sums).sum(0).cpu()
         loss, weight = accelerator.reduce(sums, "sum", axes=BATCH).tolist()
-        self._loss, self._weight = None, 0.0
+        self._sums.clear()
         state.loss_sum, state.loss_weight = state.loss_sum + loss, state.loss_weight + weight
         state.total_loss, state.total_weight = state.total_loss + loss, state.total_weight + weight
 

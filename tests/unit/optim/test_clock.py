@@ -236,3 +236,12 @@ def test_gradients_cleared_after_an_interruption_are_missing(weight: int | None)
     factor = clock.correction()
     assert factor is not None
     assert float(share * factor) == pytest.approx(1.0)
+
+
+def test_a_window_whose_first_micro_step_was_taken_back_has_the_new_length() -> None:
+    clock = StepClock(every=4)
+    clock.tick()
+    clock.interrupt()
+    clock.every = 2
+    assert not clock.tick()
+    assert clock.tick()
