@@ -8,6 +8,8 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DummyOptim, DummyScheduler
@@ -242,6 +244,45 @@ def test_unused_parameters_and_two_losses_and_a_teacher(ctx: ProcessContext) -> 
         state = accelerator.get_state_dict(model)
         for name, value in plain.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6, msg=f"stage {stage}: {name}")
+
+
+class Stumbling(nn.Module):
+    """Blocks that are recomputed in backward; raises when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        hidden = x
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        if fail:
+            raise ValueError("stumbled")
+        return hidden
+
+
+@ranks(1, 2)
+def test_zero_3_leaves_linear_layers_of_other_models_alone(ctx: ProcessContext) -> None:
+    """DeepSpeed's linear function is in place while an engine computes, and at no other time."""
+    torchs = functional.linear
+    accelerator = Accelerator(**engine(3))
+    model, plain = Stumbling(), Stumbling()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert functional.linear is torchs
+    with pytest.raises(ValueError, match="stumbled"), torch.no_grad():
+        model(torch.ones(2, 4), fail=True)
+    assert functional.linear is torchs
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    assert functional.linear is torchs
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss: Any = plain(torch.ones(2, 4)).square().mean()  # Any: torch leaves backward untyped
+    loss.backward()
+    reference.step()
+    for name, value in accelerator.get_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
 
 
 @ranks(2)

@@ -43,6 +43,7 @@ class Engine:
     model: Any  # DeepSpeed's engine: an untyped nn.Module
     optimizer: DeepSpeedOptimizer
     made: EngineConfig
+    linear: deepspeed_engine.Linear | None
     ran: bool = False
     """A forward with gradients has run since the last backward that came here."""
 
@@ -97,12 +98,12 @@ class DeepSpeedStrategy:
             for note in made.notes:
                 log.info("deepspeed: %s", note)
         groups = [dict(group) for group in given.param_groups if group["params"]]
-        engine = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
+        engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
         if isinstance(given, Placeholder):
             for group, inner in zip(groups, engine.basic_optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in inner.items() if key != "params"})
         prepared = DeepSpeedOptimizer(engine, groups, made)
-        one = Engine(engine, prepared, made)
+        one = Engine(engine, prepared, made, linear)
         if made.stage == 3:
             _show_slices(model.parameters(), True)
         self._watch(one)
@@ -140,6 +141,9 @@ class DeepSpeedStrategy:
 
         one.model.register_forward_pre_hook(before, with_kwargs=True)
         one.model.register_forward_hook(after)
+        if one.linear is not None:
+            one.model.register_forward_pre_hook(one.linear.enter, prepend=True)
+            one.model.register_forward_hook(one.linear.leave, always_call=True)
 
     def _scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
         """The scheduler, writing to the groups of the engine's optimizer."""
@@ -177,6 +181,8 @@ class DeepSpeedStrategy:
         with ExitStack() as stack:
             for one in self.engines:
                 stack.enter_context(one.optimizer.in_backward())
+                if one.linear is not None:
+                    stack.enter_context(one.linear.in_place())  # for blocks that are recomputed
             (loss if scale == 1.0 else loss * scale).backward(**kwargs)  # type: ignore[no-untyped-call]
         for one, passes in zip(self.engines, before, strict=True):
             if one.optimizer.num_passes != passes:

@@ -6,11 +6,14 @@ import atexit
 import inspect
 import logging
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from hasten.config.engines import DeepSpeedPlugin
@@ -42,10 +45,38 @@ def package() -> Any:  # Any: DeepSpeed is untyped
     return found
 
 
+class Linear:
+    """DeepSpeed's linear function, in place of torch's only while an engine computes.
+
+    ZeRO-3 replaces ``torch.nn.functional.linear`` for the rest of the process, so that models which no engine trains
+    would go through it too, and could not be compiled.
+    """
+
+    def __init__(self, own: Callable[..., Tensor]) -> None:
+        self._own = own
+        self._before: list[Callable[..., Tensor]] = []
+
+    def enter(self, *_: object) -> None:
+        self._before.append(functional.linear)
+        functional.linear = self._own
+
+    def leave(self, *_: object) -> None:
+        if self._before:  # a global hook may have raised before enter() was called
+            functional.linear = self._before.pop()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
 def start(
     model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
-) -> Any:  # Any: DeepSpeed is untyped
-    """An engine over the model and its optimizer. Ranks: every rank."""
+) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
+    """An engine over the model and its optimizer, and the linear function it brought. Ranks: every rank."""
     deepspeed = package()
     _join(deepspeed, ctx)
     _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
@@ -57,9 +88,13 @@ def start(
         warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
         for name, value in _place(ctx).items():
             env.put_default(name, value)
-        engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+        before = functional.linear
+        try:
+            engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+        finally:
+            own, functional.linear = functional.linear, before
     engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
-    return engine
+    return engine, None if own is before else Linear(own)
 
 
 def _place(ctx: ProcessContext) -> dict[str, str]:
