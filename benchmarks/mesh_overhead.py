@@ -33,10 +33,10 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh, device_mesh
 from hasten.strategies.base import Caps, Strategy
 from hasten.strategies.context import ContextParallel
-from hasten.strategies.fsdp2 import Shard
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert
 from hasten.strategies.tensor import SplitLayers
+from hasten.strategies.tensor_alone import SplitAlone
 
 SMALL = Size(vocab=50304, width=768, heads=12, depth=12, context=1024, rows=16)
 PLAN = {
@@ -78,10 +78,9 @@ def split_by_force() -> Iterator[None]:
     """A block in which an Accelerator splits layers although only one rank shares them."""
 
     def split(config: Config, ctx: ProcessContext) -> Strategy:
-        mesh = WorldMesh()
-        layers = SplitLayers(config.parallelism, config.fsdp, mesh)
-        shard = Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
-        return NativeStrategy("fsdp", shard, [Convert(config.master_weights), layers], Caps(sharded_state=True))
+        layers = SplitLayers(config.parallelism, config.fsdp, WorldMesh())
+        transforms = [Convert(config.master_weights), layers]
+        return NativeStrategy("tensor", SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
 
     chosen = vars(setup)["choose"]
     vars(setup)["choose"] = split

@@ -17,7 +17,7 @@ from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, Torch
 from hasten.config.parallel import PipelineSchedule, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TinyLM, TinyMixture, TinyTranslator, next_token_loss, seeded
+from hasten.testing.toys import TINY_LM_PLAN, TinyLM, TinyMixture, TinyTranslator, next_token_loss, seeded
 from hasten.testing.training import (
     Batch,
     OnePass,
@@ -31,16 +31,6 @@ from hasten.testing.training import (
 
 VOCAB: Final = 16
 ROWS: Final = 24
-FULL: Final = MappingProxyType(
-    {
-        "embed": "embedding_rowwise",
-        "blocks.*.[qkv]": "colwise",
-        "blocks.*.o": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
-        "head": "colwise_gather_output",
-    }
-)
 Sizes = dict[str, Any]  # Any: keywords of ParallelismConfig
 
 
@@ -133,7 +123,7 @@ def check(sizes: Sizes, model: str, precision: str, steps: int, tolerance: float
         one_pass = through_stages
     elif "cp_size" in sizes:
         one_pass = over_parts
-    plan: Sizes = {"tp_plan": FULL} if "tp_size" in sizes else {}
+    plan: Sizes = {"tp_plan": TINY_LM_PLAN} if "tp_size" in sizes else {}
     config = ParallelismConfig(**sizes, **plan)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, task, steps, one_pass))

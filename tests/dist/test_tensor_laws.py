@@ -16,19 +16,11 @@ from hasten import Accelerator
 from hasten.config.parallel import ParallelismConfig, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
 from hasten.testing.training import Batch, Task, hasten_losses, plain_losses
 
 STEPS = 20
 VOCAB = 16
-FULL: dict[str, str] = {
-    "embed": "embedding_rowwise",
-    "blocks.*.[qkv]": "colwise",
-    "blocks.*.o": "rowwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise",
-    "head": "colwise_gather_output",
-}
 
 
 def batches(steps: int) -> list[Batch]:
@@ -56,7 +48,7 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 
 
 def compare(sizes: dict[str, Any], plan: str, precision: str, steps: int, tolerance: float) -> None:
-    config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else FULL)
+    config = ParallelismConfig(**sizes, tp_plan="auto" if plan == "auto" else TINY_LM_PLAN)
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, task(plan == "tied"), steps))
     expected = torch.tensor(plain_losses(task(plan == "tied"), steps))
@@ -84,7 +76,7 @@ def test_divided_tokens_and_logits_train_like_plain_torch(ctx: ProcessContext, t
     for loss_parallel in (False, True):
         handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=loss_parallel)
         for precision, steps, tolerance in (("no", STEPS, 1e-5), ("bf16", 4, 5e-2)):
-            config = ParallelismConfig(tp_size=2, tp_plan=FULL, tp_handler=handler)
+            config = ParallelismConfig(tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler)
             accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
             got = hasten_losses(accelerator, task(tied), steps)
             assert got == pytest.approx(plain_losses(task(tied), steps), abs=tolerance), f"{handler} {precision}"
@@ -95,6 +87,6 @@ def test_divided_tokens_and_logits_train_like_plain_torch(ctx: ProcessContext, t
 def test_divided_tokens_with_data_parallel_train_like_plain_torch(ctx: ProcessContext, around: str) -> None:
     handler = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
     sizes: dict[str, Any] = {around: 2}
-    config = ParallelismConfig(tp_size=2, tp_plan=FULL, tp_handler=handler, **sizes)
+    config = ParallelismConfig(tp_size=2, tp_plan=TINY_LM_PLAN, tp_handler=handler, **sizes)
     got = hasten_losses(Accelerator(parallelism_config=config), task(), 8)
     assert got == pytest.approx(plain_losses(task(), 8), abs=1e-5)

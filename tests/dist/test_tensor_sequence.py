@@ -15,23 +15,15 @@ from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor_logits import VocabularyParts
 from hasten.testing.pool import ranks
-from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
 
 STEPS = 20
-FULL: dict[str, str] = {
-    "embed": "embedding_rowwise",
-    "blocks.*.[qkv]": "colwise",
-    "blocks.*.o": "rowwise",
-    "blocks.*.up": "colwise",
-    "blocks.*.down": "rowwise",
-    "head": "colwise_gather_output",
-}
 SEQUENCE = TorchTensorParallelConfig(sequence_parallel=True)
 BOTH = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
 
 
 def made_for(handler: TorchTensorParallelConfig, **sizes: Any) -> Accelerator:
-    config = ParallelismConfig(**{"tp_size": 2, "tp_plan": FULL, **sizes}, tp_handler=handler)
+    config = ParallelismConfig(**{"tp_size": 2, "tp_plan": TINY_LM_PLAN, **sizes}, tp_handler=handler)
     return Accelerator(parallelism_config=config)
 
 
@@ -212,7 +204,7 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
     def net() -> nn.Module:
         return TinyLM(vocab=16, width=8, heads=4, depth=2, context=6)
 
-    attention = {name: style for name, style in FULL.items() if "up" not in name and "down" not in name}
+    attention = {name: style for name, style in TINY_LM_PLAN.items() if "up" not in name and "down" not in name}
     with pytest.raises(ConfigError, match=r"'blocks.0.up' \(Linear\) in a block is whole; only norms"):
         made_for(SEQUENCE, tp_plan=attention).prepare(net())
     with pytest.raises(ConfigError, match="no list of repeated blocks"):

@@ -102,6 +102,9 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
+    if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
+        alone = import_module("hasten.strategies.tensor_alone")  # likewise
+        return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
     fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor, most of a second
     spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)

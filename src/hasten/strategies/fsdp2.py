@@ -49,7 +49,7 @@ from hasten.strategies.fsdp2_gradients import HeldGradients
 from hasten.strategies.fsdp2_retry import Sharded
 from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks, refuse_later_hooks
 from hasten.strategies.retry import Retry, Whole
-from hasten.strategies.whole import average_gradients, scalars
+from hasten.strategies.whole import average_gradients, scalars, whole_on_main
 from hasten.strategies.wrapping import (
     CONTAINERS,
     blocks_to_shard,
@@ -208,14 +208,7 @@ class Shard:
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
-        state = model.state_dict(keep_vars=True)  # as they are, so that tied weights are one object under two names
-        made: dict[int, Any] = {}
-        with torch.no_grad():
-            for value in state.values():
-                if id(value) not in made:
-                    whole = value.full_tensor() if isinstance(value, DTensor) else value
-                    made[id(value)] = _on_host(whole) if self._is_main else None
-        return {name: made[id(value)] for name, value in state.items()} if self._is_main else {}
+        return whole_on_main(model, self._is_main)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if not callable(getattr(model, name, None)):
@@ -274,10 +267,6 @@ def _called_inside(block: nn.Module, inputs: object) -> None:
             "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "
             f"own: fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
         )
-
-
-def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which stays as it is
-    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 @contextmanager

@@ -75,11 +75,16 @@ def update_own_shards(optimizer: Optimizer) -> None:
 
     A DTensor checks and wraps in Python at every operation, which on small shards takes longer than the operation; and
     torch's kernels for many tensors at once take shards or whole tensors, not both (a scalar stays whole). Parameters,
-    gradients and state stay DTensors for everybody else. Optimizers of other classes, and
-    those without a DTensor among their parameters, are left alone.
+    gradients and state stay DTensors for everybody else. Optimizers of other classes update shards and whole tensors one
+    by one where they have both; those without a DTensor among their parameters are left alone.
     """
-    if not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+    kinds = {is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}
+    if True not in kinds:
         return
+    if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
+        for group in optimizer.param_groups:
+            if group.get("foreach", True) is None:
+                group["foreach"] = False
     collect: Collect | None = getattr(optimizer, "_init_group", None)
     if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
         makes_state = type(optimizer) is SGD

@@ -24,6 +24,7 @@ from hasten.runtime.mesh import WorldMesh
 from hasten.strategies import tensor_sequence
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
 from hasten.strategies.tensor_logits import VocabularyParts
 from hasten.strategies.tensor_ops import enter, gather, leave, split
 from hasten.strategies.tensor_plan import Split, decide
@@ -157,11 +158,15 @@ class SplitLayers:
             stacks = tensor_sequence.check(model, found.styles) if self._handler.sequence_parallel else []
             if self._handler.loss_parallel:
                 _check_head(model, found)
+            whole = _left_whole(model, found)
+            refuse_gradient_hooks(model, whole)
         if source_of(model, self._fsdp, ctx) is Source.RANK_0:
             _materialise(model, ctx)
         copy_from_rank_0(model, ctx)
         mesh = self._mesh.along(ctx, Axis.TP)
+        hooks = hooks_to_carry(model, whole)
         _split(model, found, mesh, ctx.device, stacks, self._handler.loss_parallel)
+        carry_hooks(model, hooks)
         for parent, names in found.attributes.items():
             module = model.get_submodule(parent)
             for name in names:
@@ -172,6 +177,12 @@ class SplitLayers:
 
     def undo(self, model: nn.Module) -> nn.Module:
         return model
+
+
+def _left_whole(model: nn.Module, found: Split) -> set[nn.Parameter]:
+    """The parameters outside the layers that are split."""
+    parts = {id(p) for name in found.styles for p in model.get_submodule(name).parameters(recurse=False)}
+    return {parameter for parameter in model.parameters() if id(parameter) not in parts}
 
 
 def _materialise(model: nn.Module, ctx: ProcessContext) -> None:

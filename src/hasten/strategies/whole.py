@@ -1,10 +1,14 @@
-"""Parameters that a sharded model keeps whole on every rank, and the averaging of their gradients."""
+"""What is whole in a sharded model: parameters every rank keeps whole, and the whole state dict on the main process."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from hasten.comm.base import Comm
+from hasten.modules.dtensors import is_dtensor
 
 
 class Averaged:
@@ -29,3 +33,19 @@ def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.register_hook(Averaged(comm))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+@torch.no_grad()
+def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: tensors and extra state
+    """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+    state = model.state_dict(keep_vars=True)  # as they are, so that tied weights are one object under two names
+    made: dict[int, Any] = {}
+    for value in state.values():
+        if id(value) not in made:
+            whole = value.full_tensor() if is_dtensor(value) else value
+            made[id(value)] = _on_host(whole) if is_main else None
+    return {name: made[id(value)] for name, value in state.items()} if is_main else {}
+
+
+def _on_host(value: Any) -> Any:  # Any: a tensor, or extra state, which stays as it is
+    return value.detach().cpu() if isinstance(value, Tensor) else value

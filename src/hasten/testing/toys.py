@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +157,19 @@ class TinyLM(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+TINY_LM_PLAN: Final = MappingProxyType(
+    {
+        "embed": "embedding_rowwise",
+        "blocks.*.[qkv]": "colwise",
+        "blocks.*.o": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+)
+"""A tensor-parallel plan that splits every layer of a TinyLM."""
 
 
 class Experts(nn.Module):
