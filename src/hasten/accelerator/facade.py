@@ -367,7 +367,7 @@ class Accelerator:
             with zero_if_weightless(loss, weight, self.clock.joined):
                 self.strategy.backward(weighed, **kwargs)
         if self.run_log is not None:
-            self.run_log.backward_done()
+            self.run_log.backward_done(exchanged=self.clock.boundary)
 
     def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
         """Run forward and backward on one batch; returns the loss, detached and equal on every pipeline stage.

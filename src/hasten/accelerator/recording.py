@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.comm.trail import Trail
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.config.masking import masked, masked_tree
 from hasten.config.source import Entry, shown
@@ -21,6 +23,7 @@ from hasten.config.source import Path as SettingPath
 from hasten.progress.memory import MemoryGauge
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Strategy
 from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.version import __version__
 
@@ -28,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def open_run_log(
-    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, Entry], strategy: str
+    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, Entry], strategy: Strategy
 ) -> RunLog | None:
     """The log of this rank, or None without a local project folder or with `run_log` off."""
     folder = project.project_dir
@@ -38,7 +41,7 @@ def open_run_log(
     def facts() -> dict[str, Any]:  # Any: JSON values
         return {
             "settings": {".".join(path): _setting(entry) for path, entry in entries.items()},
-            "strategy": strategy,
+            "strategy": strategy.name,
             "world_size": ctx.world.size,
             "mesh": {str(axis): ctx.mesh.size(axis) for axis in Axis if ctx.mesh.size(axis) > 1},
             "restart": ctx.topology.restart_count,
@@ -53,7 +56,15 @@ def open_run_log(
             },
         }
 
-    return RunLog(Path(folder) / FOLDER, ctx.rank, facts, MemoryGauge(ctx.device).used_bytes)
+    trail = ctx.world.trail if isinstance(ctx.world, ProcessGroupComm) else Trail()
+    return RunLog(
+        Path(folder) / FOLDER,
+        ctx.rank,
+        facts,
+        MemoryGauge(ctx.device).used_bytes,
+        collectives_s=lambda: trail.spent_s,
+        gradients_s=strategy.caps.gradients_s,
+    )
 
 
 class Noted:

@@ -89,8 +89,10 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
     watchdog = _watchdog(config, ctx, clock) if own else None
     asked = context is None or given.get("divergence") is not None
     sentinel = _sentinel(config, ctx, clock) if asked else None
-    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy.name)
+    clock.marks = run_log = open_run_log(config.project, ctx, resolved.entries, strategy)
     trackers = _trackers(given.get("log_with"), config, ctx)
+    if run_log is not None:
+        trackers.spent = run_log.logged
     return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log)
 
 

@@ -71,6 +71,7 @@ class ProcessGroupComm:
         buffer = self._own(x, copy=True)
         op = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(kind, dist.ReduceOp.SUM)
         dist.all_reduce(buffer, op, group=self.group)
+        self.trail.ended()
         result = buffer / self.size if kind == "mean" else buffer
         return result.to(x.device).reshape(x.shape)
 
@@ -79,16 +80,19 @@ class ProcessGroupComm:
         if x.dtype == torch.uint8 and x.ndim == 1 and x.is_contiguous() and x.device.type in self._device_types:
             gathered = x.new_empty(self.size * x.shape[0])  # bytes already: the envelope of every collective on trees
             _GATHER(gathered, x, group=self.group)
+            self.trail.ended()
             return gathered.view(self.size, -1) if x.shape[0] else gathered.reshape(self.size, 0)
         raw = self._bytes(x)
         out = raw.new_empty(self.size * raw.numel())
         _GATHER(out, raw, group=self.group)
+        self.trail.ended()
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         self._begin("broadcast", x)
         raw = self._bytes(x).clone()
         dist.broadcast(raw, src=self._member(src), group=self.group)
+        self.trail.ended()
         return _from_bytes(raw, x.dtype, x.shape).to(x.device)
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
@@ -97,6 +101,7 @@ class ProcessGroupComm:
         raw = torch.empty_like(self._bytes(like))
         pieces = [self._bytes(part) for part in parts] if self.rank == src and parts is not None else None
         dist.scatter(raw, pieces, src=sender, group=self.group)
+        self.trail.ended()
         return _from_bytes(raw, like.dtype, like.shape).to(like.device)
 
     def all_gather_object(self, obj: Any) -> list[Any]:  # Any: the caller's objects
@@ -112,6 +117,7 @@ class ProcessGroupComm:
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
         self.trail.note("barrier", group=self._name)
         self._roll_call.wait(label, timeout_s)
+        self.trail.ended()
 
     def twin(self) -> ProcessGroupComm:
         group = dist.new_group(

@@ -45,6 +45,8 @@ class Trail:
         """The barriers of each group so far: they use the store, so torch does not count them."""
         self.block = ""
         """The name of the block, such as main_process_first, in which this rank may keep the others waiting."""
+        self.spent_s = 0.0
+        """The time this process has spent in collectives that have ended."""
         self._last: tuple[str, torch.Size | None, torch.dtype | None, str, int, float] | None = None
 
     def note(self, op: str, x: Tensor | None = None, group: str = "") -> None:
@@ -56,6 +58,11 @@ class Trail:
         self._last = (op, None, None, file, line, time.monotonic())
         if x is not None:
             self._last = (op, x.shape, x.dtype, file, line, time.monotonic())
+
+    def ended(self) -> None:
+        """The collective noted last has returned."""
+        if self._last is not None:
+            self.spent_s += time.monotonic() - self._last[5]
 
     @property
     def last(self) -> Step | None:

@@ -32,6 +32,8 @@ class Caps:
     synchronises: bool = True
     hides_gradients: bool = False
     """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
+    gradients_s: Callable[[], float] = lambda: 0.0
+    """The time a backward waits for gradients of other ranks, as last measured; 0 where it is not known."""
 
 
 class Stage(IntEnum):

@@ -76,10 +76,12 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             f"strategy={config.strategy!r} keeps whole models, but dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks "
             "to shard them; use strategy='fsdp', or set dp_shard_size=1."
         )
-    spread = Alone() if alone else Replicate(config.ddp)
     transforms: list[Transform] = [Place(), Convert(config.master_weights), *_common(config)]
-    caps = Caps(joins_uneven_inputs=True, synchronises=not alone)
-    return NativeStrategy("single" if alone else "ddp", spread, transforms, caps)
+    if alone:
+        return NativeStrategy("single", Alone(), transforms, Caps(joins_uneven_inputs=True, synchronises=False))
+    replicate = Replicate(config.ddp)
+    caps = Caps(joins_uneven_inputs=True, gradients_s=replicate.gradients_s)
+    return NativeStrategy("ddp", replicate, transforms, caps)
 
 
 def _sharded(config: Config, ctx: ProcessContext) -> Strategy:

@@ -70,7 +70,7 @@ NAMES: Final = (
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),
     Name(_DDP, "logger", (_BUCKETS,), _EXACT),
     Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
-    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp.py"), _EXACT),
     Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
     Name(
         _DDP, "require_forward_param_sync", ("src/hasten/strategies/ddp.py",), "buffers may be synchronised once more"

@@ -12,8 +12,9 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Resume, Run, TableEntry, Tracker
@@ -26,6 +27,25 @@ from hasten.tracking.writer import Writer
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_P = ParamSpec("_P")
+
+
+def _timed(
+    log: Callable[Concatenate[TrackerManager, _P], None],
+) -> Callable[Concatenate[TrackerManager, _P], None]:
+    """A way of logging that says how long it took, if anybody wants to know."""
+
+    @wraps(log)
+    def timed(manager: TrackerManager, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if manager.spent is None:
+            return log(manager, *args, **kwargs)
+        began = time.perf_counter()
+        try:
+            return log(manager, *args, **kwargs)
+        finally:
+            manager.spent(time.perf_counter() - began)
+
+    return timed
 
 
 @dataclass(slots=True)
@@ -63,6 +83,8 @@ class TrackerManager:
         max_pending: int = 1024,
     ) -> None:
         """`share` gives every rank the main process's string (collective); `fetch` reads many scalar tensors at once."""
+        self.spent: Callable[[float], None] | None = None
+        """Told how long each call that logs has kept the training."""
         self._names = tuple(tracker.name for tracker in trackers)
         self._notices: deque[str] = deque()
         self._lanes = [Lane(t, self._notices.append) for t in trackers if is_main or t.every_rank]
@@ -132,6 +154,7 @@ class TrackerManager:
 
     # ---- logging
 
+    @_timed
     def log(
         self,
         values: Mapping[str, Any],
@@ -155,6 +178,7 @@ class TrackerManager:
         if now - self._flushed_at >= self._flush_every_s or len(self._pending) >= self._max_pending:
             self._send()
 
+    @_timed
     def log_images(
         self,
         values: Mapping[str, Any],
@@ -175,6 +199,7 @@ class TrackerManager:
         entry = ImageEntry(images=images, step=self._next(step), time_s=time.time())
         self._post(entry, log_kwargs or {})
 
+    @_timed
     def log_table(
         self,
         name: str,

@@ -1,6 +1,6 @@
 """The run log: how long the parts of every step took and what happened when, for `hasten report`.
 
-Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 36 bytes per update,
+Two files per rank and start of the program in `<project_dir>/run_log`: `rank0-<milliseconds>.steps` holds one record of 44 bytes per update,
 `rank0-<milliseconds>.jsonl` one line per event. Both are appended to about once a second and never kept open.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -18,24 +18,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 FOLDER: Final = "run_log"
-PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
-_RECORD: Final = struct.Struct("<d7f")
+PARTS: Final = ("data", "forward", "backward", "communication", "optimizer", "logging", "other")
+_FIRST_PARTS: Final = ("data", "forward", "backward", "optimizer", "other")
+"""The parts of logs that do not say which they have."""
+_RECORD: Final = struct.Struct("<d9f")
 _EVERY_S: Final = 1.0
 
 # Any in this file: facts and events are JSON values.
 
 
-def step_dtype() -> np.dtype[np.void]:
+def step_dtype(parts: Sequence[str] = PARTS) -> np.dtype[np.void]:
     """The layout of a record of the steps file."""
-    return np.dtype([("time", "<f8"), *((part, "<f4") for part in PARTS), ("samples", "<f4"), ("memory_mb", "<f4")])
+    return np.dtype([("time", "<f8"), *((part, "<f4") for part in parts), ("samples", "<f4"), ("memory_mb", "<f4")])
 
 
 class RunLog:
     """Writes the log of one rank. A failing disk stops the log and not the training."""
 
     def __init__(
-        self, folder: Path, rank: int, facts: Callable[[], Mapping[str, Any]], memory: Callable[[], int | None]
+        self,
+        folder: Path,
+        rank: int,
+        facts: Callable[[], Mapping[str, Any]],
+        memory: Callable[[], int | None],
+        collectives_s: Callable[[], float] = lambda: 0.0,
+        gradients_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """`collectives_s` is the time spent in collectives so far; `gradients_s` that of a backward waiting for gradients."""
         self._folder = folder
         self._rank = rank
         self._facts = facts
@@ -46,54 +55,65 @@ class RunLog:
         self._events: list[bytes] = []
         self._memory_mb = 0.0
         self._flushed_s = self._last_s = time.perf_counter()
-        self._data = self._forward = self._backward = self._optimizer = self._other = self._samples = 0.0
+        self._collectives_s, self._gradients_s = collectives_s, gradients_s
+        self._collected_s, self._gradient_s, self._aside_s = collectives_s(), 0.0, 0.0
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._samples = 0.0
         self._updated = False
         self._begun = False
         self.broken = ""
         """Why nothing is written any more."""
 
     # -- the parts of a step --------------------------------------------------------------------------------------
+    def _take(self, part: str) -> float:
+        """Count the time since the last mark for a part, without what collectives and logging took of it; the time now."""
+        now, collected = time.perf_counter(), self._collectives_s()
+        spent = self._spent
+        waited = collected - self._collected_s
+        spent["communication"] += waited
+        spent[part] += max(now - self._last_s - waited - self._aside_s, 0.0)
+        self._last_s, self._collected_s, self._aside_s = now, collected, 0.0
+        return now
+
     def asked(self) -> None:
         """The loop asks for the next batch: a step that has made an update ends here."""
-        now = time.perf_counter()
         if self._begun:
-            self._other += now - self._last_s
+            now = self._take("other")
             if self._updated:
                 self._commit(now)
-        self._begun = True
-        self._last_s = now
+            return
+        self._begun, self._last_s, self._collected_s = True, time.perf_counter(), self._collectives_s()
 
     def got(self, num_samples: int) -> None:
         """A batch came: the time since it was asked for was spent waiting for data."""
-        now = time.perf_counter()
-        self._data += now - self._last_s
+        self._take("data")
         self._samples += num_samples
-        self._last_s = now
 
     def backward_begins(self) -> None:
         """The time since the batch came went into the forward pass and the loss."""
-        now = time.perf_counter()
-        self._forward += now - self._last_s
-        self._last_s = now
+        self._take("forward")
 
-    def backward_done(self) -> None:
-        """The backward pass is over, with the exchange of gradients that goes on inside it."""
-        now = time.perf_counter()
-        self._backward += now - self._last_s
-        self._last_s = now
+    def backward_done(self, exchanged: bool = False) -> None:
+        """The backward pass is over, with the wait for gradients of other ranks if they were exchanged."""
+        self._take("backward")
+        if exchanged and self._gradient_s:
+            waited = min(self._gradient_s, self._spent["backward"])
+            self._spent["backward"] -= waited
+            self._spent["communication"] += waited
 
     def optimizer_begins(self) -> None:
         """An update begins; what was in between, such as clipping, counts as other."""
-        now = time.perf_counter()
-        self._other += now - self._last_s
-        self._last_s = now
+        self._take("other")
 
     def optimizer_done(self) -> None:
         """An update was tried."""
-        now = time.perf_counter()
-        self._optimizer += now - self._last_s
-        self._last_s = now
+        self._take("optimizer")
         self._updated = True
+
+    def logged(self, seconds: float) -> None:
+        """Logging took so long, inside whatever part is running."""
+        self._spent["logging"] += seconds
+        self._aside_s += seconds
 
     def skipped(self) -> None:
         """The update was skipped."""
@@ -102,17 +122,9 @@ class RunLog:
     def _commit(self, now: float) -> None:
         if now - self._flushed_s >= _EVERY_S:
             self.flush()
-        self._records += _RECORD.pack(
-            time.time(),
-            self._data,
-            self._forward,
-            self._backward,
-            self._optimizer,
-            self._other,
-            self._samples,
-            self._memory_mb,
-        )
-        self._data = self._forward = self._backward = self._optimizer = self._other = self._samples = 0.0
+        self._records += _RECORD.pack(time.time(), *self._spent.values(), self._samples, self._memory_mb)
+        self._spent = dict.fromkeys(PARTS, 0.0)
+        self._samples = 0.0
         self._updated = False
 
     # -- what happened --------------------------------------------------------------------------------------------
@@ -126,6 +138,7 @@ class RunLog:
             return
         self._flushed_s = time.perf_counter()
         self._memory_mb = (self._memory() or 0) / 1e6
+        self._gradient_s = self._gradients_s()
         records, events = bytes(self._records), b"".join(self._events)
         self._records.clear()
         self._events.clear()
@@ -135,7 +148,7 @@ class RunLog:
             if not self._stem:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._stem = f"rank{self._rank}-{int(self._began_s * 1000)}"
-                first = {"event": "started", "time": self._began_s, "rank": self._rank, **self._facts()}
+                first = {"event": "started", "time": self._began_s, "rank": self._rank, "parts": PARTS, **self._facts()}
                 events = msgspec.json.encode(first) + b"\n" + events
             for ending, content in (("steps", records), ("jsonl", events)):
                 if content:
@@ -171,14 +184,25 @@ class LoggedRank:
 def read_run_log(folder: Path) -> list[LoggedRank]:
     """All logs in a run's folder, by time; half-written last records and lines are left out."""
     found = []
-    dtype = step_dtype()
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
+        lines = _lines(path)
+        first = next((line for line in lines if line.get("event") == "started"), {"parts": PARTS})
+        dtype = step_dtype(first.get("parts", _FIRST_PARTS))
         content = path.with_suffix(".steps").read_bytes() if path.with_suffix(".steps").exists() else b""
         whole = len(content) // dtype.itemsize * dtype.itemsize
-        steps = np.frombuffer(content[:whole], dtype=dtype)
         rank = int(path.stem.split("-")[0].removeprefix("rank"))
-        found.append(LoggedRank(rank, steps, list(_lines(path))))
+        found.append(LoggedRank(rank, _all_parts(np.frombuffer(content[:whole], dtype=dtype)), lines))
     return found
+
+
+def _all_parts(steps: NDArray[Any]) -> NDArray[Any]:
+    """The records with every part of today; an older log has 0 in those it does not know."""
+    if steps.dtype == step_dtype():
+        return steps
+    made = np.zeros(len(steps), dtype=step_dtype())
+    for name in set(steps.dtype.names or ()) & set(made.dtype.names or ()):
+        made[name] = steps[name]
+    return made
 
 
 def _began(path: Path) -> tuple[int, int]:

@@ -53,7 +53,7 @@ def write_run(folder: Path, rate: float, ranks: int = 2, steps: int = 50, starts
             stem = folder / "run_log" / f"rank{rank}-{int(began * 1000)}"
             stem.with_suffix(".steps").write_bytes(table.tobytes())
             events = [
-                {"event": "started", "time": began, "rank": rank, "settings": {"mixed_precision": ["bf16", "flag"]},
+                {"event": "started", "time": began, "rank": rank, "parts": PARTS, "settings": {"mixed_precision": ["bf16", "flag"]},
                  "world_size": ranks, "versions": {"torch": "2.13"}},
                 {"event": "saved", "time": began + 10, "seconds": 0.5},
             ]  # fmt: skip
@@ -86,9 +86,9 @@ def test_what_a_folder_tells(tmp_path: Path) -> None:
     assert run.settings["mixed_precision"] == ("bf16", "flag")
     assert run.settings["deep.er"][0] == "</script><b>"
     rows = report_data.spread(run)
-    assert [row[:4] for row in rows] == [["0", "100", "5.00", "5.00"], ["1", "100", "10.00", "10.00"]]
+    assert [row[:4] for row in rows] == [["0", "100", "7.00", "7.00"], ["1", "100", "14.00", "14.00"]]
     (throughput,) = [chart for chart in report_data.charts([run]) if chart["title"].startswith("throughput")]
-    assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.005, rel=1e-4)] * 2
+    assert [trace["y"][0] for trace in throughput["traces"]] == [pytest.approx(8 / 0.007, rel=1e-4)] * 2
     parts = next(chart for chart in report_data.charts([run]) if chart.get("stacked"))
     assert [trace["name"] for trace in parts["traces"]] == list(PARTS)
     assert parts["traces"][0]["y"].count(None) == 4  # a gap around each start

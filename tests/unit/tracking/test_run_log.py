@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,49 @@ def trained(folder: Path, every: int = 1, precision: str = "no", **settings: Any
             optimizer.zero_grad()
             time.sleep(0.002)
     return accelerator
+
+
+def test_logging_and_communication_are_parts_of_their_own(tmp_path: Path) -> None:
+    """Time spent in them is taken out of the part they happen in; an average wait for gradients out of backward."""
+    clock = {"collectives": 0.0}
+
+    def collective(seconds: float) -> None:
+        time.sleep(seconds)
+        clock["collectives"] += seconds
+
+    log = RunLog(tmp_path, 0, dict, lambda: None, lambda: clock["collectives"], lambda: 0.01)
+    log.asked()
+    log.flush()
+    for _ in range(4):
+        log.got(1)
+        collective(0.02)
+        time.sleep(0.005)
+        log.backward_begins()
+        time.sleep(0.03)
+        log.backward_done(exchanged=True)
+        log.optimizer_begins()
+        log.optimizer_done()
+        time.sleep(0.02)
+        log.logged(0.02)
+        log.asked()
+    log.close()
+    (read,) = read_run_log(tmp_path)
+    sums = {part: float(read.steps[part].sum()) for part in PARTS}
+    assert sums["communication"] == pytest.approx(4 * (0.02 + 0.01), rel=0.01)
+    assert sums["logging"] == pytest.approx(0.08, rel=0.01)
+    assert 0.02 <= sums["forward"] < 0.06
+    assert 0.08 <= sums["backward"] < 0.2
+    assert sums["other"] < 0.04
+
+
+def test_a_log_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """Its records have five parts and do not say so; the others are 0."""
+    (tmp_path / "rank0-1.jsonl").write_text('{"event":"started","time":1.0,"rank":0}\n')
+    (tmp_path / "rank0-1.steps").write_bytes(struct.pack("<d7f", 2.0, 1, 2, 3, 4, 5, 6, 7) * 3)
+    (log,) = read_run_log(tmp_path)
+    assert len(log.steps) == 3
+    assert [float(log.steps[0][part]) for part in PARTS] == [1, 2, 3, 0, 4, 0, 5]
+    assert float(log.steps[2]["samples"]) == 6
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
