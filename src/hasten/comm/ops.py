@@ -12,6 +12,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -34,12 +35,37 @@ def gather(tree: Tree, comm: Comm) -> Tree:
     """Every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
+    if type(tree) is Tensor and tree.is_cpu and (joined := _gather_small(tree, comm)) is not None:
+        return joined
     met = _meet("gather", tree, comm, carry=True)
     if met.inside is not None:
-        if isinstance(tree, Tensor):  # the common metric
-            return _taken_out([tree], met)[0]
         return trees.replace_tensors(tree, _taken_out(trees.tensors(tree), met))
     return trees.map_tensors(lambda x: comm.all_gather(_rows(x)).flatten(0, 1), tree)
+
+
+def _gather_small(x: Tensor, comm: Comm) -> Tensor | None:
+    """What `gather` gives for one small tensor, the common metric, in few steps; None where it takes more of them."""
+    num_bytes = x.nbytes
+    if not 0 < num_bytes <= _ROOM or x.is_complex() or x.layout != torch.strided:
+        return None
+    header = _header_of(x.shape, x.dtype)
+    envelope = bytearray(_ENVELOPE_BYTES)
+    end = _HEADER.size + num_bytes
+    envelope[: _HEADER.size] = header
+    envelope[_HEADER.size : end] = _raw(x).numpy().data
+    everyone = comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8))
+    if any(row[: _HEADER.size].tobytes() != header for row in everyone.numpy()):
+        _refuse_differences("gather", x, [_HEADER.unpack_from(row) for row in everyone.numpy()], comm)
+        return comm.all_gather(_rows(x)).flatten(0, 1)  # a rank has it on an accelerator
+    rows = everyone[:, _HEADER.size : end].reshape(-1).view(x.dtype)
+    return rows.view(comm.size * x.shape[0], *x.shape[1:]) if x.ndim else rows
+
+
+@lru_cache(maxsize=256)
+def _header_of(shape: torch.Size, dtype: torch.dtype) -> bytes:
+    """The header of a gather of one tensor that travels inside its envelope."""
+    digest = _digest(_describe("gather", torch.empty(shape, dtype=dtype, device="meta"), None))
+    return _HEADER.pack(digest, True, 1, *[0] * (_HEADER_SIZES - 1))
 
 
 def gather_ragged(tree: Tree, comm: Comm) -> Tree:
@@ -155,21 +181,29 @@ def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: b
     sizes = [1] * len(found) if free_dim is None else [_size(x, free_dim) for x in found]
     if comm.size == 1:
         return _Met([(size,) for size in sizes])
-    described = _describe(op, tree, free_dim)
-    digest = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
+    digest = _digest(_describe(op, tree, free_dim))
     content = _content(found) if carry and len(sizes) <= _HEADER_SIZES else None
     shown = sizes[:_HEADER_SIZES] + [0] * (_HEADER_SIZES - len(sizes))
     envelope = bytearray(_HEADER.pack(digest, content is not None, *shown) + (content or b""))
     envelope += bytes(_ENVELOPE_BYTES - len(envelope))
     everyone = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
     heads = [_HEADER.unpack_from(row) for row in everyone]
-    if any(head[0] != digest for head in heads):
-        raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
+    _refuse_differences(op, tree, heads, comm)
     if len(sizes) > _HEADER_SIZES:
         gathered = comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
         return _Met([tuple(row) for row in gathered.T.tolist()])
     inside = [row[_HEADER.size :] for row in everyone] if all(head[1] for head in heads) else None
     return _Met(list(zip(*(head[2 : 2 + len(sizes)] for head in heads), strict=True)), inside)
+
+
+def _digest(described: str) -> int:
+    return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def _refuse_differences(op: str, tree: Tree, heads: Sequence[tuple[int, ...]], comm: Comm) -> None:
+    """Raise a MismatchError unless all ranks described the same thing. Ranks: every rank."""
+    if len({head[0] for head in heads}) > 1:
+        raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
 
 
 def _content(found: Sequence[Tensor]) -> bytes | None:
