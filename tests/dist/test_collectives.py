@@ -68,6 +68,22 @@ def test_gather_joins_rows_of_every_dtype(ctx: ProcessContext) -> None:
         assert torch.equal(out["x"], expected)
         assert out["s"].shape == (comm.size,)
         assert out["k"] == [None, "text", 7]
+        for alone, wanted in ((mine, out["x"]), (tree["s"], out["s"]), (mine[:0], out["x"][:0]), (mine[0], None)):
+            joined = ops.gather(alone, comm)
+            wanted = torch.cat([value_of(r, dtype).t()[0] for r in range(comm.size)]) if wanted is None else wanted
+            assert joined.dtype == dtype
+            assert torch.equal(joined, wanted), (dtype, alone.shape)
+
+
+@ranks(2, 3)
+def test_one_tensor_that_differs_is_refused_everywhere(ctx: ProcessContext) -> None:
+    """A small tensor takes a shorter way than a tree; ranks on different ways still meet, and name what differs."""
+    comm = ctx.world
+    mine: tuple[Any, ...] = (torch.ones(2), torch.ones(3), torch.ones(2).double(), {"x": torch.ones(2)}, torch.ones(900))
+    for other in mine[1:]:
+        with pytest.raises(MismatchError, match=r"rank 0: gather of tensor: \[2\] float32"):
+            ops.gather(mine[0] if comm.rank == 0 else other, comm)
+        assert torch.equal(ops.gather(torch.tensor(comm.rank), comm), torch.arange(comm.size))
 
 
 @ranks(1, 2, 4)
