@@ -291,7 +291,7 @@ def _raw(x: Tensor) -> Tensor:
     x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
-    return x.resolve_neg().reshape(-1).view(torch.uint8)
+    return x.resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _unpack(buffer: Tensor, skeleton: Tree) -> Tree:
