@@ -246,6 +246,44 @@ def test_unused_parameters_and_two_losses_and_a_teacher(ctx: ProcessContext) -> 
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-6, msg=f"stage {stage}: {name}")
 
 
+class Turning(nn.Module):
+    """Two layers in a row, in either order, or the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, way: str) -> Tensor:
+        layers = {"forth": (self.first, self.second), "back": (self.second, self.first), "first": (self.first,)}
+        for layer in layers[way]:
+            x = layer(x)
+        return x
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("other", ["back", "first"])
+def test_gradients_that_come_in_another_order_on_one_rank_are_refused(ctx: ProcessContext, other: str) -> None:
+    """ZeRO 2 would add up numbers of different parameters; the same turn on every rank is right, also when it changes."""
+    accelerator = Accelerator(**engine(2))
+    model, plain = Turning(), Turning()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for way in ("forth", other, "forth"):
+        accelerator.backward(model(torch.ones(2, 4), way).square().mean())
+        loss: Any = plain(torch.ones(2, 4), way).square().mean()  # Any: torch leaves backward untyped
+        loss.backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    for name, value in accelerator.get_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=name)
+    last = ctx.world.size - 1
+    loss = model(torch.ones(2, 4), other if ctx.rank == last else "forth").square().mean()
+    with pytest.raises(StepError, match=f"came to ZeRO 2 in different orders: .* on rank 0 and .* on rank {last}"):
+        accelerator.backward(loss)
+
+
 class Stumbling(nn.Module):
     """Blocks that are recomputed in backward; raises when told to."""
 

@@ -102,7 +102,7 @@ class DeepSpeedStrategy:
         if isinstance(given, Placeholder):
             for group, inner in zip(groups, engine.basic_optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in inner.items() if key != "params"})
-        prepared = DeepSpeedOptimizer(engine, groups, made)
+        prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
         one = Engine(engine, prepared, made, linear)
         if made.stage == 3:
             _show_slices(model.parameters(), True)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice, local_data
+from hasten.comm.base import Comm
 from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
+from hasten.strategies.deepspeed_order import GradientOrder
 from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
     """
 
     def __init__(
-        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig
+        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig, comm: Comm
     ) -> None:  # Any: DeepSpeed is untyped
         # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
         self.engine = engine
@@ -51,6 +53,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
             engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros: bias corrections would be off
+        self._order = (
+            GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
+        )
         self._count_passes()
 
     def __repr__(self) -> str:
@@ -83,9 +88,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
             again()  # this may be the second backward after a forward
         self.entered, engine._running_engine_backward = False, True
+        if self._order is not None:
+            self._order.begin()
         try:
             yield
             if self.entered:
+                if self._order is not None:
+                    self._order.check()
                 engine._backward_epilogue()
         except BaseException:
             if self.entered and callable(leave := getattr(optimizer, "exit_backward", None)):
