@@ -96,7 +96,7 @@ class WorldMesh:
         if self._whole is None:
             self._whole = device_mesh(ctx.mesh, ctx.device)
         names, whole = tuple(str(axis) for axis in axes), self._whole
-        return once(("part of", tuple(whole.shape), names), lambda: whole[names])
+        return once(("part of", whole.device_type, tuple(whole.shape), names), lambda: whole[names])
 
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
         """The data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
