@@ -24,7 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from typing import Any
 import input_bound
 import torch
 from loading import RESULTS, versions
+from measuring import computing
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -283,22 +284,6 @@ def summary(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, 
             "reference": name == reference,
         }
     return found
-
-
-@contextmanager
-def computing() -> Iterator[set[torch.dtype]]:
-    """The dtypes in which linear layers compute inside the block."""
-    seen: set[torch.dtype] = set()
-
-    def look(module: nn.Module, inputs: object, output: object) -> None:
-        if isinstance(module, nn.Linear) and isinstance(output, Tensor):
-            seen.add(output.dtype)
-
-    handle = nn.modules.module.register_module_forward_hook(look)
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def build(case: Case, device: torch.device, data: Rows, left_out: set[str]) -> dict[str, Loop]:

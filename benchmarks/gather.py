@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -24,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from loading import RESULTS, versions
+from measuring import on_two_ranks
 from torch import Tensor
 
 TURN = 50
@@ -95,24 +93,7 @@ def main() -> None:
     if args.worker:
         worker(rounds)
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, __file__, "--worker", "--rounds", str(rounds)]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    workers = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [one.communicate()[0] for one in workers]
-    if any(one.returncode for one in workers):
-        sys.exit("a rank failed")
-    rows = json.loads(outputs[0].splitlines()[-1])
+    rows = on_two_ranks(__file__, "--rounds", str(rounds))
     known = versions()
     names = [name for name in rows[0] if name != "what"]
     lines = ["# A small gather on two gloo ranks", "", ", ".join(f"{k} {v}" for k, v in known.items()), ""]

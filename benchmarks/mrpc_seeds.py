@@ -26,14 +26,20 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "mrpc.py"
 ACCURACY, F1 = 0.79, 0.85
 
 
-def main() -> None:
-    """Run the seeds, print a line for each, and leave a JSON file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def mrpc_options(purpose: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark that trains on the pairs with several seeds."""
+    parser = argparse.ArgumentParser(description=purpose, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder of the pairs")
     parser.add_argument("--model", required=True, help="folder of the model")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for mrpc_seeds.json")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
+    return parser
+
+
+def main() -> None:
+    """Run the seeds, print a line for each, and leave a JSON file."""
+    parser = mrpc_options(__doc__)
     args, rest = parser.parse_known_args()  # the rest goes to the example, such as --lr and --batch_size
     rows = [run(args, seed, rest) for seed in args.seeds]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"

@@ -15,7 +15,6 @@ Ends with an error when a seed stays below the target or two forms differ by mor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import write_results
+from mrpc_seeds import mrpc_options
 from torch.utils.data import DataLoader, SequentialSampler
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -46,13 +47,8 @@ Rows = list[dict[str, Any]]
 
 def main() -> None:
     """Run both parts and write mrpc_trainer_DEVICE.json and .md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="folder of the pairs")
-    parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=3)
+    parser = mrpc_options(__doc__)
     parser.add_argument("--limit", type=int, help="use only this many pairs of each part, for a quick look")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the results")
     parser.add_argument("--only", choices=("scores", "losses"), help="one part alone")
     args = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products on a GPU are not repeatable
@@ -66,11 +62,8 @@ def main() -> None:
         "scores": scores, "tolerance": TOLERANCE,
         "equal": all(row["largest"] <= TOLERANCE for row in losses), "losses": losses,
     }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"mrpc_trainer_{'cuda' if torch.cuda.is_available() else 'cpu'}"
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(page(result), encoding="utf-8")
-    print(page(result))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_results(args.out / f"mrpc_trainer_{device}", result, page(result))
     if not (result["reached"] and result["equal"]):
         sys.exit(f"below accuracy {ACCURACY} or F1 {F1}, or losses more than {TOLERANCE} apart")
 

@@ -21,8 +21,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import computing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -265,22 +266,6 @@ CONTENDERS: dict[str, Callable[[Case, torch.device], Step]] = {
 
 
 # -- timing -----------------------------------------------------------------------------------------------------------
-@contextmanager
-def computing() -> Iterator[set[torch.dtype]]:
-    """The dtypes in which linear layers compute inside the block."""
-    seen: set[torch.dtype] = set()
-
-    def look(module: nn.Module, inputs: object, output: object) -> None:
-        if isinstance(module, nn.Linear) and isinstance(output, Tensor):
-            seen.add(output.dtype)
-
-    handle = nn.modules.module.register_module_forward_hook(look)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-
-
 def build(case: Case, device: torch.device, only: list[str]) -> dict[str, Step]:
     steps = {}
     for name, make in CONTENDERS.items():

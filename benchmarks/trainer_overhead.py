@@ -12,7 +12,6 @@ counts, with the device synchronised at both ends; on a CPU processor time, whic
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from loading import RESULTS, versions
+from measuring import write_results
 from torch.utils.data import DataLoader
 
 from hasten import (
@@ -170,11 +170,7 @@ def main() -> None:
         "device": "CPU, one thread" if cpu else torch.cuda.get_device_name(), "versions": ", ".join(f"{k} {v}" for k, v in versions(given.device).items()),
         "clock": "Processor time" if cpu else "By the clock", "steps": given.steps, "rounds": given.rounds, "rows": rows,
     }  # fmt: skip
-    given.out.mkdir(parents=True, exist_ok=True)
-    stem = given.out / f"trainer_overhead_{given.device}"
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(page(found), encoding="utf-8")
-    print(page(found))
+    write_results(given.out / f"trainer_overhead_{given.device}", found, page(found))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,16 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from measuring import on_two_ranks
 from torch import nn
 from torch.nn import functional as F
 
 from hasten import Accelerator
-from hasten.launch.network import free_port
 
 TURN = 100
 WIDTH, ROWS = 384, 256
@@ -96,21 +94,7 @@ def main() -> None:
     if given.worker:
         measure(given.rounds)
         return
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, __file__, "--worker", "--rounds", str(given.rounds)]
-    workers = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    shown = [worker.communicate()[0] for worker in workers]
-    if any(worker.returncode for worker in workers):
-        sys.exit("a rank failed")
-    print(table(json.loads(shown[0].splitlines()[-1])))
+    print(table(on_two_ranks(__file__, "--rounds", str(given.rounds))))
 
 
 if __name__ == "__main__":

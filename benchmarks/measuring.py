@@ -1,0 +1,61 @@
+"""What several benchmarks share: a look at computing dtypes, a script started on two ranks, results written as JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def computing() -> Iterator[set[torch.dtype]]:
+    """The dtypes in which linear layers compute inside the block."""
+    seen: set[torch.dtype] = set()
+
+    def look(module: nn.Module, inputs: object, output: object) -> None:
+        if isinstance(module, nn.Linear) and isinstance(output, Tensor):
+            seen.add(output.dtype)
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def on_two_ranks(script: str, *options: str) -> Any:  # Any: JSON
+    """What rank 0 of `script --worker` printed last, decoded; both ranks run on this machine with one thread each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, script, "--worker", *options],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [one.communicate()[0] for one in workers]
+    if any(one.returncode for one in workers):
+        sys.exit("a rank failed")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def write_results(stem: Path, found: Mapping[str, Any], page: str) -> None:
+    """Leave STEM.json and STEM.md, and print the page."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(page)
