@@ -1,0 +1,6 @@
+"""`python -m hasten` is the command `hasten`, for environments whose scripts are not on the PATH."""
+
+from hasten.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
