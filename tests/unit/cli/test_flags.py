@@ -13,6 +13,7 @@ from hasten.cli.flags import SettingsParser, UsageError, metavar, spellings
 from hasten.cli.main import COMMANDS, main
 from hasten.config.schema import SETTABLE
 from hasten.errors import UnknownSettingError
+from hasten.version import __version__
 
 
 def launch_like() -> SettingsParser:
@@ -113,6 +114,11 @@ def test_help_lists_every_setting_once_in_groups() -> None:
         assert group in text
     assert max(len(line) for line in text.splitlines()) <= 140
     assert metavar(int | None) == "N"
+
+
+def test_the_package_runs_as_the_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "hasten", "--version"], capture_output=True, text=True, check=True)
+    assert __version__ in shown.stdout
 
 
 def test_main_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
