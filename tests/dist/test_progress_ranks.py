@@ -21,7 +21,6 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
     file, size = io.StringIO(), ctx.world.size
     watch, pulse = straggler_watch(ctx, every_s=0.05), Pulse(ctx.device)
     assert watch is not None
-    watch._next_s = 0.0
     bar = progress(range(30), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
     for _ in bar:
         time.sleep(0.02 if ctx.world.rank == size - 1 else 0.002)

@@ -74,12 +74,11 @@ def test_other_layouts_and_dtypes_are_converted(tmp_path: Path) -> None:
     assert torch.equal(part, value)
 
 
-def test_copies_that_are_no_reads_are_shared_out_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_copies_and_large_ones_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "CHUNK_BYTES", 1000)
     values = {f"{i}": torch.randn(size) for i, size in enumerate([1, 300, 1, 1, 250, 900, 2])}
     live = {name: torch.zeros_like(value) for name, value in values.items()}
     copies = [Copy(live[name], value) for name, value in values.items()]
-    assert [len(portion) for portion in filling._portions(copies)] == [2, 3, 1, 1]
     run_copies(copies)
     assert all(torch.equal(live[name], value) for name, value in values.items())
 

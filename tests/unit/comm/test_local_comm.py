@@ -11,7 +11,6 @@ from hasten.comm import ops
 from hasten.comm.agreement import agree, vote
 from hasten.comm.flag import Flag
 from hasten.comm.local import LocalComm
-from hasten.comm.recording import RecordingComm
 from hasten.errors import CommError
 
 
@@ -56,11 +55,3 @@ def test_flag_is_seen_once() -> None:
     flag.set()
     assert flag.check()
     assert not flag.check()
-
-
-def test_recording_counts_calls_and_bytes() -> None:
-    comm = RecordingComm(LocalComm())
-    comm.all_reduce(torch.ones(4))
-    comm.all_gather(torch.ones(2, dtype=torch.float64))
-    assert comm.calls == {"all_reduce": 1, "all_gather": 1}
-    assert comm.num_bytes == {"all_reduce": 16, "all_gather": 16}

@@ -300,7 +300,6 @@ def test_the_bars_of_an_accelerator_share_one_console(monkeypatch: pytest.Monkey
 def test_the_hint_is_shown_by_the_bar_whose_steps_are_slow() -> None:
     notes = Board()
     watch, pulse = StragglerWatch(notes, 0, 2, every_s=0.0), Pulse(torch.device("cpu"))
-    watch._next_s = 0.0
     outer, inner = Sheet(), Sheet()
     notes.post("pace/1", "5.0")
     for _ in Progress(range(1), here=Surroundings(display=outer, watch=watch)):
