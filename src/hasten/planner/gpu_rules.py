@@ -53,7 +53,9 @@ class FusedAttention(torch.autograd.Function):
 def gpu_rules(attention: Attention) -> Iterator[None]:
     """Replace functions whose memory on a GPU differs from that on a CPU, inside the block."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # Any: they change nothing
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:  # Any: they change nothing
         return _attend(attention, query, key, value, causal=bool(kwargs.get("is_causal")))
 
     before = functional.scaled_dot_product_attention, functional.dropout

@@ -37,6 +37,8 @@ class Request:
     offload: bool = True
     """Whether host memory may be used."""
     tf32: bool = False
+    only_data: bool = False
+    """Whether only data parallelism is offered: every rank then reads its own samples, whatever is chosen."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "global_batch"):
@@ -163,7 +165,9 @@ def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
     """Every strategy on every mesh, in every precision, with and without recompute, kept parameters and offload."""
     for mesh, sharded in _meshes(trace, request):
         reshards = (True, False) if sharded and mesh.dp_shard * mesh.cp > 1 else (True,)
-        offloads = (False, True) if sharded and request.offload and mesh.pp == 1 else (False,)
+        offloads: tuple[bool, ...] = (False, True) if sharded and request.offload and mesh.pp == 1 else (False,)
+        if sharded and mesh.world_size == 1:  # shards of one rank save nothing but the place where they lie
+            offloads = (True,) if request.offload else ()
         for variant in trace.variants:
             if variant.precision not in request.precisions:
                 continue
@@ -187,6 +191,8 @@ def _meshes(trace: ModelTrace, request: Request) -> Iterator[tuple[MeshSpec, boo
     splits = [1, *(tp for tp in trace.tp_sizes if tp > 1 and tp <= node and gpus % tp == 0)]
     stages = [pp for pp in divisors(gpus) if pp <= min(_MOST_STAGES, max(trace.num_blocks, 1))]
     parts = [cp for cp in divisors(gpus) if cp <= _MOST_CONTEXT and _divides_context(trace, cp)]
+    if request.only_data:
+        splits, stages, parts = [1], [1], [1]
     for tp in splits:
         for pp in stages:
             for cp in parts:

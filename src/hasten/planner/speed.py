@@ -99,7 +99,9 @@ def micro_step(
     within = mesh.tp * mesh.cp * mesh.pp
     flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / within
     split = 1 - trace.split_share + trace.split_share / mesh.tp
-    line = Line(0.0, variant.moved.slope) if candidate.sharded else variant.moved  # `_copying` has the casts of parameters
+    line = (
+        Line(0.0, variant.moved.slope) if candidate.sharded else variant.moved
+    )  # `_copying` has the casts of parameters
     moved = line.at(samples) * split / mesh.cp / mesh.pp
     memory = moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
     return max(flops + memory, variant.operations / mesh.pp * accelerator.launch_us * 1e-6)

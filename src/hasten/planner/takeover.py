@@ -323,7 +323,9 @@ def _patched(takeover: Takeover) -> Iterator[None]:
     def built(given: Mapping[str, Any], context: Any = None) -> Any:  # Any: as in the function it stands for
         return build(takeover.settings(), context)
 
-    def prepared(self: Preparer, objects: tuple[Any, ...], placement: Any = None, train: bool = True) -> tuple[Any, ...]:
+    def prepared(
+        self: Preparer, objects: tuple[Any, ...], placement: Any = None, train: bool = True
+    ) -> tuple[Any, ...]:
         return takeover.prepare(self, objects)
 
     def loaded(self: Preparer, given: Any, placement: Any = None, slice_fn: Any = None) -> Any:  # Any: likewise

@@ -33,7 +33,7 @@ def trace(
     """
     if not hasattr(os, "fork"):
         raise ConfigError("planning forks the training loop, which this system cannot; run it on Linux or macOS.")
-    found = _Findings()
+    found = Findings()
     takeover = Takeover(precisions, found.look, workers or min(4, os.cpu_count() or 1))
     steps = takeover.run(loop)
     failed = next((step for step in steps if step.error and not step.run.recompute), None)
@@ -50,7 +50,7 @@ def trace(
 
 
 @dataclass(slots=True)
-class _Findings:
+class Findings:
     """What is known of the models before they are made fake."""
 
     parameters: tuple[ParameterKind, ...] = ()
@@ -70,7 +70,12 @@ class _Findings:
             kinds.update(_kinds(one, blocks if one is model else [], split.styles))
         self.parameters = tuple(
             ParameterKind(
-                shape=kind.shape, item=kind.item, count=count, trained=kind.trained, in_block=kind.in_block, split=kind.split
+                shape=kind.shape,
+                item=kind.item,
+                count=count,
+                trained=kind.trained,
+                in_block=kind.in_block,
+                split=kind.split,
             )
             for kind, count in kinds.items()
         )

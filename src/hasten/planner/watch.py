@@ -42,7 +42,9 @@ class StepWatch(TorchDispatchMode):
         self.names = {id(part): name for model in models for name, part in model.named_modules()}
         self.stack: list[nn.Module] = []
         self._parameters = {id(p.untyped_storage()) for model in models for p in model.parameters()}
-        self._pinned = [p.untyped_storage() for model in models for p in model.parameters()]  # an id is good while it lives
+        self._pinned = [
+            p.untyped_storage() for model in models for p in model.parameters()
+        ]  # an id is good while it lives
         self._models = models
         self._known: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}
         self._bytes: dict[Kind, int] = {"activations": 0, "copies": 0, "gradients": 0}
