@@ -10,6 +10,7 @@ import runpy
 import sys
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -126,7 +127,7 @@ class Timed:
         limit = self.spec.hopeless_s
         measured = self.marks[self.spec.warmup :]
         if limit is not None and len(measured) > _OFTEN:
-            self.gave_up = median(b - a for a, b in zip(measured, measured[1:], strict=False)) > limit
+            self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
         if done >= self.spec.warmup + self.spec.updates or self.gave_up:
             raise _Enough
 
