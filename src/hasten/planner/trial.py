@@ -18,7 +18,6 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler
 
@@ -84,7 +83,7 @@ class Timed:
         """One of the script's objects, as this trial wants it."""
         values = self.spec.values
         if isinstance(value, nn.Module):
-            self.convolutions = any(isinstance(part, _ConvNd) for part in value.modules())
+            self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
             found = blocks_to_recompute(value, FullyShardedDataParallelPlugin())
             self.blocks = tuple(sorted({type(block).__name__ for block in found}))
             return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
