@@ -50,6 +50,7 @@ PLANS = (
     Plan("fp8.py", page="fp8_cpu.md"),
 )
 NOT_HERE = {
+    "plan_accuracy.py": "needs a GPU",
     "sharding.py": "needs a GPU",
     "mesh_overhead.py": "needs a GPU",
     "mrpc_seeds.py": "needs the MRPC pairs and a model",

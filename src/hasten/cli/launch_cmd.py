@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Final
+from typing import Any, Final
 
 from hasten.cli.flags import SettingsParser
+from hasten.config.source import Entry
 from hasten.errors import HastenError
 
 DESCRIPTION: Final = (
@@ -52,6 +53,9 @@ def main(argv: Sequence[str], program: str = "hasten") -> int:
 def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -> int:
     job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
     job = job_module.prepare(words, settings=given.settings, config_file=given.config_file, typed=typed)
+    if given.auto:
+        settings = [*given.settings, *_planned(job, words)]
+        job = job_module.prepare(words, settings=settings, config_file=given.config_file, typed=typed)
     if not job.request.config.launch.quiet:
         for note in job.resolved.notes:
             sys.stderr.write(f"[hasten] note: {note}\n")
@@ -60,6 +64,21 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
         return 0
     code: int = job.run()
     return code
+
+
+def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: of a room loaded above
+    """The strategy that suits the script on this launch's processes; the reasons go to stderr."""
+    meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
+    machines = 1 if meeting is None else meeting.max_machines
+    machine = import_module("hasten.cli.machine").examine()  # asks the driver, which only --auto needs
+    planning = import_module("hasten.planner.auto")  # loads torch
+    on_cpu = job.request.config.cpu or machine.device == "cpu"
+    name = "" if on_cpu else machine.device_name
+    chosen = planning.choose(words, job.request.config, each * machines, each, name, machine.host_memory_bytes)
+    for reason in chosen.reasons:
+        sys.stderr.write(f"[hasten] auto: {reason}\n")
+    entries: Sequence[Entry] = chosen.entries
+    return entries
 
 
 def make_parser(program: str = "hasten") -> SettingsParser:
@@ -72,6 +91,11 @@ def make_parser(program: str = "hasten") -> SettingsParser:
     )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
+    parser.add_argument(
+        "--auto",
+        action="store_true",
+        help="trace one step of the script and choose the strategy, recompute and offload by it; prints why",
+    )
     parser.add_settings()
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the script (or module, or program) and its arguments")
     return parser

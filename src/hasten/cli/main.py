@@ -27,7 +27,8 @@ COMMANDS: Final = MappingProxyType(
         "attach": ("hasten.cli.top_cmd", "the same as top"),
         "estimate-memory": ("hasten.cli.estimate_cmd", "the memory a model needs, before it is loaded"),
         "migrate": ("hasten.cli.migrate_cmd", "move scripts from accelerate to hasten: the diff, and what differs"),
-        "plan": ("hasten.cli.plan_cmd", "choose a strategy that fits model and machine"),
+        "plan": ("hasten.cli.plan_cmd", "the fastest settings that fit a model on given GPUs, before the job starts"),
+        "tune": ("hasten.cli.tune_cmd", "faster settings for a script on this machine, by short real runs"),
     }
 )
 """Subcommand -> its module, which has `main(argv) -> int`, and one line of help."""

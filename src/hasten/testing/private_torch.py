@@ -33,6 +33,8 @@ _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
 _BEGUN: Final = "src/hasten/comm/begun.py"
 _TRAFFIC: Final = "src/hasten/debug/traffic.py"
+_TAKEOVER: Final = "src/hasten/planner/takeover.py"
+_WATCH: Final = "src/hasten/planner/watch.py"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _DDP_RETRY: Final = "src/hasten/strategies/ddp_retry.py"
@@ -226,7 +228,10 @@ NAMES: Final = (
     ),
     # steps that are run again
     Name("torch._C", "_distributed_c10d", (_SKIPPING,), _AGAIN),
-    Name("torch.utils", "_python_dispatch", (_SKIPPING, _TRAFFIC), "run_step() and traffic() fail"),
+    Name(
+        "torch.utils", "_python_dispatch", (_SKIPPING, _TRAFFIC, _WATCH), "run_step(), traffic() and hasten plan fail"
+    ),
+    Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
     Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
     Name("torch", "_foreach_add_", ("src/hasten/optim/aside.py",), _AGAIN),
     Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),

@@ -1,0 +1,266 @@
+"""How near `hasten plan` comes: predicted and measured peak memory and step time of models of transformers, at random weights.
+
+    python benchmarks/plan_accuracy.py --device cuda --gpu h200     # one GPU, minutes
+    python benchmarks/plan_accuracy.py --device cpu                 # tiny models, to see that it runs
+
+Every case is predicted first, before the device is touched, then trained for some steps. Times are compared as the table of
+hardware predicts them, and after calibration: the efficiencies of the table scaled by one factor, the first case's. On the CPU,
+which has no counter of allocated memory, "measured" is what a real step keeps alive, counted tensor by tensor, and times say
+nothing. Results go to benchmarks/results (or --out) as JSON and Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+
+from hasten import Accelerator
+from hasten.planner import hardware
+from hasten.planner.candidate import Candidate
+from hasten.planner.gpu_rules import gpu_rules
+from hasten.planner.memory import need
+from hasten.planner.speed import predict
+from hasten.planner.trace import trace
+from hasten.planner.traced import ModelTrace, PrecisionName
+from hasten.planner.watch import StepWatch
+from hasten.runtime.axes import MeshSpec
+
+RESULTS = Path(__file__).parent / "results"
+WARM_UP = 3
+STEPS = 10
+Sample = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one way to train it."""
+
+    model: str
+    batch: int
+    precision: PrecisionName = "bf16"
+    recompute: bool = False
+    optimizer: str = "AdamW"
+    sharded: bool = False
+
+    @property
+    def name(self) -> str:
+        extras = [word for word, on in (("recompute", self.recompute), ("FSDP2", self.sharded)) if on]
+        return ", ".join(
+            [
+                f"{self.model} x {self.batch}",
+                {"no": "fp32"}.get(self.precision, self.precision),
+                self.optimizer,
+                *extras,
+            ]
+        )
+
+
+CASES = (
+    Case("gpt2", 16),
+    Case("gpt2", 8, "no"),
+    Case("gpt2", 16, recompute=True),
+    Case("gpt2", 16, optimizer="SGD"),
+    Case("gpt2", 16, sharded=True),
+    Case("gpt2-medium", 8),
+    Case("gpt2-medium", 8, recompute=True),
+    Case("gpt2-large", 4),
+    Case("gpt2-large", 4, "no", optimizer="SGD"),
+    Case("gpt2-large", 8, recompute=True, sharded=True),
+    Case("vit-large", 32),
+    Case("vit-large", 32, "no"),
+    Case("bert", 32),
+    Case("bert", 32, recompute=True, optimizer="SGD"),
+)
+TINY = (Case("gpt2", 8), Case("gpt2", 8, "no"), Case("gpt2", 8, optimizer="SGD"))
+
+
+def build(case: Case, tiny: bool) -> tuple[nn.Module, Sample]:
+    """The model and one sample."""
+    small: dict[str, Any] = (
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32} if tiny else {}
+    )
+    sizes = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20)}
+    if case.model in sizes:
+        width, depth, heads = sizes[case.model]
+        given = small or {"n_embd": width, "n_layer": depth, "n_head": heads}
+        config = GPT2Config(use_cache=False, **given)
+        tokens = torch.randint(0, config.vocab_size, (config.n_positions,))
+        return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+    given = (
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64} if tiny else {}
+    )
+    if case.model == "vit-large":
+        large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+        vision = ViTConfig(num_labels=1000, **(given or large))
+        return ViTForImageClassification(vision), {"pixel_values": torch.randn(3, 224, 224), "labels": torch.tensor(1)}
+    words = BertConfig(**given)
+    tokens = torch.randint(0, words.vocab_size, (64 if tiny else 512,))
+    return BertForMaskedLM(words), {"input_ids": tokens, "labels": tokens}
+
+
+class Rows(Dataset[Any]):
+    """One sample, as often as asked for."""
+
+    def __init__(self, sample: Sample, number: int) -> None:
+        self.sample, self.number = sample, number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sample
+
+
+def training(case: Case, tiny: bool, device: str, num_steps: int, after: Callable[[nn.Module, Any], None]) -> None:
+    """Train a case for some steps; `after` is called behind each with the model and the optimizer."""
+    blocks = {"vit-large": ("ViTLayer",), "bert": ("BertLayer",)}.get(case.model, ("GPT2Block",))
+    accelerator = Accelerator(
+        mixed_precision=case.precision,
+        cpu=device == "cpu",
+        strategy="fsdp" if case.sharded else "none",
+        recompute=blocks if case.recompute else (),
+    )
+    torch.manual_seed(0)
+    model, sample = build(case, tiny)
+    kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
+    optimizer: Any = kind(model.parameters(), lr=1e-4)
+    loader = DataLoader(Rows(sample, case.batch * num_steps), batch_size=case.batch)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        after(model, optimizer)
+    accelerator.end_training()
+
+
+def measure(case: Case, tiny: bool) -> tuple[float, float]:
+    """Peak bytes and seconds a step on the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    marks: list[float] = []
+
+    def after(model: nn.Module, optimizer: Any) -> None:
+        if len(marks) == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        marks.append(time.perf_counter())
+
+    training(case, tiny, "cuda", WARM_UP + STEPS, after)
+    times = [b - a for a, b in zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False)]
+    return float(torch.cuda.max_memory_allocated()), statistics.median(times)
+
+
+def count(case: Case, tiny: bool) -> tuple[float, float]:
+    """Bytes that a real step on the CPU keeps alive at most, and its seconds."""
+    model, sample = build(case, tiny)
+    model.train()
+    batch = {name: torch.stack([value] * case.batch) for name, value in sample.items()}
+    kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
+    optimizer: Any = kind(model.parameters(), lr=1e-4, foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # so that its state is there
+    optimizer.zero_grad()
+    held = sum(p.numel() * p.element_size() for p in model.parameters()) * (3 if case.optimizer == "AdamW" else 1)
+    watch = StepWatch([model])
+    start = time.perf_counter()
+    with watch.hooks(), gpu_rules(lambda *_: None), watch:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16"):
+            loss = model(**batch).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+    return held + max(map(sum, watch.seen.alive)), time.perf_counter() - start
+
+
+def main() -> None:
+    """Predict all cases, measure all cases, write the table."""
+    parser = argparse.ArgumentParser(description="Predicted and measured memory and time of training steps.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gpu", default="h200", help="the entry of the hardware table")
+    parser.add_argument("--only", nargs="*", help="models to run")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    tiny = args.device == "cpu"
+    cases = [case for case in (TINY if tiny else CASES) if not args.only or case.model in args.only]
+    traces: dict[tuple[str, str, str], ModelTrace] = {}
+    for case in cases:  # before the device is touched: a trace forks
+        key = case.model, case.precision, case.optimizer
+        if key not in traces:
+            loop = lambda case=case: training(replace(case, sharded=False), tiny, "cpu", 1, lambda *_: None)  # noqa: E731
+            traces[key] = trace(loop, case.model, (case.precision,))
+    table, factor = [], 0.0
+    for case in cases:
+        traced = traces[case.model, case.precision, case.optimizer]
+        chosen = Candidate(
+            mesh=MeshSpec(),
+            sharded=case.sharded,
+            precision=case.precision,
+            recompute=case.recompute,
+            micro_batch=case.batch,
+        )
+        card = hardware.find(args.gpu)
+        peak, step = (count if tiny else measure)(case, tiny)
+        predicted = predict(traced, chosen, card).total
+        factor = factor or step / predicted
+        calibrated = replace(
+            card,
+            matmul_share=card.matmul_share / factor,
+            memory_share=card.memory_share / factor,
+            launch_us=card.launch_us * factor,
+        )
+        row = {
+            "case": case.name,
+            "predicted_bytes": need(traced, chosen).peak,
+            "measured_bytes": peak,
+            "predicted_s": predicted,
+            "calibrated_s": predict(traced, chosen, calibrated).total,
+            "measured_s": step,
+        }
+        table.append(row)
+        print(json.dumps(row), flush=True)
+    write(table, args.device, args.gpu, args.out)
+
+
+def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> None:
+    """The page and the numbers."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU, tiny models"
+    lines = [
+        f"# Plan and measurement, {name}, torch {torch.__version__}",
+        "",
+        f"Hardware entry `{gpu}`; times calibrated on the first case.",
+        "",
+        "| case | predicted memory | measured | error | predicted step | calibrated | measured | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in table:
+        memory = row["predicted_bytes"] / row["measured_bytes"] - 1
+        step = row["calibrated_s"] / row["measured_s"] - 1
+        lines.append(
+            f"| {row['case']} | {row['predicted_bytes'] / 2**30:.3f} GiB | {row['measured_bytes'] / 2**30:.3f} GiB | {memory:+.1%} "
+            f"| {row['predicted_s'] * 1e3:.2f} ms | {row['calibrated_s'] * 1e3:.2f} ms | {row['measured_s'] * 1e3:.2f} ms | {step:+.1%} |"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"plan_accuracy_{device}.md").write_text("\n".join(lines) + "\n")
+    (folder / f"plan_accuracy_{device}.json").write_text(json.dumps(table, indent=2) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

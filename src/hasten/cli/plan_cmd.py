@@ -1,0 +1,145 @@
+"""`hasten plan`: the settings under which a model trains fastest on given GPUs, found before the job starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hasten.config import files
+from hasten.errors import ConfigError
+from hasten.planner import hardware, report
+from hasten.planner.search import Plan, Request, search
+from hasten.runtime.bytes_plan import size
+
+_ABOUT = """target:
+  script.py [its arguments]    a training script with an Accelerator; it runs up to its first batch, and its step is traced
+  module:function              a function that returns the model, or the model and the inputs of one sample
+  a folder                     with a config.json of transformers
+
+No GPU and no weights are needed. What the planner does not know goes to the script, and so does everything after `--`.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten plan …`; 0 when something fits."""
+    words, own = list(argv), []
+    if "--" in words:
+        own = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+    given, unknown = _parser().parse_known_args(words)
+    if unknown and not given.target.endswith(".py"):
+        raise ConfigError(f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them.")
+    known = hardware.read(given.hardware) if given.hardware else hardware.KNOWN
+    accelerator = hardware.find(given.gpu, known)
+    if given.gpus_per_node:
+        accelerator = replace(accelerator, per_node=given.gpus_per_node)
+    request = Request(
+        gpus=given.gpus,
+        accelerator=accelerator,
+        global_batch=given.global_batch,
+        precisions=tuple(given.precision),
+        micro_batch=given.micro_batch,
+        offload=not given.no_offload,
+        tf32=given.tf32,
+    )
+    targets = import_module("hasten.planner.targets")  # loads torch, which --help and a wrong request do not need
+    tracing = import_module("hasten.planner.trace")  # the same
+    loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq, given.optimizer)
+    sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
+    plan = search(tracing.trace(loop, name, request.precisions), request)
+    if given.output:
+        files.write(report.config_of(plan, plan.best), given.output)
+    if given.json:
+        sys.stdout.write(json.dumps(report.summary(plan), indent=2) + "\n")
+    else:
+        show(plan, given.rows, Console())
+        if given.output:
+            sys.stdout.write(
+                f"\nwritten: {given.output}; start it with `hasten launch --config_file {given.output} …`\n"
+            )
+    return 0
+
+
+def show(plan: Plan, most: int, console: Console) -> None:
+    """Print the ranked table, why the best is the best, and what a better one would need."""
+    request, trace = plan.request, plan.trace
+    console.print(table(plan, most))
+    console.print(
+        f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, {trace.sequence} tokens a sample, "
+        f"{size(request.accelerator.memory_bytes)} usable on each {request.accelerator.name}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for title, lines in (
+        ("why the first", report.why(plan)),
+        ("to use it", report.notes(plan, plan.best)),
+        ("for a faster one", report.better(plan)),
+    ):
+        console.print(f"[bold]{title}[/]")
+        for line in lines:
+            console.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def table(plan: Plan, most: int) -> Table:
+    """The first options, one a row."""
+    shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
+    for title in ("layout", "batch", "memory", "step", "MFU", "why"):
+        shown.add_column(title, justify="left" if title in ("layout", "why") else "right", no_wrap=title != "why")
+    for row in report.rows(plan, most):
+        why = row["why"] if not row["asks"] else f"{row['why']}; the loop must call {row['asks']}"
+        shown.add_row(*_cells(row), why, style=None if row["fits"] else "dim")
+    return shown
+
+
+def _cells(row: dict[str, Any]) -> list[str]:  # Any: JSON values
+    extras = [name for name in ("recompute", "offload") if row[name]]
+    words = [row["layout"].replace(" (", "\n").rstrip(")"), " + ".join([row["precision"], *extras])]
+    return [
+        "\n".join(words),
+        f"{row['micro_batch']} x {row['micro_steps']}",
+        size(row["memory_bytes"]["total"]) if row["fits"] else f"({size(row['memory_bytes']['total'])})",
+        report.seconds(row["step_s"]),
+        f"{row['mfu']:.0%}",
+    ]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hasten plan",
+        usage="hasten plan target --gpus N --gpu NAME --global-batch B [options] [arguments of a script]",
+        allow_abbrev=False,
+        description="Choose strategy, mesh, precision, recompute, offload and micro-batch for a model and GPUs.",
+        epilog=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpu", required=True, help=f"their kind: {', '.join(hardware.KNOWN)}, or one of --hardware")
+    parser.add_argument(
+        "--global-batch", "--global_batch", type=int, required=True, help="samples in an update, over all GPUs"
+    )
+    parser.add_argument("--seq", type=int, help="tokens of a sample, for a folder or a model without inputs")
+    parser.add_argument(
+        "--precision", nargs="+", default=["bf16"], choices=["no", "bf16", "fp16"], help="to choose from"
+    )
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam or sgd, for targets that are no script")
+    parser.add_argument("--micro-batch", "--micro_batch", type=int, help="samples in a forward, instead of searching")
+    parser.add_argument(
+        "--gpus-per-node", "--gpus_per_node", type=int, help="GPUs in one machine (default: by the kind)"
+    )
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file with GPUs of your own")
+    parser.add_argument("--tf32", action="store_true", help="count on TF32 for fp32 products")
+    parser.add_argument("--no-offload", "--no_offload", action="store_true", help="leave host memory alone")
+    parser.add_argument("--rows", type=int, default=10, help="rows of the table")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the settings of the best")
+    parser.add_argument("target", help="script.py, module:function or a folder")
+    return parser

@@ -1,0 +1,177 @@
+"""`hasten tune`: short real runs of a script under candidate settings, a table of what they measured, and the best as settings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from hasten.config import files
+from hasten.config.root import Config
+from hasten.errors import ConfigError
+from hasten.launch.host import look
+from hasten.planner import tuning
+from hasten.planner.tuning import Machine, Outcome, Trial, Tuning, Values
+from hasten.runtime.bytes_plan import size
+
+_ABOUT: Final = """Every trial is the script itself, from its start, with the same data, stopped after a few updates. A value is taken
+when steps are more than 2 % faster and the losses of the first updates are those of the script as it is, within 0.1 % (3 % where the
+precision changes). Other batch sizes are measured and reported, never chosen. Nothing of a trial is logged or saved.
+"""
+_LEAST_FOR_COMPILING: Final = 300.0
+"""Seconds of budget below which compiling on a CPU is not tried: it would take most of them."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hasten tune …`; 0 when the script ran."""
+    words, own = list(argv), []
+    if "--" in words:
+        own = words[words.index("--") + 1 :]
+        words = words[: words.index("--")]
+    given, unknown = _parser().parse_known_args(words)
+    script = Path(given.script)
+    if not script.is_file():
+        raise ConfigError(f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}.")
+    budget = tuning.seconds(given.budget)
+    host = look()
+    on_cuda = host.device == "cuda" and not given.cpu
+    machine = Machine(
+        cuda=on_cuda,
+        cores=host.cores,
+        processes=given.num_processes,
+        has_compiler=bool(shutil.which("g++")) and budget >= _LEAST_FOR_COMPILING,
+    )
+    deadline = time.monotonic() + budget
+    runner = Runner([str(script), *unknown, *own], given, deadline)
+    found = runner.measure({}, None)
+    course = Tuning(tuning.knobs(machine, found))
+    first = [found]
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        return first.pop() if not values and first else runner.measure(_filled(values, found), hopeless)
+
+    course.run(measure, lambda: time.monotonic() < deadline)
+    _finish(course, found, given)
+    return 0
+
+
+def _filled(values: Values, found: Outcome) -> Values:
+    """The values as a trial reads them: blocks by their classes."""
+    return {**values, "recompute": list(found.block_classes)} if values.get("recompute") else values
+
+
+class Runner:
+    """Runs trials one after the other, each in a process of its own."""
+
+    def __init__(self, script: list[str], given: argparse.Namespace, deadline: float) -> None:
+        self._script = script
+        self._given = given
+        self._deadline = deadline
+
+    def measure(self, values: Values, hopeless: float | None) -> Outcome:
+        """One trial."""
+        shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the script as it is"
+        sys.stderr.write(f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n")
+        with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
+            result = Path(folder) / "result.json"
+            spec = {
+                "values": dict(values),
+                "result": str(result),
+                "warmup": self._given.warmup,
+                "updates": self._given.updates,
+                "hopeless_s": hopeless,
+            }
+            told = Path(folder) / "spec.json"
+            told.write_bytes(msgspec.json.encode(spec))
+            command = [*self._command(), str(told), *self._script]
+            left = max(30.0, self._deadline - time.monotonic())
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=left)
+            except subprocess.TimeoutExpired:
+                return Outcome(error="not done within the budget")
+            if not result.is_file():
+                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+                return Outcome(error=last)
+            return msgspec.json.decode(result.read_bytes(), type=Outcome)
+
+    def _command(self) -> list[str]:
+        if self._given.num_processes == 1 and not self._given.cpu:
+            return [sys.executable, "-m", "hasten.planner.trial"]
+        launch = [sys.executable, "-m", "hasten.cli.main", "launch", "--num_processes", str(self._given.num_processes)]
+        return [*launch, *(["--cpu"] if self._given.cpu else []), "--module", "hasten.planner.trial"]
+
+
+def _finish(course: Tuning, found: Outcome, given: argparse.Namespace) -> None:
+    best = course.best
+    assert best is not None, "the baseline ran"
+    config = tuning.config_of(best.values, Config(), found.block_classes)
+    lines = tuning.advice(best.values, course.knobs) + tuning.batch_advice(course.trials)
+    if given.output:
+        files.write(config, given.output)
+    if given.json:
+        trials = [{"values": dict(t.values), "verdict": t.verdict, **asdict(t.outcome)} for t in course.trials]
+        content = {"trials": trials, "best": dict(best.values), "advice": lines}
+        sys.stdout.write(json.dumps(content, indent=2) + "\n")
+        return
+    console = Console()
+    console.print(table(course.trials, course.trials[0]))
+    gain = course.trials[0].outcome.step_s / best.outcome.step_s
+    console.print(
+        f"best: {_words(best)}, {gain:.2f} times as fast as the script as it is", highlight=False, soft_wrap=True
+    )
+    for line in lines:
+        console.print(f"  in the script: {line}", highlight=False, soft_wrap=True)
+    if given.output:
+        console.print(f"written: {given.output}", highlight=False, soft_wrap=True)
+
+
+def _words(trial: Trial) -> str:
+    return ", ".join(f"{name}={value}" for name, value in trial.values.items()) or "the script as it is"
+
+
+def table(trials: Sequence[Trial], base: Trial) -> Table:
+    """One row for each trial."""
+    shown = Table(title="measured")
+    for title in ("values", "step", "samples/s", "memory", "verdict"):
+        shown.add_column(title, justify="left" if title in ("values", "verdict") else "right")
+    for trial in trials:
+        out = trial.outcome
+        shown.add_row(
+            _words(trial),
+            f"{out.step_s * 1e3:.2f} ms" if out.step_s else "",
+            f"{out.samples_per_s:.0f}" if out.samples_per_s else "",
+            size(out.peak_bytes) if out.peak_bytes else "",
+            trial.verdict,
+        )
+    return shown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hasten tune",
+        usage="hasten tune script.py [arguments of the script] [--budget 10m] [options]",
+        description="Find faster settings for a script on this machine by running its first updates.",
+        epilog=_ABOUT,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", help="a training script with an Accelerator")
+    parser.add_argument("--budget", default="10m", help="time for all trials: 90s, 10m, 1h")
+    parser.add_argument("--updates", type=int, default=20, help="updates that are timed in each trial")
+    parser.add_argument("--warmup", type=int, default=5, help="updates before them")
+    parser.add_argument("--num_processes", "--num-processes", type=int, default=1, help="processes of each trial")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU although there is a GPU")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the settings of the best")
+    return parser

@@ -1,0 +1,140 @@
+"""Makes a step on CPU tensors keep what it would keep on a GPU: fused attention, boolean dropout masks, autocast's float32 list.
+
+Torch has no fake CUDA device where CUDA is absent, so plans are made on fake CPU tensors, and the few functions whose memory
+differs are replaced while the step is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+_HALF: Final = (torch.float16, torch.bfloat16)
+_IN_FLOAT32: Final = frozenset(
+    (
+        *(functional.layer_norm, functional.group_norm, functional.softmax, functional.log_softmax),
+        *(functional.cross_entropy, functional.nll_loss, functional.mse_loss, functional.l1_loss),
+        *(functional.binary_cross_entropy_with_logits, functional.kl_div, functional.smooth_l1_loss),
+        *(functional.softplus, functional.normalize, torch.softmax, torch.log_softmax, torch.exp, torch.log),
+        *(torch.pow, torch.rsqrt, torch.cumsum, torch.prod, torch.norm, torch.sum),
+        *(Tensor.softmax, Tensor.log_softmax, Tensor.exp, Tensor.log, Tensor.pow, Tensor.sum, Tensor.cumsum),
+    )
+)
+"""Functions that autocast computes in float32 on GPUs and leaves alone on CPUs."""
+
+Attention = Callable[[float, int, str], None]
+"""Told of each attention: operations in its forward and in its backward (2.5 times as many), the keys' width, and the dtype."""
+
+
+class FusedAttention(torch.autograd.Function):
+    """What a fused attention kernel keeps for backward: queries, keys, values, output and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]  # Any: torch's own
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # likewise
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+@contextmanager
+def gpu_rules(attention: Attention) -> Iterator[None]:
+    """Replace functions whose memory on a GPU differs from that on a CPU, inside the block."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:  # Any: they change nothing
+        return _attend(attention, query, key, value, causal=bool(kwargs.get("is_causal")))
+
+    before = functional.scaled_dot_product_attention, functional.dropout
+    functional.scaled_dot_product_attention, functional.dropout = attend, _dropout
+    rules = _Float32List()
+    hooks = (
+        register_module_forward_pre_hook(rules.entered),
+        register_module_forward_hook(rules.left, always_call=True),
+    )
+    try:
+        with rules:
+            yield
+    finally:
+        functional.scaled_dot_product_attention, functional.dropout = before
+        for hook in hooks:
+            hook.remove()
+
+
+class _Float32List(TorchFunctionMode):
+    """Casts what GPUs compute in float32 under autocast.
+
+    Torch turns function modes off while a backward runs; blocks that are recomputed there turn it on again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self._in_backward = False
+        self._depth = 0
+
+    def entered(self, module: nn.Module, inputs: object) -> None:
+        """Turn the mode on where a module is recomputed."""
+        if self._in_backward:
+            self._depth += 1
+            if self._depth == 1:
+                self.__enter__()
+
+    def left(self, module: nn.Module, inputs: object, output: object) -> None:
+        """Turn it off again."""
+        if self._in_backward:
+            self._depth -= 1
+            if self._depth == 0:
+                self.__exit__(None, None, None)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:  # Any: torch's own protocol
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            self._in_backward = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._in_backward = False
+        if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(_full(value) for value in args)
+            kwargs = {name: _full(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _attend(attention: Attention, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """An attention of any mask, dropout and grouping: none of them changes what is kept."""
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(half), key.to(half), value.to(half)
+    pairs = query.numel() // query.shape[-1] * key.shape[-2]
+    forward = 2.0 * pairs * (query.shape[-1] + value.shape[-1]) / (2 if causal else 1)
+    width = key.shape[-1] * (key.shape[-3] if key.dim() > 3 else 1)
+    attention(forward, width, str(query.dtype).removeprefix("torch."))
+    out: Tensor = FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return out
+
+
+def _full(value: Any) -> Any:  # Any: an argument of a torch function
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Dropout with a mask of one byte for each number."""
+    if not training or p == 0.0:
+        return input
+    out, _ = torch.native_dropout(input, p, True)
+    return out

@@ -1,0 +1,249 @@
+"""Accelerators a job can be planned for: speed, memory and links, by name, and entries of the user's own from a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import yaml
+
+from hasten.errors import ConfigError
+
+_GIB: Final = 1024**3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """One kind of device. Speeds are the vendor's dense peaks; the efficiencies say which part of them training reaches."""
+
+    name: str
+    memory_gib: float
+    """What torch can allocate."""
+    tflops_bf16: float
+    tflops_fp32: float
+    tflops_tf32: float = 0.0
+    tflops_fp8: float = 0.0
+    memory_gb_s: float
+    node_gb_s: float
+    """What one device sends to its neighbours in a machine, in one direction."""
+    network_gb_s: float
+    """What one device sends to other machines, in one direction."""
+    per_node: int = 8
+    host_gb_s: float = 25.0
+    """From and to host memory, per device."""
+    matmul_share: float = 0.6
+    """Share of the peak that large matrix products reach."""
+    memory_share: float = 0.75
+    """Share of the memory's speed that other operations reach."""
+    link_share: float = 0.75
+    """Share of the links' speed that collectives reach."""
+    launch_us: float = 5.0
+    """Time the host needs to start one operation."""
+    reserved_gib: float = 1.0
+    """Taken by the driver and by communication libraries before anything is allocated."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are left for training."""
+        return int((self.memory_gib - self.reserved_gib) * _GIB)
+
+    def flops(self, dtype: str, tf32: bool = False) -> float:
+        """Floating-point operations per second that matrix products of `dtype` reach."""
+        peaks = {
+            "bf16": self.tflops_bf16,
+            "fp16": self.tflops_bf16,
+            "fp8": self.tflops_fp8 or self.tflops_bf16,
+            "fp32": (self.tflops_tf32 or self.tflops_fp32) if tf32 else self.tflops_fp32,
+        }
+        return peaks.get(dtype, self.tflops_fp32) * 1e12 * self.matmul_share
+
+
+def _known(*entries: Accelerator) -> MappingProxyType[str, Accelerator]:
+    return MappingProxyType({entry.name: entry for entry in entries})
+
+
+KNOWN: Final = _known(
+    Accelerator(
+        name="a100",
+        memory_gib=79.1,
+        tflops_bf16=312,
+        tflops_fp32=19.5,
+        tflops_tf32=156,
+        memory_gb_s=2039,
+        node_gb_s=300,
+        network_gb_s=25,
+        matmul_share=0.7,
+    ),
+    Accelerator(
+        name="a100-40gb",
+        memory_gib=39.4,
+        tflops_bf16=312,
+        tflops_fp32=19.5,
+        tflops_tf32=156,
+        memory_gb_s=1555,
+        node_gb_s=300,
+        network_gb_s=25,
+        matmul_share=0.7,
+    ),
+    Accelerator(
+        name="h100",
+        memory_gib=79.2,
+        tflops_bf16=989,
+        tflops_fp32=67,
+        tflops_tf32=494,
+        tflops_fp8=1979,
+        memory_gb_s=3350,
+        node_gb_s=450,
+        network_gb_s=50,
+        host_gb_s=50,
+    ),
+    Accelerator(
+        name="h200",
+        memory_gib=139.8,
+        tflops_bf16=989,
+        tflops_fp32=67,
+        tflops_tf32=494,
+        tflops_fp8=1979,
+        memory_gb_s=4800,
+        node_gb_s=450,
+        network_gb_s=50,
+        host_gb_s=50,
+    ),
+    Accelerator(
+        name="b200",
+        memory_gib=178.4,
+        tflops_bf16=2250,
+        tflops_fp32=80,
+        tflops_tf32=1100,
+        tflops_fp8=4500,
+        memory_gb_s=8000,
+        node_gb_s=900,
+        network_gb_s=50,
+        host_gb_s=50,
+    ),
+    Accelerator(
+        name="l4",
+        memory_gib=22.0,
+        tflops_bf16=121,
+        tflops_fp32=30.3,
+        tflops_tf32=60,
+        tflops_fp8=242,
+        memory_gb_s=300,
+        node_gb_s=20,
+        network_gb_s=12.5,
+        host_gb_s=20,
+        reserved_gib=0.6,
+    ),
+    Accelerator(
+        name="rtx4090",
+        memory_gib=23.5,
+        tflops_bf16=165,
+        tflops_fp32=82.6,
+        tflops_tf32=82.6,
+        tflops_fp8=330,
+        memory_gb_s=1008,
+        node_gb_s=12,
+        network_gb_s=3,
+        host_gb_s=20,
+        reserved_gib=0.6,
+    ),
+    Accelerator(
+        name="mi300x",
+        memory_gib=191.5,
+        tflops_bf16=1307,
+        tflops_fp32=163,
+        tflops_tf32=653,
+        tflops_fp8=2614,
+        memory_gb_s=5300,
+        node_gb_s=448,
+        network_gb_s=50,
+        host_gb_s=50,
+        matmul_share=0.45,
+        memory_share=0.7,
+    ),
+    Accelerator(
+        name="tpu-v5e",
+        memory_gib=16.0,
+        tflops_bf16=197,
+        tflops_fp32=33,
+        memory_gb_s=819,
+        node_gb_s=100,
+        network_gb_s=12.5,
+        launch_us=0.0,
+        reserved_gib=0.3,
+    ),
+)
+"""The table that comes with hasten, by name."""
+
+_ALIASES: Final = MappingProxyType({"4090": "rtx4090", "v5e": "tpu-v5e", "tpuv5e": "tpu-v5e", "a100-80gb": "a100"})
+
+
+def find(name: str, own: Mapping[str, Accelerator] = KNOWN) -> Accelerator:
+    """The accelerator called `name`, in any spelling; a product's name as drivers give it works too.
+
+    Raises: ConfigError that lists the names there are.
+    """
+    plain = _plain(name)
+    by_plain = {_plain(key): entry for key, entry in own.items()}
+    by_plain |= {_plain(alias): own[key] for alias, key in _ALIASES.items() if key in own}
+    if plain in by_plain:
+        return by_plain[plain]
+    if "a10080gb" not in plain and "a100" in plain and "40gb" in plain and "a100-40gb" in own:
+        return own["a100-40gb"]
+    inside = [key for key in by_plain if key in plain]
+    if inside:
+        return by_plain[max(inside, key=len)]
+    near = get_close_matches(name.lower(), list(own), n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(own)}."
+    raise ConfigError(
+        f"no accelerator called {name!r} is known, so neither its memory nor its speed; {hint} Others are described in a YAML "
+        "file, given with --hardware."
+    )
+
+
+def _plain(name: str) -> str:
+    return "".join(character for character in name.lower() if character.isalnum())
+
+
+def read(path: Path | str, known: Mapping[str, Accelerator] = KNOWN) -> dict[str, Accelerator]:
+    """The known accelerators, and those of a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
+
+    Raises: ConfigError for a file that cannot be read, an unknown field, or one that is missing where `like` is not given.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"the hardware file {path} cannot be read: {str(error).splitlines()[0]}; give a YAML file."
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+        raise ConfigError(
+            f"the hardware file {path} is not a mapping of names to entries; write `mycard: {{like: h100}}`."
+        )
+    entries = dict(known)
+    for name, given in content.items():
+        entries[str(name)] = _entry(str(name), dict(given), entries, str(path))
+    return entries
+
+
+def _entry(name: str, given: dict[str, Any], entries: Mapping[str, Accelerator], path: str) -> Accelerator:
+    like = given.pop("like", None)
+    names = [spec.name for spec in fields(Accelerator) if spec.name != "name"]
+    wrong = next((key for key in given if key not in names), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{path}: {name}.{wrong} is not a field of an accelerator; the fields are {', '.join(names)}."
+        )
+    bad = next((key for key, value in given.items() if not isinstance(value, int | float) or value < 0), None)
+    if bad is not None:
+        raise ConfigError(f"{path}: {name}.{bad}={given[bad]!r} is not a number; give one that is not negative.")
+    if like is not None:
+        return replace(find(str(like), entries), name=name, **given)
+    try:
+        return Accelerator(name=name, **given)
+    except TypeError as error:
+        raise ConfigError(f"{path}: {name} is incomplete ({error}); add the fields, or `like: h100`.") from error

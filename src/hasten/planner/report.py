@@ -1,0 +1,173 @@
+"""A plan in words: the ranked rows, why the best is the best, what a better one would need, and its settings. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from hasten.config.launch import LaunchConfig
+from hasten.config.optim import GradientAccumulationPlugin
+from hasten.config.parallel import ParallelismConfig, PipelineParallelConfig
+from hasten.config.root import Config
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.planner.candidate import Candidate
+from hasten.planner.search import Option, Plan
+from hasten.runtime.axes import BATCH
+from hasten.runtime.bytes_plan import shown, size
+
+_SHOWN: Final = 3
+Test = Callable[[Candidate], bool]
+
+
+def why(plan: Plan) -> list[str]:
+    """One sentence for each choice of the best option: what the nearest option without it would cost."""
+    best = plan.best
+    lines = [f"{best.candidate.words}: {best.time.words()}; {best.need.words()}"]
+    for title, alike in _alternatives(best.candidate):
+        others = [option for option in plan.options if option is not best and alike(option.candidate)]
+        if others:
+            other = min(others, key=lambda option: (not option.usable, option.time.total))
+            lines.append(f"{title}: {_compared(other, plan)}")
+    return lines
+
+
+def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
+    """The choices that could have been made otherwise, with a test for candidates that make this choice alone otherwise."""
+
+    def same(candidate: Candidate, *apart: str) -> bool:
+        names = {"recompute", "offload", "precision", "sharded"} - set(apart)
+        return all(getattr(candidate, name) == getattr(chosen, name) for name in names)
+
+    word = "without" if chosen.recompute else "with"
+    yield (
+        f"{word} recompute",
+        lambda c: c.recompute != chosen.recompute and same(c, "recompute") and c.mesh == chosen.mesh,
+    )
+    if chosen.sharded:
+        yield "as copies (ddp)", lambda c: not c.sharded and c.mesh.tp == 1 and c.precision == chosen.precision
+    elif chosen.mesh.world_size > 1:
+        yield "sharded (fsdp)", lambda c: c.sharded and not c.offload and same(c, "sharded") and c.mesh.tp == 1
+    if chosen.mesh.tp > 1:
+        yield "without split layers", lambda c: c.mesh.tp == 1 and c.mesh.pp == 1 and same(c, "recompute")
+    elif chosen.sharded:
+        yield "with split layers", lambda c: c.mesh.tp > 1 and c.mesh.pp == 1 and same(c, "recompute")
+    if chosen.offload:
+        yield "without host memory", lambda c: not c.offload and same(c, "offload", "recompute")
+    if chosen.precision != "no":
+        yield "in fp32", lambda c: c.precision == "no" and same(c, "precision", "recompute")
+
+
+def _compared(other: Option, plan: Plan) -> str:
+    has = plan.request.accelerator.memory_bytes
+    if not other.fits:
+        return f"does not fit, needs {size(other.need.total)} of {size(has)}"
+    slower = other.time.total / plan.best.time.total - 1
+    return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'} ({seconds(other.time.total)} a step)"
+
+
+def better(plan: Plan) -> list[str]:
+    """What would have to change for a faster option: memory, or the loop."""
+    best, has = plan.best, plan.request.accelerator.memory_bytes
+    faster = [option for option in plan.options if option.time.total < 0.995 * best.time.total]
+    lines = []
+    if tight := [option for option in faster if not option.fits and not option.asks]:
+        nearest = min(tight, key=lambda option: option.need.total)
+        gain = 1 - nearest.time.total / best.time.total
+        lines.append(
+            f"{gain:.0%} faster: {_words(nearest)} needs {size(nearest.need.total)} and the GPU has {size(has)}: "
+            f"{size(nearest.need.total - has)} fewer activations (shorter sequences), or a GPU with more memory"
+        )
+    if other := [option for option in faster if option.fits and option.asks]:
+        fastest = min(other, key=lambda option: option.time.total)
+        gain = 1 - fastest.time.total / best.time.total
+        lines.append(f"{gain:.0%} faster: {_words(fastest)}, if the loop calls {fastest.asks}")
+    return lines or ["nothing that fits or nearly fits is faster; more or faster GPUs would be"]
+
+
+def _words(option: Option) -> str:
+    chosen = option.candidate
+    extras = [name for name in ("recompute", "offload") if getattr(chosen, name)]
+    return ", ".join([chosen.words, *extras, f"micro-batch {chosen.micro_batch}"])
+
+
+def rows(plan: Plan, most: int) -> list[dict[str, Any]]:
+    """The first options by names, for a table or JSON."""
+    return [_row(plan, option) for option in plan.options[:most]]
+
+
+def _row(plan: Plan, option: Option) -> dict[str, Any]:
+    chosen, total = option.candidate, option.time.total
+    return {
+        "layout": chosen.words,
+        "strategy": chosen.strategy,
+        "mesh": asdict(chosen.mesh),
+        "precision": chosen.precision,
+        "recompute": chosen.recompute,
+        "offload": chosen.offload,
+        "reshard": chosen.reshard,
+        "micro_batch": chosen.micro_batch,
+        "micro_steps": chosen.micro_steps,
+        "fits": option.fits,
+        "asks": option.asks,
+        "memory_bytes": asdict(option.need) | {"total": option.need.total},
+        "sent_bytes": option.time.sent,
+        "step_s": total,
+        "samples_per_s": chosen.global_batch / total,
+        "mfu": option.time.mfu(plan.request.accelerator, chosen),
+        "why": option.time.words() if option.fits else f"needs {size(option.need.total)}",
+    }
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The whole plan for JSON."""
+    return {
+        "model": plan.trace.name,
+        "parameters": plan.trace.num_parameters,
+        "gpus": plan.request.gpus,
+        "gpu": plan.request.accelerator.name,
+        "global_batch": plan.request.global_batch,
+        "options": rows(plan, len(plan.options)),
+        "why": why(plan),
+        "better": better(plan),
+    }
+
+
+def config_of(plan: Plan, option: Option) -> Config:
+    """The settings of one option; the loader's batch size is the script's own."""
+    chosen, mesh = option.candidate, option.candidate.mesh
+    machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
+    parallelism = ParallelismConfig(tp_size=mesh.tp, cp_size=mesh.cp, pp_size=mesh.pp)
+    if mesh.pp > 1:
+        handler = PipelineParallelConfig(num_microbatches=chosen.micro_steps)
+        parallelism = replace(parallelism, pp_handler=handler)
+    if chosen.sharded:
+        parallelism = replace(parallelism, dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard)
+    steps = 1 if mesh.pp > 1 else chosen.micro_steps
+    return Config(
+        mixed_precision=chosen.precision,
+        strategy="fsdp" if chosen.sharded else "auto",
+        recompute=plan.trace.block_classes if chosen.recompute else (),
+        parallelism=parallelism,
+        fsdp=FullyShardedDataParallelPlugin(reshard_after_forward=chosen.reshard, cpu_offload=chosen.offload),
+        gradient_accumulation=GradientAccumulationPlugin(num_steps=steps),
+        launch=LaunchConfig(num_processes=plan.request.gpus, num_machines=machines),
+    )
+
+
+def notes(plan: Plan, option: Option) -> list[str]:
+    """What the settings cannot say: the batch size of the script's loader, and the bytes on the wire."""
+    chosen = option.candidate
+    each = chosen.micro_batch * (chosen.micro_steps if chosen.mesh.pp > 1 else 1)
+    return [
+        f"give the DataLoader batch_size={each} ({chosen.mesh.size(*BATCH)} ranks read, {chosen.micro_steps} micro-steps: "
+        f"{chosen.global_batch} samples an update)",
+        f"each rank sends {shown(option.time.sent)} in an update",
+        *([f"{size(option.need.host)} of host memory for each rank"] if option.need.host else []),
+        *([f"the peak of activations is in {option.need.peak_module}"] if option.need.peak_module else []),
+    ]
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it."""
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"

@@ -1,0 +1,185 @@
+"""What can be planned: a script, a function that returns a model, or a model's folder, each as a training loop to trace."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.data import DataLoader, Dataset
+
+from hasten.accelerator.facade import Accelerator
+from hasten.errors import ConfigError
+from hasten.optional import need
+from hasten.trees import map_tensors, tensors
+
+Loop = Callable[[], object]
+_LONGEST: Final = 4096
+"""Tokens of a sample where neither the request nor the model says less."""
+_OPTIMIZERS: Final = (("adamw", AdamW), ("adam", Adam), ("sgd", SGD))
+
+
+def loop_of(
+    target: str, arguments: Sequence[str] = (), sequence: int | None = None, optimizer: str = "adamw"
+) -> tuple[Loop, str]:
+    """The training loop of a target, and the target's name.
+
+    Raises: ConfigError for a target that is none of the three.
+    """
+    path = Path(target)
+    if path.suffix == ".py" or path.is_file():
+        if not path.is_file():
+            raise ConfigError(f"the script {target!r} does not exist; the current folder is {Path.cwd()}.")
+        return (lambda: _run_script(path, arguments)), path.name
+    if path.is_dir():
+        return (lambda: _train(*_from_folder(path, sequence), optimizer)), path.name
+    if ":" in target:
+        return (lambda: _train(*_from_factory(target, sequence), optimizer)), target
+    raise ConfigError(
+        f"{target!r} is neither a script, nor module:function, nor a folder with a config.json; give one of them."
+    )
+
+
+def _run_script(path: Path, arguments: Sequence[str]) -> None:
+    with _arguments([str(path), *arguments]), _beside(path.parent):
+        runpy.run_path(str(path), run_name="__main__")
+
+
+@contextmanager
+def _arguments(words: list[str]) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = words
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[None]:
+    """Find modules beside a script, as `python script.py` does."""
+    sys.path.insert(0, str(folder.absolute()))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder.absolute()))
+
+
+Sample = tuple[tuple[Any, ...], dict[str, Any]]  # Any: arguments of the model's forward, for one sample
+
+
+def _from_factory(target: str, sequence: int | None) -> tuple[nn.Module, Sample]:
+    name, _, function = target.partition(":")
+    with _beside(Path.cwd()):
+        try:
+            made = getattr(import_module(name), function)()  # the user's own module, named on the command line
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{target!r} cannot be built: {error}. Write module:function, found from this folder."
+            ) from error
+    if isinstance(made, nn.Module):
+        return made, _sample_for(made, target, sequence)
+    if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
+        model, *inputs = made
+        named = {name: value for part in inputs if isinstance(part, dict) for name, value in part.items()}
+        return model, (tuple(part for part in inputs if not isinstance(part, dict)), named)
+    raise ConfigError(
+        f"{target!r} returns {type(made).__name__}; return the model, or the model and the inputs of one sample."
+    )
+
+
+def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
+    library = need("transformers", why="models described by a config.json")
+    try:
+        config = library.AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{str(path)!r} holds no model that transformers knows ({str(error).splitlines()[0]}); give a folder with a config.json."
+        ) from error
+    named = (getattr(config, "architectures", None) or [""])[0]
+    kind = getattr(library, named, None)
+    model: nn.Module
+    if isinstance(kind, type):
+        model = kind(config)
+    else:
+        model = library.AutoModelForCausalLM.from_config(config)
+    return model, _sample_for(model, str(path), sequence)
+
+
+def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
+    """One sample for a model of transformers, by its configuration: tokens with labels, or an image."""
+    config = getattr(model, "config", None)
+    accepted = inspect.signature(model.forward).parameters
+    if "input_ids" in accepted and hasattr(config, "vocab_size"):
+        longest = getattr(config, "max_position_embeddings", None) or _LONGEST
+        tokens = torch.zeros(1, sequence or min(longest, _LONGEST), dtype=torch.long)
+        named: dict[str, Any] = {"input_ids": tokens}
+        if "labels" in accepted:
+            named["labels"] = tokens if "For" not in type(model).__name__ or _labels_tokens(model) else tokens[:, 0]
+        if "use_cache" in accepted:
+            named["use_cache"] = False
+        return (), named
+    if "pixel_values" in accepted and hasattr(config, "image_size"):
+        side = int(config.image_size)
+        images = torch.zeros(1, int(getattr(config, "num_channels", 3)), side, side)
+        labels = {"labels": torch.zeros(1, dtype=torch.long)} if "labels" in accepted else {}
+        return (), {"pixel_values": images, **labels}
+    raise ConfigError(
+        f"{target!r} returns a {type(model).__name__} without inputs, so no step can be traced; return the model and the "
+        "inputs of one sample."
+    )
+
+
+def _labels_tokens(model: nn.Module) -> bool:
+    """Whether labels are one for each token rather than one for each sequence."""
+    return not type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+
+
+class _Rows(Dataset[Any]):
+    """One sample, several times."""
+
+    def __init__(self, sample: Any) -> None:  # Any: a tree of tensors
+        self._sample = map_tensors(lambda tensor: tensor[0] if tensor.dim() else tensor, sample)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample
+
+
+def _train(model: nn.Module, sample: Sample, optimizer: str) -> None:
+    """The plain loop around a model whose output is, or has, a loss; else the mean of its output stands for one."""
+    kind = dict(_OPTIMIZERS).get(optimizer.lower())
+    if kind is None:
+        raise ConfigError(f"optimizer {optimizer!r} is not known here; use one of {', '.join(dict(_OPTIMIZERS))}.")
+    args, named = sample
+    rows = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    fixed = {name: value for name, value in named.items() if name not in rows}
+    accelerator = Accelerator()
+    updates = kind(model.parameters(), lr=1e-3)
+    loader = DataLoader(_Rows([list(args), rows]), batch_size=2)
+    model, updates, loader = accelerator.prepare(model, updates, loader)
+    model.train()
+    for given, words in loader:
+        loss = _loss(model(*given, **words, **fixed))
+        accelerator.backward(loss)
+        updates.step()
+
+
+def _loss(output: Any) -> Tensor:  # Any: whatever the model returns
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    numbers = [value for value in tensors(output) if value.is_floating_point()]
+    if not numbers:
+        raise ConfigError("the model returns no floating-point tensor, so there is no loss to train it by.")
+    return numbers[0].float().mean()

@@ -1,0 +1,218 @@
+"""What `hasten tune` tries and what it concludes: the knobs, the order, when losses agree, when a trial is hopeless. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from hasten.config.compiling import TorchDynamoPlugin
+from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.config.root import Config
+from hasten.errors import ConfigError
+
+SAME: Final = 1e-3
+"""Relative difference of losses that rounding in the same precision may cause over some steps."""
+HALF: Final = 3e-2
+"""The same between float32 and half precision."""
+WORTH: Final = 0.02
+"""A candidate is taken when it is faster by more than this share: less is noise."""
+HOPELESS: Final = 1.5
+"""A trial ends early when its steps take so many times as long as the best ones."""
+Values = Mapping[str, Any]  # Any: numbers, names and flags
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One thing that can be set, and the values to try."""
+
+    name: str
+    values: tuple[Any, ...]  # Any: numbers, names and flags
+    tolerance: float = SAME
+    advice: str = ""
+    """What to write in the script, for a knob that is no setting of hasten; `{}` is the value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What decides which knobs make sense."""
+
+    cuda: bool = False
+    cores: int = 1
+    processes: int = 1
+    has_compiler: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one trial measured."""
+
+    step_s: float = 0.0
+    samples_per_s: float = 0.0
+    peak_bytes: int = 0
+    losses: tuple[float, ...] = ()
+    batch_size: int = 0
+    block_classes: tuple[str, ...] = ()
+    convolutions: bool = False
+    error: str = ""
+    gave_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run of the script: what was set, what came out, and what was concluded."""
+
+    values: Values
+    outcome: Outcome
+    verdict: str
+    difference: float = 0.0
+
+
+@dataclass(slots=True)
+class Tuning:
+    """The course of a tuning: a baseline, then one knob after the other on top of the best so far."""
+
+    knobs: Sequence[Knob]
+    trials: list[Trial] = field(default_factory=list)
+    best: Trial | None = None
+
+    def run(self, measure: Callable[[Values, float | None], Outcome], in_time: Callable[[], bool]) -> None:
+        """Measure the script as it is and with each value of each knob, until time is up.
+
+        `measure` is given the values and the time of a step beyond which a trial is hopeless.
+        Raises: ConfigError when the script does not run as it is.
+        """
+        first = measure({}, None)
+        if first.error:
+            raise ConfigError(
+                f"the script does not come to {'its updates' if not first.losses else 'an end'} as it is: {first.error}. "
+                "Run it alone first."
+            )
+        self.best = base = Trial({}, first, "as it is")
+        self.trials.append(base)
+        for knob in self.knobs:
+            for values in self._values(knob):
+                if not in_time():
+                    return
+                outcome = measure(values, HOPELESS * self.best.outcome.step_s)
+                self._conclude(knob, values, outcome, base.outcome)
+
+    def _values(self, knob: Knob) -> Iterator[Values]:
+        for value in knob.values:
+            assert self.best is not None, "the baseline comes first"
+            if self.best.values.get(knob.name) != value:
+                yield {**self.best.values, knob.name: value}
+
+    def _conclude(self, knob: Knob, values: Values, outcome: Outcome, base: Outcome) -> None:
+        assert self.best is not None, "the baseline comes first"
+        apart = difference(base.losses, outcome.losses)
+        best = self.best.outcome
+        if outcome.error:
+            verdict = f"failed: {outcome.error}"
+        elif outcome.gave_up:
+            verdict = "slower, ended early"
+        elif "batch_size" in values and knob.name == "batch_size":
+            verdict = "another batch size: losses cannot be compared"
+        elif apart > knob.tolerance:
+            verdict = f"losses differ by {apart:.1%}, more than {knob.tolerance:.1%}"
+        elif outcome.step_s < best.step_s * (1 - WORTH):
+            verdict = "faster: taken"
+        else:
+            verdict = "not faster"
+        trial = Trial(values, outcome, verdict, apart)
+        self.trials.append(trial)
+        if verdict == "faster: taken":
+            self.best = trial
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest relative difference of losses of the same updates; infinite when one of them is not a number."""
+    worst = 0.0
+    for a, b in zip(one, other, strict=False):
+        apart = abs(a - b) / max(abs(a), 1e-6)
+        worst = max(worst, apart) if apart == apart else float("inf")
+    return worst
+
+
+def knobs(machine: Machine, base: Outcome, precision: str = "no") -> list[Knob]:
+    """The knobs that make sense on this machine for this script, the most promising first."""
+    workers = tuple(n for n in (1, 2, 4, 8) if n <= machine.cores)
+    some = [Knob("num_workers", workers, advice="DataLoader(..., num_workers={})")]
+    some.append(Knob("fused", (True,), advice="the optimizer with fused=True"))
+    if base.convolutions:
+        some.append(Knob("channels_last", (True,), advice="model.to(memory_format=torch.channels_last)"))
+    if machine.cuda:
+        if precision == "no":
+            some.insert(0, Knob("mixed_precision", ("bf16",), HALF))
+        some.append(Knob("tf32", (True,), HALF, advice='torch.set_float32_matmul_precision("high")'))
+        some.append(Knob("prefetch", (0, 4)))
+    if machine.has_compiler or machine.cuda:
+        ways = ("regional", "whole", "cuda graph") if machine.cuda else ("whole",)
+        some.append(Knob("compile", ways))
+    if machine.processes > 1:
+        some.append(Knob("bucket_cap_mb", (50, 100)))
+    if base.batch_size:
+        some.append(Knob("batch_size", _batches(base.batch_size), advice="DataLoader(..., batch_size={})"))
+    if base.block_classes and machine.cuda:
+        some.append(Knob("recompute", (True,)))
+    return some
+
+
+def _batches(own: int) -> tuple[int, ...]:
+    return (own * 2, own * 4, own * 8)
+
+
+def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
+    """The settings that hold a choice of values, as far as there are settings for them."""
+    config = base
+    if "mixed_precision" in values:
+        config = replace(config, mixed_precision=values["mixed_precision"])
+    if "prefetch" in values:
+        config = replace(config, dataloader=replace(config.dataloader, prefetch=values["prefetch"]))
+    if values.get("recompute"):
+        config = replace(config, recompute=blocks)
+    if "bucket_cap_mb" in values:
+        config = replace(config, ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"]))
+    match values.get("compile"):
+        case "regional":
+            config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))
+        case "whole":
+            config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor"))
+        case "cuda graph":
+            config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor", mode="reduce-overhead"))
+    return config
+
+
+def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
+    """What to change in the script, for values that no setting holds."""
+    lines = []
+    for knob in tried:
+        if knob.advice and knob.name in values:
+            lines.append(knob.advice.format(values[knob.name]))
+    return lines
+
+
+def batch_advice(trials: Sequence[Trial]) -> list[str]:
+    """The largest batch size that ran, and the one with the most samples a second."""
+    tried = [trial for trial in trials if "batch_size" in trial.values and not trial.outcome.error]
+    if not tried:
+        return []
+    largest = max(tried, key=lambda trial: trial.outcome.batch_size)
+    measured = [trial for trial in [trials[0], *tried] if trial.outcome.samples_per_s]
+    fastest = max(measured, key=lambda trial: trial.outcome.samples_per_s)
+    return [
+        f"batch size {largest.outcome.batch_size} is the largest that ran, {fastest.outcome.batch_size} has the most samples a "
+        f"second ({fastest.outcome.samples_per_s:.0f}); a larger batch is another training, so it is not chosen for you"
+    ]
+
+
+def seconds(text: str) -> float:
+    """A duration from "90", "90s", "10m" or "1.5h".
+
+    Raises: ConfigError for anything else.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|m|h)?", text.strip())
+    if found is None or float(found[1]) == 0:
+        raise ConfigError(f"budget {text!r} is not a duration; write 90s, 10m or 1h.")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2] or "s"]

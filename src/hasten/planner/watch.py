@@ -1,0 +1,190 @@
+"""Watches one training step on fake tensors: bytes alive after every operation, FLOPs, bytes moved, and the module at work."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+Kind = Literal["activations", "copies", "gradients"]
+_ROUND: Final = 512
+"""Allocators of GPUs hand out multiples of so many bytes."""
+_CASTS: Final = "aten::_to_copy"
+_READ: Final = "aten::_local_scalar_dense"
+
+
+@dataclass(slots=True)
+class Watched:
+    """What was seen."""
+
+    alive: list[tuple[int, int, int]] = field(default_factory=list)
+    """Bytes of activations, cast parameters and gradients after each operation."""
+    flops: dict[str, float] = field(default_factory=dict)
+    moved: float = 0.0
+    operations: int = 0
+    peak_module: str = ""
+
+
+class StepWatch(TorchDispatchMode):
+    """Counts what operations allocate, and how long it lives. Any in this class: operators of torch's dispatcher."""
+
+    def __init__(self, models: list[nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.seen = Watched()
+        self.names = {id(part): name for model in models for name, part in model.named_modules()}
+        self.stack: list[nn.Module] = []
+        self._parameters = {id(p.untyped_storage()) for model in models for p in model.parameters()}
+        self._pinned = [
+            p.untyped_storage() for model in models for p in model.parameters()
+        ]  # an id is good while it lives
+        self._models = models
+        self._known: dict[int, tuple[weakref.ref[Any], Kind, int]] = {}
+        self._bytes: dict[Kind, int] = {"activations": 0, "copies": 0, "gradients": 0}
+        self._highest = 0
+        self._last = ""
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow modules and gradients inside the block."""
+        with ExitStack() as stack:
+            for handle in (
+                module_hooks.register_module_forward_pre_hook(self._enter),
+                module_hooks.register_module_forward_hook(self._leave, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            for model in self._models:
+                for name, parameter in model.named_parameters():
+                    if parameter.requires_grad:
+                        hook = self._accumulated(name.rpartition(".")[0])
+                        stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            yield
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, a view of one, or one that was cast."""
+        key = id(tensor.untyped_storage())
+        return key in self._parameters or (key in self._known and self._known[key][1] == "copies")
+
+    def count(self, flops: float, dtype: str) -> None:
+        """Add operations of a function that is not torch's own."""
+        name = _short(dtype)
+        self.seen.flops[name] = self.seen.flops.get(name, 0.0) + flops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.name()
+        if name.startswith(_READ):  # numbers that the loop reads: any will do, since nothing is computed
+            return 1.0 if args[0].is_floating_point() else 1
+        out = func(*args, **kwargs)
+        given, made = _flat(args), _flat(out)
+        fresh = [tensor for tensor in made if self._is_new(tensor)]
+        is_cast = name.startswith(_CASTS) and any(id(t.untyped_storage()) in self._parameters for t in given)
+        for tensor in fresh:
+            self._add(tensor, "copies" if is_cast else "activations")
+        self._account(func, name, args, kwargs, out, given, made, bool(fresh))
+        self._note()
+        return out
+
+    def _account(
+        self, func: Any, name: str, args: Any, kwargs: Any, out: Any, given: list[Tensor], made: list[Tensor], new: bool
+    ) -> None:
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None and made:
+            self.count(float(formula(*args, **kwargs, out_val=out)), str(given[0].dtype).removeprefix("torch."))
+            self.seen.operations += 1
+        elif new or name.partition(".")[0].endswith("_"):  # neither a view nor something that only looks
+            self.seen.moved += sum(_size(tensor) for tensor in (*given, *made))
+            self.seen.operations += 1
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        key = id(tensor.untyped_storage())
+        return key not in self._known and key not in self._parameters
+
+    def _add(self, tensor: Tensor, kind: Kind) -> None:
+        storage = tensor.untyped_storage()
+        num_bytes = -(-storage.nbytes() // _ROUND) * _ROUND
+        key = id(storage)
+        if key in self._known:
+            return
+
+        def gone(_: object) -> None:
+            _, was, amount = self._known.pop(key)
+            self._bytes[was] -= amount
+
+        self._known[key] = (weakref.ref(storage, gone), kind, num_bytes)
+        self._bytes[kind] += num_bytes
+
+    def _note(self) -> None:
+        values = self._bytes["activations"], self._bytes["copies"], self._bytes["gradients"]
+        self.seen.alive.append(values)
+        if values[0] + values[1] > self._highest:  # gradients may be sharded, and say nothing of a module
+            self._highest = values[0] + values[1]
+            inner = self.names.get(id(self.stack[-1]), "") if self.stack else self._last
+            self.seen.peak_module = inner or "the loss"
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        if id(module) in self.names:
+            self.stack.append(module)
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self.stack and self.stack[-1] is module:
+            self.stack.pop()
+
+    def _accumulated(self, owner: str) -> Any:
+        def hook(parameter: Tensor) -> None:
+            self._last = f"the backward after {owner}"
+            if parameter.grad is None:
+                return
+            key = id(parameter.grad.untyped_storage())
+            if key in self._known:
+                reference, was, amount = self._known[key]
+                if was != "gradients":
+                    self._known[key] = (reference, "gradients", amount)
+                    self._bytes[was] -= amount
+                    self._bytes["gradients"] += amount
+
+        return hook
+
+
+def _flat(values: Any) -> list[Tensor]:  # Any: arguments or results of an operator
+    """The tensors among values and lists of values: all that operators have, and found faster than in a tree."""
+    if isinstance(values, Tensor):
+        return [values]
+    if not isinstance(values, (list, tuple)):
+        return []
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [inner for inner in value if isinstance(inner, Tensor)]
+    return found
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _short(dtype: str) -> str:
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
+
+
+def fake_copy(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Replace a model's parameters and buffers by fake ones, in place, inside a fake tensor mode; by the old one's identity."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made[id(parameter)])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
+    return made

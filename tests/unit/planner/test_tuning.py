@@ -1,0 +1,100 @@
+"""Tuning takes what is faster at equal losses, marks what differs, ends what is hopeless, and leaves the batch size alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from hasten.config.root import Config
+from hasten.errors import ConfigError
+from hasten.planner import tuning
+from hasten.planner.tuning import HOPELESS, Knob, Machine, Outcome, Tuning, Values
+
+BASE = Outcome(
+    step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, block_classes=("Block",), convolutions=True
+)
+
+
+def course(results: dict[str, Outcome], *knobs: Knob, trials: int = 99) -> Tuning:
+    """A tuning of a script that behaves as told, by the knob that was turned last."""
+    made = Tuning(knobs)
+    left = [trials]
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        left[0] -= 1
+        return results[list(values)[-1]] if values else BASE
+
+    made.run(measure, lambda: left[0] > 0)
+    return made
+
+
+def test_faster_values_are_taken_on_top_of_each_other() -> None:
+    found = course(
+        {"a": Outcome(step_s=0.8, losses=(2.0, 1.0)), "b": Outcome(step_s=0.5, losses=(2.0, 1.0005))},
+        Knob("a", (1,)),
+        Knob("b", (True,)),
+    )
+    assert found.best is not None
+    assert found.best.values == {"a": 1, "b": True}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (Outcome(step_s=0.5, losses=(2.0, 1.1)), "losses differ by 10.0%"),
+        (Outcome(step_s=0.5, losses=(2.0, float("nan"))), "losses differ"),
+        (Outcome(step_s=0.99, losses=(2.0, 1.0)), "not faster"),
+        (Outcome(step_s=2.0, gave_up=True), "ended early"),
+        (Outcome(error="out of memory"), "failed: out of memory"),
+    ],
+)
+def test_everything_else_is_marked_and_left_out(outcome: Outcome, said: str) -> None:
+    found = course({"a": outcome}, Knob("a", (1,)))
+    assert found.best is found.trials[0]
+    assert said in found.trials[1].verdict
+
+
+def test_a_batch_size_is_reported_and_never_taken() -> None:
+    larger = Outcome(step_s=0.5, samples_per_s=128, losses=(2.0, 1.0), batch_size=64)
+    found = course({"batch_size": larger}, Knob("batch_size", (64,)))
+    assert found.best is found.trials[0]
+    assert "batch size 64 is the largest that ran" in tuning.batch_advice(found.trials)[0]
+
+
+def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> None:
+    found = course({"a": BASE}, Knob("a", (1, 2, 3)), trials=2)
+    assert len(found.trials) == 2
+    with pytest.raises(ConfigError, match="no data"):
+        Tuning([]).run(lambda values, hopeless: Outcome(error="no data"), lambda: True)
+    limits: list[float | None] = []
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        limits.append(hopeless)
+        return BASE
+
+    Tuning([Knob("a", (1,))]).run(measure, lambda: True)
+    assert limits == [None, HOPELESS * BASE.step_s]
+
+
+def test_knobs_are_those_that_make_sense() -> None:
+    on_cpu = {knob.name for knob in tuning.knobs(Machine(cores=2), BASE)}
+    assert on_cpu == {"num_workers", "fused", "channels_last", "batch_size"}
+    on_gpu = {knob.name for knob in tuning.knobs(Machine(cuda=True, cores=16, processes=2), BASE)}
+    assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb", "recompute"}
+    assert "mixed_precision" not in {knob.name for knob in tuning.knobs(Machine(cuda=True), BASE, "bf16")}
+
+
+def test_values_become_settings_or_advice() -> None:
+    config = tuning.config_of({"mixed_precision": "bf16", "compile": "regional", "prefetch": 4}, Config(), ())
+    assert config.mixed_precision == "bf16"
+    assert config.dynamo.use_regional_compilation
+    assert config.dataloader.prefetch == 4
+    assert tuning.config_of({"recompute": True}, Config(), ("Block",)).recompute == ("Block",)
+    lines = tuning.advice({"num_workers": 4}, tuning.knobs(Machine(cores=8), BASE))
+    assert lines == ["DataLoader(..., num_workers=4)"]
+
+
+def test_budgets_are_durations() -> None:
+    assert [tuning.seconds(text) for text in ("90", "90s", "10m", "1.5h")] == [90, 90, 600, 5400]
+    for text in ("soon", "0m", "-3s", "10 minutes"):
+        with pytest.raises(ConfigError, match="is not a duration"):
+            tuning.seconds(text)
