@@ -164,17 +164,18 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
                 "stop or skip, or leave numbers_spike out."
             )
         return None
-    if config.numbers == "skip" and strategy.caps.owns_clipping:
+    holds_back = config.numbers in ("skip", "rollback")
+    if holds_back and strategy.caps.owns_clipping:
         raise ConfigError(
-            f"numbers=skip is not possible under {strategy.name}, which keeps gradients and makes the update by itself, so that one "
+            f"numbers={config.numbers} is not possible under {strategy.name}, which keeps gradients and makes the update by itself, so that one "
             "rank's numbers cannot hold it back. Use numbers=stop or report."
         )
-    if config.numbers == "skip" and precision.scaler is not None and config.numbers_spike is not None:
+    if holds_back and precision.scaler is not None and config.numbers_spike is not None:
         raise ConfigError(
-            f"numbers_spike={config.numbers_spike:g} with numbers=skip cannot be honoured under mixed_precision='fp16': the scaler "
+            f"numbers_spike={config.numbers_spike:g} with numbers={config.numbers} cannot be honoured under mixed_precision='fp16': the scaler "
             "decides which updates are skipped, and looks at overflow only. Use numbers=stop or report, or 'bf16'."
         )
-    return NumbersSettings(config.numbers, config.numbers_spike, strategy.caps.sharded_state)
+    return NumbersSettings(config.numbers, config.numbers_spike, strategy.caps.sharded_state, config.numbers_rollbacks)
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
