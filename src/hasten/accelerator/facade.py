@@ -9,6 +9,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
@@ -148,10 +149,16 @@ class Accelerator:
         self._rollback: Rollback | None = None
         if parts.numbers is not None:
             if parts.numbers.then == "rollback":
-                newest, times = self.saving.newest_of_run, parts.numbers.rollbacks
+                newest, times = partial(self.saving.newest, wait=True), parts.numbers.rollbacks
                 self._rollback = Rollback(newest, self.load_state, self.clock.cursors, times)
             self._numbers = NumbersWatch(
-                self.prepared, self.unwrap_model, self.ctx, self.clock, parts.numbers, self._rollback
+                self.prepared,
+                self.unwrap_model,
+                self.ctx,
+                self.clock,
+                parts.numbers,
+                self._rollback,
+                self.saving.newest,
             )
             self._preparer.on_model = self._numbers.follow
             self.clock.before_update = self._numbers.before_update

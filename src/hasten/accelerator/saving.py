@@ -354,9 +354,10 @@ class Saving:
         self._newest = place
         return reports
 
-    def newest_of_run(self) -> str | None:
-        """The checkpoint this run has saved or loaded last, once it is complete. Ranks: every rank."""
-        self.wait_for_saves()
+    def newest(self, wait: bool = False) -> str | None:
+        """The checkpoint this run has saved or loaded last; `wait` (on every rank) counts a save in flight."""
+        if wait:
+            self.wait_for_saves()
         return self._newest
 
     def _source(self, together: Agreement, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:

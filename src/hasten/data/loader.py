@@ -252,6 +252,14 @@ class Loader(DataLoader[Any]):
         first, end = (self.parts.source.skipped(start, number).consumed for number in (steps - 1, steps))
         return (start.epoch, first, end)
 
+    def number(self, place: Place | None = None) -> int | None:
+        """The number of that batch in its epoch, from 1; None when it is not known, as after a resume on other ranks."""
+        total = self.parts.total_batch_size
+        if total is None or self.parts.source.unit != "samples":
+            return None
+        number, rest = divmod(self.extent(place)[1], total)
+        return None if rest else number + 1
+
     def leave_out(self, batches: Iterable[Extent]) -> None:
         """Read past these global batches from now on, also after a resume. Ranks: every rank, the same."""
         self.parts.track.left_out.update(batches)
@@ -287,6 +295,8 @@ class Loader(DataLoader[Any]):
         source = parts.source
         at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
         state = encode(at, parts.source.unit, parts.source.size())
+        if (assignment := getattr(source, "assignment", None)) is not None and (reading := assignment.reading()):
+            state["reading"] = reading
         if source.unit == "stream" and at.consumed:
             state["batches"] = track.begun + track.steps
         if track.left_out:

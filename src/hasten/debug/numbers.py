@@ -91,6 +91,7 @@ class NumbersWatch:
         clock: StepClock,
         settings: NumbersSettings,
         rollback: Rollback | None = None,
+        newest: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._prepared = prepared
         self._unwrap = unwrap
@@ -98,6 +99,7 @@ class NumbersWatch:
         self._clock = clock
         self._settings = settings
         self.rollback = rollback
+        self._newest = newest
         self._calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses()
         self._cursor: LoaderCursor | None = None
@@ -275,16 +277,19 @@ class NumbersWatch:
         lines: list[str] = []
         samples: list[int] = []
         odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
-        for number in odd or range(len(values)):
-            for loader, place in seen.losses[number][2]:
+        for index in odd or range(len(values)):
+            for loader, place in seen.losses[index][2]:
                 indices = loader.samples(place)
-                where = f"  loss {values[number]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
+                where = f"  loss {values[index]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
                 if indices is None:
                     lines.append(f"{where}, of a stream or sampler whose order is not known here")
                 else:
                     samples += indices
                     more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
                     lines.append(f"{where}, dataset indices {', '.join(map(str, indices[:_SHOWN]))}{more}")
+                    if number := loader.number(place):
+                        which = f"--rank {self._ctx.rank} --epoch {place.start.epoch} --batch {number}"
+                        lines.append(f"  fetch it again: hasten data show {self._newest() or 'CHECKPOINT'} {which}")
         return Finding("", samples, lines)
 
 
