@@ -266,6 +266,43 @@ def test_two_machines_with_the_same_command_and_different_counts_until_their_lin
     assert took < 2 + 15  # the group's timeout, and a moment to ask the others why
 
 
+TRAINING: Final = """
+import torch
+from hasten import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(10_000):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 5: print('trains', flush=True)
+    time.sleep(0.02)
+"""
+
+
+def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, tmp_path: Path) -> None:
+    """The group's own timeout is half an hour; both machines end long before it, and the one that is served the store says why."""
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, TRAINING)
+        for m in (a, b):
+            m.start(tmp_path, [*meet(2), "--processes_per_machine=1", "--stall_after_s=3", script])
+        for m in (a, b):
+            m.wait_for("trains")
+        b.unplug()
+        start = time.monotonic()
+        ends = [a.end(), b.end()]
+        took = time.monotonic() - start
+        left = a.processes + b.processes
+    assert took < 30, took
+    line = TRAINING[: TRAINING.index("accelerator.backward")].count("\n") + 3
+    for code, text in ends:
+        assert code != 0
+        assert f"script.py:{line} accelerator.backward" in text, text
+    assert re.search(r"cause: rank 1 .*does not answer", ends[0][1])
+    assert left == []
+
+
 TOLD: Final = """
 import signal
 def tell(*_): open('told', 'w').close()

@@ -28,7 +28,7 @@ from hasten.accelerator.recording import Noted
 from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.run_state import RunParts
 from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
-from hasten.accelerator.setup import Parts, build
+from hasten.accelerator.setup import Parts, build, reports_in
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport
 from hasten.checkpoint.weights import load_weights
@@ -41,6 +41,7 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
+from hasten.debug.memory_picture import snapshot
 from hasten.debug.numbers import NumbersWatch
 from hasten.debug.rollback import Rollback
 from hasten.debug.traffic import SentBytes, count_sent
@@ -122,7 +123,12 @@ class Accelerator:
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
         self.retrying = Retrying(
-            parts.ctx, parts.strategy, parts.clock, lambda: self.prepared.models, lambda: self.prepared.optimizers
+            parts.ctx,
+            parts.strategy,
+            parts.clock,
+            lambda: self.prepared.models,
+            lambda: self.prepared.optimizers,
+            reports_in(parts.config, "memory"),
         )
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
@@ -757,6 +763,15 @@ class Accelerator:
         Counting costs time in every operation, so use it around a step or two. Ranks: each for itself.
         """
         return count_sent(self.ctx)
+
+    def memory_snapshot(self, folder: str | Path | None = None) -> str:
+        """Write what holds the memory of this rank now, as a picture (SVG) and as JSON; where the picture lies. Ranks: each for itself.
+
+        On a CUDA device the allocator's own snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
+        default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.
+        """
+        target = reports_in(self.config, "memory") if folder is None else Path(folder)
+        return snapshot(self.prepared.models, self.prepared.optimizers, self.device, target, self.process_index)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release everything prepared and empty the device's cache; returns None for each argument."""

@@ -17,6 +17,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from hasten.accelerator.process import bounds
 from hasten.accelerator.randomness import Randomness
 from hasten.comm.begun import begun_collectives
 from hasten.comm.skipping import SkipBegun
+from hasten.debug import memory_picture
 from hasten.debug.memory import MemoryReport, measure
 from hasten.errors import ArgumentError, OutOfMemoryError, PeerFailedError, StepError
 from hasten.optim.aside import SetAside
@@ -74,6 +76,7 @@ class Retrying:
         clock: StepClock,
         models: Callable[[], Sequence[nn.Module]],
         optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        pictures: Path | None = None,
     ) -> None:
         self.rows: int | None = None
         """Samples of one micro-batch on one rank; None while whole batches fit."""
@@ -83,6 +86,16 @@ class Retrying:
         self._models = models
         self._optimizers = optimizers
         self._random = Randomness(ctx.device)
+        self._pictures = pictures
+
+    def shown(self, report: MemoryReport) -> str:
+        """The report as text, and where its picture lies."""
+        if self._pictures is None:
+            return report.shown()
+        try:
+            return f"{report.shown()}\n  picture: {memory_picture.save(report, self._pictures, self._ctx.rank)}"
+        except OSError as error:  # the text says the same
+            return f"{report.shown()}\n  picture: none ({error})"
 
     def run(self, function: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
         """What `function` returns for the batch, merged over micro-batches. Ranks: every rank."""
@@ -134,7 +147,7 @@ class Retrying:
             return True
         step.undo()
         report = done.report
-        words = None if report is None else report.shown() if rows <= 1 else report.summary()
+        words = None if report is None else self.shown(report) if rows <= 1 else report.summary()
         told: list[str | None] = world.all_gather_object(words)
         reports = {world.ranks[index]: text for index, text in enumerate(told) if text is not None}
         failed = list(reports)
@@ -294,7 +307,7 @@ class _Step:
                 return
             if not should_reduce_batch_size(raised):
                 raise
-            words = report.shown()
+            words = self._owner.shown(report)
         else:
             return
         raise _too_large({self._owner._ctx.rank: words})

@@ -119,7 +119,6 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
     """The watchdog of this rank; None with one process, which waits for nobody."""
     if not isinstance(ctx.world, ProcessGroupComm) or config.stall == "off":
         return None
-    folder = config.project.logging_dir or config.project.project_dir
     steps = weakref.ref(clock)  # the watching thread must not keep the Accelerator alive
 
     def step() -> int:
@@ -135,10 +134,16 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
             after_s=config.stall_after_s,
             then=config.stall,
             timeout_s=_group(config).timeout_s,
-            folder=Path(folder) if folder else env.home(env.snapshot()) / "stalls",
+            folder=reports_in(config, "stalls"),
         ),
         Desk(observer, ctx.topology, ctx.device, env.runtime_folder(env.snapshot())),
     )
+
+
+def reports_in(config: Config, kind: str) -> Path:
+    """The folder for reports of this kind: the run's, else one in the user's home of hasten."""
+    folder = config.project.logging_dir or config.project.project_dir
+    return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
 def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[Prepared], Sentinel] | None:
