@@ -281,8 +281,9 @@ for step in range(10_000):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, tmp_path: Path) -> None:
-    """The group's own timeout is half an hour; both machines end long before it, and the one that is served the store says why."""
+    """The machine with the store says who does not answer; both end long before the group's own timeout, half an hour."""
     with machines(zygote, 2) as (a, b):
         script = write(tmp_path, TRAINING)
         for m in (a, b):
@@ -290,16 +291,13 @@ def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, t
         for m in (a, b):
             m.wait_for("trains")
         b.unplug()
-        start = time.monotonic()
+        a.wait_for("does not answer", 30)
         ends = [a.end(), b.end()]
-        took = time.monotonic() - start
         left = a.processes + b.processes
-    assert took < 30, took
     line = TRAINING[: TRAINING.index("accelerator.backward")].count("\n") + 3
-    for code, text in ends:
-        assert code != 0
-        assert f"script.py:{line} accelerator.backward" in text, text
-    assert re.search(r"cause: rank 1 .*does not answer", ends[0][1])
+    assert f"rank 0: waits at script.py:{line} accelerator.backward" in ends[0][1]
+    assert re.search(r"cause: rank 1 \(pid \d+ on host-b\) does not answer: .* or a lost machine", ends[0][1])
+    assert all(code != 0 for code, _ in ends)
     assert left == []
 
 

@@ -20,6 +20,7 @@ from hasten.debug.bulletin import Bulletin
 from hasten.debug.desk import Desk
 from hasten.debug.numbers import NumbersSettings
 from hasten.debug.observe import Observer
+from hasten.debug.reception import Reception
 from hasten.debug.replicas import Prepared, Replicas
 from hasten.debug.sentinel import Sentinel, SentinelSettings
 from hasten.debug.watchdog import Watchdog, WatchSettings
@@ -57,7 +58,7 @@ class Parts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
-    watchdog: Watchdog | None
+    watchdog: Watchdog | Reception | None
     numbers: NumbersSettings | None
     sentinel: Callable[[Prepared], Sentinel] | None
     """Makes the divergence check over what is prepared; None where there is nobody to compare with."""
@@ -115,9 +116,11 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | None:
-    """The watchdog of this rank; None with one process, which waits for nobody."""
-    if not isinstance(ctx.world, ProcessGroupComm) or config.stall == "off":
+def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | Reception | None:
+    """The watchdog of this rank. One process waits for nobody, and has a reception for `hasten top` if `hasten launch` started it."""
+    variables = env.snapshot()
+    alone = ctx.world.size == 1
+    if config.stall == "off" or (alone and env.config(variables) is None):
         return None
     steps = weakref.ref(clock)  # the watching thread must not keep the Accelerator alive
 
@@ -126,6 +129,9 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         return 0 if found is None else found.num_updates
 
     observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
+    desk = Desk(observer, ctx.topology, ctx.device, env.runtime_folder(variables))
+    if not isinstance(ctx.world, ProcessGroupComm):
+        return Reception(desk)
     return Watchdog(
         observer,
         Bulletin(ctx.world.store, ctx.rank),
@@ -136,7 +142,7 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
             timeout_s=_group(config).timeout_s,
             folder=reports_in(config, "stalls"),
         ),
-        Desk(observer, ctx.topology, ctx.device, env.runtime_folder(env.snapshot())),
+        desk,
     )
 
 
