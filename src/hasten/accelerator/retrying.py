@@ -4,8 +4,8 @@ The protocol, for every step:
 
 1. Each rank runs its passes (forward and backward of one micro-batch after the other). Gradients of earlier micro-steps are set aside,
    so that what this step adds lies alone. Under DDP nothing is reduced yet; under FSDP2 ranks meet inside the passes.
-2. A rank that runs out of memory drops the pass and runs it once more on one sample, leaving out the collectives it had begun, so that
-   the others find their partner in every remaining one. What comes out of it counts nowhere.
+2. A rank that runs out of memory drops the pass and runs it once more on one sample, and if that fails on none, leaving out the
+   collectives it had begun, so that the others find their partner in every remaining one. What comes out of it counts nowhere.
 3. All ranks vote. If one has failed, all take the step back (gradients, generators, buffers, the clock) and begin again at 1 with
    micro-batches of half the size, which later steps keep.
 4. The gradients set aside are added; where a window ends, DDP reduces once.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -286,31 +286,40 @@ class _Step:
             done.values.append(value)
             return
         # The error is gone here, and with it the frames that held the activations.
-        now = {} if self._alone else begun_collectives(device.type)
         report = measure(words, self._models, self._owner._optimizers(), device)
         done.report = done.report or report
+        if not self._pass_again(1, begun, rewind, report) and not self._pass_again(0, begun, rewind):
+            raise _too_large({self._owner._ctx.rank: self._owner.shown(report)})
+
+    def _pass_again(
+        self, rows: int, before: dict[str, int], rewind: Callable[[], None], report: MemoryReport | None = None
+    ) -> bool:
+        """Run the pass on one sample, or none, for the sake of the other ranks; whether none of them waits for it any more.
+
+        The collectives that were begun since `before` are left out. Without samples a pass takes hardly any memory, and models that
+        cannot run it are refused.
+        """
+        device = self._owner._ctx.device
+        now = {} if self._alone else begun_collectives(device.type)
         for part in self._parts:
             part.recover()
         _free(device)
         rewind()
-        self._pass_again({name: count - begun.get(name, 0) for name, count in now.items()}, report)
-
-    def _pass_again(self, begun: dict[str, int], report: MemoryReport) -> None:
-        """Run the pass on one sample for the sake of the other ranks, without the collectives it had begun."""
-        skipping = nullcontext() if self._alone else SkipBegun(begun)
+        begun = {name: count - before.get(name, 0) for name, count in now.items()}
         self._owner._clock.begin_part(0.0, first=False)
-        try:
-            with report.activations(self._models), torch.compiler.set_stance("force_eager"), skipping:
-                self._function(self._micro(0, 1))
-        except Exception as raised:  # of any kind; what matters is whether others wait for this pass
-            if not self._meets:
-                return
-            if not should_reduce_batch_size(raised):
-                raise
-            words = self._owner.shown(report)
-        else:
-            return
-        raise _too_large({self._owner._ctx.rank: words})
+        with ExitStack() as around:
+            if report is not None:
+                around.enter_context(report.activations(self._models))
+            around.enter_context(torch.compiler.set_stance("force_eager"))
+            if not self._alone:
+                around.enter_context(SkipBegun(begun))
+            try:
+                self._function(self._micro(0, rows))
+            except Exception as raised:  # of any kind; what matters is whether others wait for this pass
+                if self._meets and rows and not should_reduce_batch_size(raised):
+                    raise
+                return not self._meets
+        return True
 
 
 class _Undoable:
