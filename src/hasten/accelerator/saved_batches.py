@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +83,7 @@ def describe(sample: Any, name: str = "") -> Iterator[str]:
     elif isinstance(sample, list | tuple) and any(isinstance(one, Tensor | Mapping) for one in sample):
         for number, value in enumerate(sample):
             yield from describe(value, f"{name}[{number}]")
-    elif hasattr(sample, "__array__") and getattr(sample, "ndim", 0):
+    elif isinstance(sample, np.ndarray) and sample.ndim and sample.dtype.kind in "fiub":
         yield f"{label}{_tensor(torch.as_tensor(sample))}"
     else:
         text = repr(sample)

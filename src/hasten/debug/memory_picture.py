@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -20,17 +21,19 @@ _MARGIN: Final = 24
 _LINE: Final = 22
 _LABEL: Final = 260
 _MODULES: Final = 24
-_COLOURS: Final = {
-    "parameters": "#1769aa",
-    "gradients": "#2e8b57",
-    "optimizer state": "#8d5fd3",
-    "buffers": "#00838f",
-    "other tensors": "#e08e0b",
-    "rest of the process": "#e08e0b",
-    "cache": "#b0a48a",
-    "other processes": "#78909c",
-    "free": "#eceff1",
-}
+_COLOURS: Final = MappingProxyType(
+    {
+        "parameters": "#1769aa",
+        "gradients": "#2e8b57",
+        "optimizer state": "#8d5fd3",
+        "buffers": "#00838f",
+        "other tensors": "#e08e0b",
+        "rest of the process": "#e08e0b",
+        "cache": "#b0a48a",
+        "other processes": "#78909c",
+        "free": "#eceff1",
+    }
+)
 _MODULE_COLOUR: Final = "#d1495b"
 
 
@@ -129,7 +132,8 @@ def snapshot(
     picture = save(report, folder, rank)
     picture.with_suffix(".json").write_text(json.dumps(_as_json(report), indent=2), "utf-8")
     if device.type == "cuda":
-        torch.cuda.memory._dump_snapshot(str(picture.with_suffix(".pickle")))  # torch has no public name for it
+        blocks = str(picture.with_suffix(".pickle"))
+        torch.cuda.memory._dump_snapshot(blocks)  # type: ignore[no-untyped-call]  # torch has no public name for it
     return str(picture)
 
 

@@ -251,7 +251,7 @@ def _forget(dog: Watchdog | Reception, at_exit: Callable[[], None]) -> None:
     dog.close()
 
 
-def _leave_word(ref: weakref.ref[Watchdog] | weakref.ref[Reception], pid: int) -> None:
+def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
     dog = ref()
     if dog is None or os.getpid() != pid:  # a fork of the rank is not the rank
         return
