@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
 
 def prepared(folder: Path, data: Callable[[], Any], every: int, **settings: Any) -> Parts:
-    accelerator = Accelerator(project_dir=str(folder), gradient_accumulation_steps=every, divergence="off", **settings)
+    accelerator = Accelerator(project_dir=str(folder), gradient_accumulation_steps=every, divergence_every=3, **settings)
     torch.manual_seed(5)
     net = seeded(Net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -249,7 +249,6 @@ def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
             disable_tqdm=True,
         )
         with pytest.MonkeyPatch.context() as variables:
-            variables.setenv("HASTEN_DIVERGENCE", "off")
             variables.setenv("HASTEN_NUMBERS", numbers)
             return Trainer(seeded(Net), arguments, train_dataset=Rows(), callbacks=[callback])
 
