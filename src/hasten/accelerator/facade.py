@@ -122,14 +122,8 @@ class Accelerator:
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
-        self.retrying = Retrying(
-            parts.ctx,
-            parts.strategy,
-            parts.clock,
-            lambda: self.prepared.models,
-            lambda: self.prepared.optimizers,
-            reports_in(parts.config, "memory"),
-        )
+        pictures = reports_in(parts.config, "memory")
+        self.retrying = Retrying(parts.ctx, parts.strategy, parts.clock, self.prepared, pictures)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
             parts.ctx,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hasten import trees
 from hasten.accelerator.process import bounds
 from hasten.accelerator.randomness import Randomness
+from hasten.accelerator.run_state import Objects
 from hasten.comm.begun import begun_collectives
 from hasten.comm.skipping import SkipBegun
 from hasten.debug import memory_picture
@@ -74,8 +75,7 @@ class Retrying:
         ctx: ProcessContext,
         strategy: Strategy,
         clock: StepClock,
-        models: Callable[[], Sequence[nn.Module]],
-        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        prepared: Objects,
         pictures: Path | None = None,
     ) -> None:
         self.rows: int | None = None
@@ -83,8 +83,7 @@ class Retrying:
         self._ctx = ctx
         self._strategy = strategy
         self._clock = clock
-        self._models = models
-        self._optimizers = optimizers
+        self.prepared = prepared
         self._random = Randomness(ctx.device)
         self._pictures = pictures
 
@@ -100,7 +99,7 @@ class Retrying:
     def run(self, function: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
         """What `function` returns for the batch, merged over micro-batches. Ranks: every rank."""
         size = _size_of(batch)
-        parts = [retry for model in self._models() for retry in self._retry(model)]
+        parts = [retry for model in self.prepared.models for retry in self._retry(model)]
         for part in parts:
             part.begin()
         step = _Step(self, function, batch, size, split or _split, parts)
@@ -192,7 +191,7 @@ class _Step:
         self._size = size
         self._split = split
         self._parts = parts
-        self._models = [model for model in owner._models() if any(p.requires_grad for p in model.parameters())]
+        self._models = [model for model in owner.prepared.models if any(p.requires_grad for p in model.parameters())]
         self._meets = any(part.meets for part in parts)
         self._alone = owner._ctx.world.size == 1
         self.agreed: list[bool] = []
@@ -286,7 +285,7 @@ class _Step:
             done.values.append(value)
             return
         # The error is gone here, and with it the frames that held the activations.
-        report = measure(words, self._models, self._owner._optimizers(), device)
+        report = measure(words, self._models, self._owner.prepared.optimizers, device)
         done.report = done.report or report
         if not self._pass_again(1, begun, rewind, report) and not self._pass_again(0, begun, rewind):
             raise _too_large({self._owner._ctx.rank: self._owner.shown(report)})

@@ -346,8 +346,7 @@ class Saving:
                 together.label = f"loading {name!r}"
                 plan.apply(together, undo)
                 number = checkpoint.manifest.number
-            place = join_place(store.address, name)
-            log.info("loaded %s", place)
+            log.info("loaded %s", place := join_place(store.address, name))
             reports, iteration = plan.reports, self._iteration
         if number is not None and input_dir is None:
             self._iteration = max(iteration, number + 1)
