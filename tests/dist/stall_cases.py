@@ -21,6 +21,13 @@ from hasten import Accelerator
 
 AFTER_S = 1.5  # as in test_stalls.py
 name = sys.argv[1]
+if os.environ["RANK"] == "1":
+    if name == "never_started":
+        time.sleep(1000)
+    if name == "error_before_start":
+        raise ValueError("on purpose")  # at: before start
+    if name == "wrong_world_size":
+        os.environ["WORLD_SIZE"] = "3"
 accelerator = Accelerator(strategy="fsdp" if name.startswith("fsdp") else None, project_dir="project")
 rank = accelerator.process_index
 main = rank == 0
@@ -261,6 +268,33 @@ def stuck_worker() -> None:
         step(x)
 
 
+def never_started() -> None:
+    step()
+
+
+error_before_start = wrong_world_size = never_started
+
+
+# ------------------------------------------------------------------------------------------------ ranks that drift apart
+def edited_weight() -> None:
+    if not main:
+        with torch.no_grad():
+            model.get_parameter("module.0.weight").add_(1e-3)
+    step()
+
+
+def unseeded_layer() -> None:
+    torch.manual_seed(rank)
+    layer: Any = model.get_submodule("module.2")  # Any: a Linear, as it was built above
+    layer.reset_parameters()
+    step()
+
+
+def own_rate() -> None:
+    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    step()
+
+
 # ------------------------------------------------------------------------------------------------ nothing is wrong
 def long_first() -> None:
     with accelerator.main_process_first():
@@ -296,6 +330,24 @@ def long_save() -> None:
     accelerator.save_state("project/state")
     os.fsync = sync
     step()
+
+
+def slow_compile() -> None:
+    """A compiler that takes its time on one rank; its frames are those of torch's own, as far as a look at the stack can tell."""
+    names: dict[str, Any] = {"sleep": time.sleep}
+    source = f"def slowly(graph, inputs):\n    sleep({2.5 * AFTER_S if main else 0})\n    return graph.forward\n"
+    exec(compile(source, f"{Path(torch.__file__).parent}/_inductor/compile_fx.py", "exec"), names)
+    torch.compile(nn.Linear(4, 4), backend=names["slowly"])(torch.ones(2, 4))
+    step()
+
+
+def soak() -> None:
+    for _ in range(2):
+        for harmless in (long_first, long_everywhere, long_save, slow_compile):
+            harmless()
+            for _ in range(20):
+                step()
+            accelerator.gather(torch.ones(3))
 
 
 case: Callable[[], None] = globals()[name]

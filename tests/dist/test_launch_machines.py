@@ -266,6 +266,41 @@ def test_two_machines_with_the_same_command_and_different_counts_until_their_lin
     assert took < 2 + 15  # the group's timeout, and a moment to ask the others why
 
 
+TRAINING: Final = """
+import torch
+from hasten import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(10_000):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 5: print('trains', flush=True)
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_cut_link_under_a_training_is_reported_with_its_line(zygote: Zygote, tmp_path: Path) -> None:
+    """The machine with the store says who does not answer; both end long before the group's own timeout, half an hour."""
+    with machines(zygote, 2) as (a, b):
+        script = write(tmp_path, TRAINING)
+        for m in (a, b):
+            m.start(tmp_path, [*meet(2), "--processes_per_machine=1", "--stall_after_s=3", script])
+        for m in (a, b):
+            m.wait_for("trains")
+        b.unplug()
+        a.wait_for("does not answer", 30)
+        ends = [a.end(), b.end()]
+        left = a.processes + b.processes
+    line = TRAINING[: TRAINING.index("accelerator.backward")].count("\n") + 3
+    assert f"rank 0: waits at script.py:{line} accelerator.backward" in ends[0][1]
+    assert re.search(r"cause: rank 1 \(pid \d+ on host-b\) does not answer: .* or a lost machine", ends[0][1])
+    assert all(code != 0 for code, _ in ends)
+    assert left == []
+
+
 TOLD: Final = """
 import signal
 def tell(*_): open('told', 'w').close()

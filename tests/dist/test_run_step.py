@@ -197,8 +197,8 @@ def test_shards_and_replicas(ctx: ProcessContext) -> None:
 
 @ranks(2)
 def test_one_sample_that_does_not_fit_is_an_error_on_every_rank(ctx: ProcessContext) -> None:
-    for strategy in ("auto", "fsdp"):
-        trouble = Trouble(0 if ctx.world.rank == 1 or strategy == "fsdp" else 10**9, "backward")
+    for strategy, where in (("auto", "backward"), ("fsdp", "backward"), ("fsdp", "forward")):
+        trouble = Trouble(0 if ctx.world.rank == 1 else 10**9, where)
         net = Net(trouble)
         accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)
         model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -221,7 +221,8 @@ def test_one_sample_that_does_not_fit_is_an_error_on_every_rank(ctx: ProcessCont
             accelerator.accumulate(model),
         ):
             accelerator.run_step(step, batch_of(0, 1, ctx.world.rank, False))
-        assert strategy == "fsdp" or "rank 1:" in caught.value.report
+        assert "rank 1:" in caught.value.report
+        assert len(set(ctx.world.all_gather_object(str(caught.value)))) == 1, "every rank ends with the same words"
         assert "optimizer state" in caught.value.report
         assert "blocks.1" in caught.value.report
         assert torch.equal(state, torch.get_rng_state())

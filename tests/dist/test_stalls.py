@@ -43,6 +43,8 @@ class Case:
     """In the ordinary suite; the others are run with `-m exhaustive`."""
     report_only: bool = False
     """A rank still works, so the job is not ended at once."""
+    words: tuple[str, ...] = ()
+    """Flags of its own."""
 
 
 OTHER: Final = r"waits at .* while rank \d waits at .*: the ranks called different collectives"
@@ -78,9 +80,15 @@ CASES: Final = (
     Case("native", r"rank 1 \(pid \d+ on .*\) does not answer", ("backward",), report_only=True),
     Case("slow_disk", r"rank 1 is in a save or load at .* read and written nothing", ("slow save",), report_only=True),
     Case("stuck_sample", r"rank 1 is in the dataset's own code", ("sample", "backward"), report_only=True),
+    Case("never_started", r"rank 0 of 2 waits for rank 1 at tcp", code=1, words=("--process_group_init_timeout=7",)),
+    Case("wrong_world_size", r"rank 1 was started with WORLD_SIZE=3 and rank 0 with WORLD_SIZE=2", code=1),
+    Case("error_before_start", r"rank 1 .* failed first(.|\n)*ValueError: on purpose", ("before start",), code=1),
+    Case("edited_weight", r"different values: parameter '0.weight'(.|\n)*rank 0 and rank 1 differ(.|\n)*an edit in place", code=1, quick=True),
+    Case("unseeded_layer", r"different values: parameter '2.weight'(.|\n)*rank 0 and rank 1 differ", code=1),
+    Case("own_rate", r"different values: .*param_groups\[0\]\['lr'\](.|\n)*rank 0: 0.1; rank 1: 1.1", code=1),
     Case("stuck_worker", r"rank 1 waits for its next batch", ("worker", "backward"), report_only=True),
 )  # fmt: skip
-HARMLESS: Final = ("long_first", "long_everywhere", "long_save")
+HARMLESS: Final = ("long_first", "long_everywhere", "long_save", "slow_compile", "soak")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +136,7 @@ def named(text: str) -> str:
     "case", [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.exhaustive) for case in CASES]
 )
 def test_reported_cause_is_the_cause(case: Case, warm: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--stall=report", "--process_group_timeout=6"] if case.report_only else []
+    words = ["--stall=report", "--process_group_timeout=6"] if case.report_only else list(case.words)
     start = time.monotonic()
     code = launch(warm, case.name, *words)
     took = time.monotonic() - start

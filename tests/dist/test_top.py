@@ -94,3 +94,42 @@ def test_a_second_process_sees_the_ranks(
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
+
+
+ALONE = """
+import pathlib, sys, time, torch
+from hasten import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+while not pathlib.Path(sys.argv[1]).exists():
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.1)
+"""
+
+
+def test_a_job_of_one_process_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    script, stop, sockets = tmp_path / "alone.py", tmp_path / "stop", tmp_path / "hasten"
+    script.write_text(ALONE)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    command = [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", "--num_processes=1", str(script), str(stop)]
+    with (tmp_path / "out").open("w") as out:
+        job = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        until = time.monotonic() + 100
+        while not list(listening(sockets)):
+            assert time.monotonic() < until, (tmp_path / "out").read_text()
+            assert job.poll() is None, (tmp_path / "out").read_text()
+            time.sleep(0.2)
+        assert main(["top", "--once"]) == 0
+        assert "1 of 1 ranks" in capsys.readouterr().out
+        stop.touch()
+        assert job.wait(60) == 0, (tmp_path / "out").read_text()
+        assert list(sockets.iterdir()) == [], "removed at exit"
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()

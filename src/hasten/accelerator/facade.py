@@ -6,8 +6,10 @@ Longer than other files because every public method stands here once, with its h
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, Unpack, overload
@@ -26,7 +28,7 @@ from hasten.accelerator.recording import Noted
 from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.run_state import RunParts
 from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
-from hasten.accelerator.setup import Parts, build
+from hasten.accelerator.setup import Parts, build, reports_in
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport
 from hasten.checkpoint.weights import load_weights
@@ -39,10 +41,12 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
+from hasten.debug.memory_picture import snapshot
 from hasten.debug.numbers import NumbersWatch
+from hasten.debug.rollback import Rollback
 from hasten.debug.traffic import SentBytes, count_sent
 from hasten.debug.watchdog import watch
-from hasten.errors import PrepareError, StepError
+from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
@@ -118,9 +122,8 @@ class Accelerator:
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
-        self.retrying = Retrying(
-            parts.ctx, parts.strategy, parts.clock, lambda: self.prepared.models, lambda: self.prepared.optimizers
-        )
+        pictures = reports_in(parts.config, "memory")
+        self.retrying = Retrying(parts.ctx, parts.strategy, parts.clock, self.prepared, pictures)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
             parts.ctx,
@@ -143,8 +146,20 @@ class Accelerator:
     def _watch_values(self, parts: Parts) -> None:
         """Look at losses and gradients before updates, and compare ranks after them, as far as it was asked for."""
         self._numbers: NumbersWatch | None = None
+        self._rollback: Rollback | None = None
         if parts.numbers is not None:
-            self._numbers = NumbersWatch(self.prepared, self.unwrap_model, self.ctx, self.clock, parts.numbers)
+            if parts.numbers.then == "rollback":
+                newest, times = partial(self.saving.newest, wait=True), parts.numbers.rollbacks
+                self._rollback = Rollback(newest, self.load_state, self.clock.cursors, times)
+            self._numbers = NumbersWatch(
+                self.prepared,
+                self.unwrap_model,
+                self.ctx,
+                self.clock,
+                parts.numbers,
+                self._rollback,
+                self.saving.newest,
+            )
             self._preparer.on_model = self._numbers.follow
             self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
@@ -628,6 +643,15 @@ class Accelerator:
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` the checkpoint is
         written in the background. `metrics` are used to rank checkpoints for `keep_best`.
         """
+        if self._rollback is not None and (target := self._rollback.target) is not None:
+            if self.is_main_process:
+                warnings.warn(
+                    f"save_state() saved nothing: the run is about to go back to {target}, and what it holds now, "
+                    "after a bad batch, would become the newest checkpoint.",
+                    HastenWarning,
+                    stacklevel=2,
+                )
+            return target
         with Noted(self.run_log, "saved"):
             return self.saving.save_state(output_dir, safe_serialization, blocking, metrics)
 
@@ -637,6 +661,18 @@ class Accelerator:
         """Restore the run from a checkpoint, by default the newest complete one. Ranks: every rank."""
         with Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
+
+    def roll_back(self) -> bool:
+        """Go back to the newest checkpoint if `numbers="rollback"` has decided so; whether it did. Ranks: every rank.
+
+        The loader does this by itself when it is asked for its next batch. Call it where a loop may end after an update.
+        """
+        return self._rollback is not None and self._rollback.now()
+
+    @property
+    def going_back(self) -> bool:
+        """Whether the run goes back to its newest checkpoint before the next batch."""
+        return self._rollback is not None and self._rollback.target is not None
 
     def wait_for_saves(self) -> None:
         """Wait for background saves; if one failed, its error is raised here. Ranks: every rank."""
@@ -721,6 +757,15 @@ class Accelerator:
         Counting costs time in every operation, so use it around a step or two. Ranks: each for itself.
         """
         return count_sent(self.ctx)
+
+    def memory_snapshot(self, folder: str | Path | None = None) -> str:
+        """Write what holds the memory of this rank now, as a picture (SVG) and as JSON; where the picture lies. Ranks: each for itself.
+
+        On a CUDA device the allocator's own snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
+        default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.
+        """
+        target = reports_in(self.config, "memory") if folder is None else Path(folder)
+        return snapshot(self.prepared.models, self.prepared.optimizers, self.device, target, self.process_index)
 
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release everything prepared and empty the device's cache; returns None for each argument."""

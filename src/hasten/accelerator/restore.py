@@ -126,6 +126,7 @@ class Restore:
             for key, value in counts.items():
                 if hasattr(optimizer, key):
                     setattr(optimizer, key, value)
+            optimizer.spent = False  # the gradients it had used are replaced
         for scheduler, seen in zip(parts.objects.schedulers, saved["schedulers"], strict=False):
             if hasattr(scheduler, "_seen"):
                 scheduler._seen = seen

@@ -4,8 +4,8 @@ The protocol, for every step:
 
 1. Each rank runs its passes (forward and backward of one micro-batch after the other). Gradients of earlier micro-steps are set aside,
    so that what this step adds lies alone. Under DDP nothing is reduced yet; under FSDP2 ranks meet inside the passes.
-2. A rank that runs out of memory drops the pass and runs it once more on one sample, leaving out the collectives it had begun, so that
-   the others find their partner in every remaining one. What comes out of it counts nowhere.
+2. A rank that runs out of memory drops the pass and runs it once more on one sample, and if that fails on none, leaving out the
+   collectives it had begun, so that the others find their partner in every remaining one. What comes out of it counts nowhere.
 3. All ranks vote. If one has failed, all take the step back (gradients, generators, buffers, the clock) and begin again at 1 with
    micro-batches of half the size, which later steps keep.
 4. The gradients set aside are added; where a window ends, DDP reduces once.
@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -25,8 +26,10 @@ from torch import Tensor, nn
 from hasten import trees
 from hasten.accelerator.process import bounds
 from hasten.accelerator.randomness import Randomness
+from hasten.accelerator.run_state import Objects
 from hasten.comm.begun import begun_collectives
 from hasten.comm.skipping import SkipBegun
+from hasten.debug import memory_picture
 from hasten.debug.memory import MemoryReport, measure
 from hasten.errors import ArgumentError, OutOfMemoryError, PeerFailedError, StepError
 from hasten.optim.aside import SetAside
@@ -72,22 +75,31 @@ class Retrying:
         ctx: ProcessContext,
         strategy: Strategy,
         clock: StepClock,
-        models: Callable[[], Sequence[nn.Module]],
-        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+        prepared: Objects,
+        pictures: Path | None = None,
     ) -> None:
         self.rows: int | None = None
         """Samples of one micro-batch on one rank; None while whole batches fit."""
         self._ctx = ctx
         self._strategy = strategy
         self._clock = clock
-        self._models = models
-        self._optimizers = optimizers
+        self.prepared = prepared
         self._random = Randomness(ctx.device)
+        self._pictures = pictures
+
+    def shown(self, report: MemoryReport) -> str:
+        """The report as text, and where its picture lies."""
+        if self._pictures is None:
+            return report.shown()
+        try:
+            return f"{report.shown()}\n  picture: {memory_picture.save(report, self._pictures, self._ctx.rank)}"
+        except OSError as error:  # the text says the same
+            return f"{report.shown()}\n  picture: none ({error})"
 
     def run(self, function: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
         """What `function` returns for the batch, merged over micro-batches. Ranks: every rank."""
         size = _size_of(batch)
-        parts = [retry for model in self._models() for retry in self._retry(model)]
+        parts = [retry for model in self.prepared.models for retry in self._retry(model)]
         for part in parts:
             part.begin()
         step = _Step(self, function, batch, size, split or _split, parts)
@@ -134,7 +146,7 @@ class Retrying:
             return True
         step.undo()
         report = done.report
-        words = None if report is None else report.shown() if rows <= 1 else report.summary()
+        words = None if report is None else self.shown(report) if rows <= 1 else report.summary()
         told: list[str | None] = world.all_gather_object(words)
         reports = {world.ranks[index]: text for index, text in enumerate(told) if text is not None}
         failed = list(reports)
@@ -179,7 +191,7 @@ class _Step:
         self._size = size
         self._split = split
         self._parts = parts
-        self._models = [model for model in owner._models() if any(p.requires_grad for p in model.parameters())]
+        self._models = [model for model in owner.prepared.models if any(p.requires_grad for p in model.parameters())]
         self._meets = any(part.meets for part in parts)
         self._alone = owner._ctx.world.size == 1
         self.agreed: list[bool] = []
@@ -273,31 +285,40 @@ class _Step:
             done.values.append(value)
             return
         # The error is gone here, and with it the frames that held the activations.
-        now = {} if self._alone else begun_collectives(device.type)
-        report = measure(words, self._models, self._owner._optimizers(), device)
+        report = measure(words, self._models, self._owner.prepared.optimizers, device)
         done.report = done.report or report
+        if not self._pass_again(1, begun, rewind, report) and not self._pass_again(0, begun, rewind):
+            raise _too_large({self._owner._ctx.rank: self._owner.shown(report)})
+
+    def _pass_again(
+        self, rows: int, before: dict[str, int], rewind: Callable[[], None], report: MemoryReport | None = None
+    ) -> bool:
+        """Run the pass on one sample, or none, for the sake of the other ranks; whether none of them waits for it any more.
+
+        The collectives that were begun since `before` are left out. Without samples a pass takes hardly any memory, and models that
+        cannot run it are refused.
+        """
+        device = self._owner._ctx.device
+        now = {} if self._alone else begun_collectives(device.type)
         for part in self._parts:
             part.recover()
         _free(device)
         rewind()
-        self._pass_again({name: count - begun.get(name, 0) for name, count in now.items()}, report)
-
-    def _pass_again(self, begun: dict[str, int], report: MemoryReport) -> None:
-        """Run the pass on one sample for the sake of the other ranks, without the collectives it had begun."""
-        skipping = nullcontext() if self._alone else SkipBegun(begun)
+        begun = {name: count - before.get(name, 0) for name, count in now.items()}
         self._owner._clock.begin_part(0.0, first=False)
-        try:
-            with report.activations(self._models), torch.compiler.set_stance("force_eager"), skipping:
-                self._function(self._micro(0, 1))
-        except Exception as raised:  # of any kind; what matters is whether others wait for this pass
-            if not self._meets:
-                return
-            if not should_reduce_batch_size(raised):
-                raise
-            words = report.shown()
-        else:
-            return
-        raise _too_large({self._owner._ctx.rank: words})
+        with ExitStack() as around:
+            if report is not None:
+                around.enter_context(report.activations(self._models))
+            around.enter_context(torch.compiler.set_stance("force_eager"))
+            if not self._alone:
+                around.enter_context(SkipBegun(begun))
+            try:
+                self._function(self._micro(0, rows))
+            except Exception as raised:  # of any kind; what matters is whether others wait for this pass
+                if self._meets and rows and not should_reduce_batch_size(raised):
+                    raise
+                return not self._meets
+        return True
 
 
 class _Undoable:

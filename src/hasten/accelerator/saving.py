@@ -97,6 +97,7 @@ class Saving:
         self.preemption = Preemption(ctx.world)
         self.last_saved: str | None = None
         """Where the latest finished save lies."""
+        self._newest: str | None = None
 
     # -- what is saved --------------------------------------------------------------------------------------------
     @property
@@ -225,7 +226,7 @@ class Saving:
         go.set()
 
     def _done(self, outcome: Outcome, place: str) -> Outcome:
-        self.last_saved = place
+        self.last_saved = self._newest = place
         number = outcome.info.manifest.number
         if number is not None:
             self._iteration = max(self._iteration, number + 1)
@@ -345,11 +346,18 @@ class Saving:
                 together.label = f"loading {name!r}"
                 plan.apply(together, undo)
                 number = checkpoint.manifest.number
-            log.info("loaded %s", join_place(store.address, name))
+            log.info("loaded %s", place := join_place(store.address, name))
             reports, iteration = plan.reports, self._iteration
         if number is not None and input_dir is None:
             self._iteration = max(iteration, number + 1)
+        self._newest = place
         return reports
+
+    def newest(self, wait: bool = False) -> str | None:
+        """The checkpoint this run has saved or loaded last; `wait` (on every rank) counts a save in flight."""
+        if wait:
+            self.wait_for_saves()
+        return self._newest
 
     def _source(self, together: Agreement, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:
         if input_dir is not None:

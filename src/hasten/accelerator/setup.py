@@ -20,6 +20,7 @@ from hasten.debug.bulletin import Bulletin
 from hasten.debug.desk import Desk
 from hasten.debug.numbers import NumbersSettings
 from hasten.debug.observe import Observer
+from hasten.debug.reception import Reception
 from hasten.debug.replicas import Prepared, Replicas
 from hasten.debug.sentinel import Sentinel, SentinelSettings
 from hasten.debug.watchdog import Watchdog, WatchSettings
@@ -57,7 +58,7 @@ class Parts:
     precision: Precision
     clock: StepClock
     tracking: TrackerManager
-    watchdog: Watchdog | None
+    watchdog: Watchdog | Reception | None
     numbers: NumbersSettings | None
     sentinel: Callable[[Prepared], Sentinel] | None
     """Makes the divergence check over what is prepared; None where there is nobody to compare with."""
@@ -117,11 +118,12 @@ def _context(config: Config) -> ProcessContext:
     return bootstrap.start(topology, device, partial(mesh_of, config, topology.local_world_size), _group(config))
 
 
-def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | None:
-    """The watchdog of this rank; None with one process, which waits for nobody."""
-    if not isinstance(ctx.world, ProcessGroupComm) or config.stall == "off":
+def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog | Reception | None:
+    """The watchdog of this rank. One process waits for nobody, and has a reception for `hasten top` if `hasten launch` started it."""
+    variables = env.snapshot()
+    alone = ctx.world.size == 1
+    if config.stall == "off" or (alone and env.config(variables) is None):
         return None
-    folder = config.project.logging_dir or config.project.project_dir
     steps = weakref.ref(clock)  # the watching thread must not keep the Accelerator alive
 
     def step() -> int:
@@ -129,6 +131,9 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
         return 0 if found is None else found.num_updates
 
     observer = Observer(ctx.rank, ctx.trail, step, ctx.device.type)
+    desk = Desk(observer, ctx.topology, ctx.device, env.runtime_folder(variables))
+    if not isinstance(ctx.world, ProcessGroupComm):
+        return Reception(desk)
     return Watchdog(
         observer,
         Bulletin(ctx.world.store, ctx.rank),
@@ -137,10 +142,16 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
             after_s=config.stall_after_s,
             then=config.stall,
             timeout_s=_group(config).timeout_s,
-            folder=Path(folder) if folder else env.home(env.snapshot()) / "stalls",
+            folder=reports_in(config, "stalls"),
         ),
-        Desk(observer, ctx.topology, ctx.device, env.runtime_folder(env.snapshot())),
+        desk,
     )
+
+
+def reports_in(config: Config, kind: str) -> Path:
+    """The folder for reports of this kind: the run's, else one in the user's home of hasten."""
+    folder = config.project.logging_dir or config.project.project_dir
+    return Path(folder) if folder else env.home(env.snapshot()) / kind
 
 
 def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable[[Prepared], Sentinel] | None:
@@ -166,17 +177,18 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
                 "stop or skip, or leave numbers_spike out."
             )
         return None
-    if config.numbers == "skip" and strategy.caps.owns_clipping:
+    holds_back = config.numbers in ("skip", "rollback")
+    if holds_back and strategy.caps.owns_clipping:
         raise ConfigError(
-            f"numbers=skip is not possible under {strategy.name}, which keeps gradients and makes the update by itself, so that one "
+            f"numbers={config.numbers} is not possible under {strategy.name}, which keeps gradients and makes the update by itself, so that one "
             "rank's numbers cannot hold it back. Use numbers=stop or report."
         )
-    if config.numbers == "skip" and precision.scaler is not None and config.numbers_spike is not None:
+    if holds_back and precision.scaler is not None and config.numbers_spike is not None:
         raise ConfigError(
-            f"numbers_spike={config.numbers_spike:g} with numbers=skip cannot be honoured under mixed_precision='fp16': the scaler "
+            f"numbers_spike={config.numbers_spike:g} with numbers={config.numbers} cannot be honoured under mixed_precision='fp16': the scaler "
             "decides which updates are skipped, and looks at overflow only. Use numbers=stop or report, or 'bf16'."
         )
-    return NumbersSettings(config.numbers, config.numbers_spike, strategy.caps.sharded_state)
+    return NumbersSettings(config.numbers, config.numbers_spike, strategy.caps.sharded_state, config.numbers_rollbacks)
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:

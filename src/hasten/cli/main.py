@@ -21,6 +21,7 @@ COMMANDS: Final = MappingProxyType(
         "env": ("hasten.cli.env_cmd", "print a report of this machine for an issue"),
         "test": ("hasten.cli.test_cmd", "check that training works under the current settings"),
         "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
+        "data": ("hasten.cli.data_cmd", "the samples of a batch of a saved run"),
         "predict": ("hasten.cli.predict_cmd", "a model over all rows of a file, on all processes"),
         "report": ("hasten.cli.report_cmd", "one page about a run, or several: curves, times, events, settings"),
         "top": ("hasten.cli.top_cmd", "a live table of a running job: ranks, steps, waits, memory, stacks"),

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job that runs on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, what each is doing, and the last lines of its log. Only the user who runs the job may ask. Ranks answer "
-        "beside their training; jobs of one process and those with stall=off do not.",
+        "beside their training; jobs with stall=off do not, nor does a single process that `hasten launch` has not started.",
     )
     parser.add_argument("job", nargs="?", type=int, metavar="JOB", help="number of a job, as listed without one")
     parser.add_argument("--once", action="store_true", help="print one table and end")
@@ -66,7 +66,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
-            "no job of yours runs on this machine, or none that answers: jobs of one process and those with stall=off do not. Start one "
+            "no job of yours runs on this machine, or none that answers: jobs with stall=off do not, nor does a plain `python script.py`. Start one "
             "with `hasten launch`."
         )
     if job is None and len(jobs) > 1:

@@ -35,6 +35,7 @@ class Keywords(TypedDict, total=False):
     divergence_every: int | None
     divergence_ignore: Sequence[str] | None
     numbers: str | None
+    numbers_rollbacks: int | None
     numbers_spike: float | None
     step_scheduler_with_optimizer: bool | None
     recompute: Sequence[str] | None

@@ -47,14 +47,15 @@ class Config(Section):
     divergence_ignore: tuple[str, ...] = setting(
         (), "patterns of parameter and buffer names that ranks hold differently on purpose"
     )
-    numbers: Literal["report", "stop", "skip", "off"] = setting(
+    numbers: Literal["report", "stop", "skip", "rollback", "off"] = setting(
         "report",
-        "what happens when a loss is nan or inf: report it; stop all ranks, or skip the update on all ranks (these two look at gradients "
-        "as well, before each update); or nothing",
+        "what happens when a loss is nan or inf: report it; stop all ranks, skip the update on all ranks, or go back to the newest "
+        "checkpoint and leave those batches out (these three look at gradients as well, before each update); or nothing",
     )
     numbers_spike: float | None = setting(
         None, "a loss of more than so many times the median of the last ones counts as well", minimum=1
     )
+    numbers_rollbacks: int = setting(5, "times a run may go back with numbers=rollback before it stops", minimum=1)
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")

@@ -19,6 +19,9 @@ from hasten.optim.clock import LoaderCursor, StepClock
 
 Move = Callable[[Iterator[Item]], Iterator[Item]]
 
+Extent = tuple[int, int, int]
+"""A global batch: its epoch, and where it begins and ends there, in units of the order (of a stream: in batches)."""
+
 _FIXED: Final = frozenset({"num_workers", "persistent_workers", "in_order"})
 _FORWARDED: Final = frozenset(
     {
@@ -44,17 +47,21 @@ class Track:
     mark: Any = None
     fresh: bool = True
     """`start` is where the next iteration begins; false once an iteration has begun there."""
+    begun: int = 0
+    """Batches of the epoch before `start`."""
+    left_out: set[Extent] = field(default_factory=set)
+    """Batches that are read and not given."""
 
     def upcoming(self) -> Position:
         """Where the next iteration begins. One that was abandoned is over: the next takes the next epoch."""
         return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
 
-    def enter(self, at: Position) -> None:
-        self.start, self.steps, self.mark, self.fresh = at, 0, None, False
+    def enter(self, at: Position, begun: int = 0) -> None:
+        self.start, self.steps, self.mark, self.fresh, self.begun = at, 0, None, False, begun
 
-    def place(self, at: Position) -> None:
+    def place(self, at: Position, begun: int = 0) -> None:
         """Make the next iteration begin at `at`."""
-        self.enter(at)
+        self.enter(at, begun)
         self.fresh = True
 
     def set_epoch(self, epoch: int) -> None:
@@ -68,6 +75,8 @@ class Place(NamedTuple):
 
     start: Position
     steps: int
+    begun: int = 0
+    """Batches of the epoch before the pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,43 +147,65 @@ class Loader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
+        return self._hand_out(*self._begin(self.parts.skip))
+
+    def _begin(self, skip: int) -> tuple[Iterator[Item], Position]:
+        """Begin an iteration where the loader stands, or so many batches into that epoch."""
         parts = self.parts
-        track = parts.track
-        at = track.upcoming()
-        if parts.skip:
-            at = parts.source.skipped(replace(at, consumed=0), parts.skip)
+        at, begun = parts.track.upcoming(), parts.track.begun if parts.track.fresh else 0
+        if skip:
+            at, begun = parts.source.skipped(replace(at, consumed=0), skip), skip
         if parts.equalise is not None and at.consumed == 0:  # a resumed epoch has its own states
             parts.equalise()
         self._set_seeds(at)
         at = parts.source.begin(at)
-        track.enter(at)
+        parts.track.enter(at, begun)
         items = parts.source.open(at)
         cursor = parts.cursor
         cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = at.epoch, 0, False, None, None
         alike = (parts.source.size(), at.consumed, parts.total_batch_size, parts.source.steps())
         cursor.pads_like = None if None in alike else alike
         parts.clock.cursors.opening(cursor)
-        return self._hand_out(items if parts.move is None else parts.move(items), at)
+        return items if parts.move is None else parts.move(items), at
 
     def _hand_out(self, items: Iterator[Item], here: Position) -> Iterator[Any]:
+        """The batches to the end of the epoch. A run that has gone back gets those from its new position to the end of this epoch."""
+        cursors, until = self.parts.clock.cursors, here.epoch
+        with self.parts.clock.watching(self.parts.cursor):
+            while True:
+                times = cursors.times_back
+                yield from self._pass(items, here, times)
+                if cursors.times_back == times and here.epoch >= until:
+                    return
+                if callable(close := getattr(items, "close", None)):
+                    close()
+                items, here = self._begin(0 if self.parts.track.upcoming().consumed else self.parts.skip)
+
+    def _pass(self, items: Iterator[Item], here: Position, times: int) -> Iterator[Any]:
+        """The batches of these items; ends early when the run has gone back."""
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
         cursors, marks, size = clock.cursors, clock.marks, self.parts.total_batch_size or 0
         if marks is not None:
             marks.asked()
-        with clock.watching(cursor):
-            for batch, padding, last, mark in items:
-                cursors.moving(cursor)
-                cursor.batch += 1
-                cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
-                cursor.at_end = last
-                if track.start is here:  # not overtaken by a later pass
-                    track.steps += 1
-                    track.mark = mark
-                if marks is not None:
-                    marks.got(size)
-                yield batch
-                if marks is not None:
-                    marks.asked()
+        for batch, padding, last, mark in items:
+            if track.start is here:  # not overtaken by a later pass
+                track.steps += 1
+                track.mark = mark
+                if track.left_out and self._is_left_out():
+                    continue
+            cursors.moving(cursor)
+            cursor.batch += 1
+            cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
+            cursor.at_end = last
+            if marks is not None:
+                marks.got(size)
+            yield batch
+            if cursors.go_back is not None:
+                cursors.go_back(cursor)
+            if cursors.times_back != times:
+                return
+            if marks is not None:
+                marks.asked()
         if track.start is here:
             track.place(here.begin(here.epoch + 1))
 
@@ -211,14 +242,38 @@ class Loader(DataLoader[Any]):
     def place(self) -> Place:
         """Where the batch in the user's hands is found again."""
         track = self.parts.track
-        return Place(track.start, track.steps)
+        return Place(track.start, track.steps, track.begun)
+
+    def extent(self, place: Place | None = None) -> Extent:
+        """The global batch that the batch at `place`, or the one in the user's hands, is this rank's part of."""
+        start, steps, begun = place or self.place()
+        if self.parts.source.unit == "stream":
+            return (start.epoch, begun + steps - 1, begun + steps)
+        first, end = (self.parts.source.skipped(start, number).consumed for number in (steps - 1, steps))
+        return (start.epoch, first, end)
+
+    def number(self, place: Place | None = None) -> int | None:
+        """The number of that batch in its epoch, from 1; None when it is not known, as after a resume on other ranks."""
+        total = self.parts.total_batch_size
+        if total is None or self.parts.source.unit != "samples":
+            return None
+        number, rest = divmod(self.extent(place)[1], total)
+        return None if rest else number + 1
+
+    def leave_out(self, batches: Iterable[Extent]) -> None:
+        """Read past these global batches from now on, also after a resume. Ranks: every rank, the same."""
+        self.parts.track.left_out.update(batches)
+
+    def _is_left_out(self) -> bool:
+        epoch, first, end = self.extent()
+        return any(one[0] == epoch and one[1] < end and first < one[2] for one in self.parts.track.left_out)
 
     def samples(self, place: Place | None = None) -> list[int] | None:
         """Dataset indices of a batch of this rank: of the one in the user's hands, or of the one at `place`.
 
         None when they cannot be computed: a stream, or a sampler of the user's own. Padding is left out.
         """
-        start, steps = place or self.place()
+        start, steps, _ = place or self.place()
         assignment = getattr(self.parts.source, "assignment", None)
         return None if assignment is None or steps == 0 else assignment.batch_of(start, steps - 1)
 
@@ -239,7 +294,14 @@ class Loader(DataLoader[Any]):
         track = parts.track
         source = parts.source
         at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
-        return encode(at, parts.source.unit, parts.source.size())
+        state = encode(at, parts.source.unit, parts.source.size())
+        if (assignment := getattr(source, "assignment", None)) is not None and (reading := assignment.reading()):
+            state["reading"] = reading
+        if source.unit == "stream" and at.consumed:
+            state["batches"] = track.begun + track.steps
+        if track.left_out:
+            state["left_out"] = sorted(map(list, track.left_out))
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration go on where `state` was taken, also on another number of processes.
@@ -247,7 +309,8 @@ class Loader(DataLoader[Any]):
         Raises: DataError when the state belongs to other data.
         """
         parts = self.parts
-        parts.track.place(decode(state, parts.source.unit, parts.source.size()))
+        parts.track.place(decode(state, parts.source.unit, parts.source.size()), state.get("batches", 0))
+        parts.track.left_out = {(epoch, first, end) for epoch, first, end in state.get("left_out", ())}
 
     @contextmanager
     def even(self, even_batches: bool) -> Iterator[None]:

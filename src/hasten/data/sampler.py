@@ -11,7 +11,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from hasten.data.order import DistributedOrder, Order
+from hasten.data.lookup import reading_of
+from hasten.data.order import DistributedOrder, Order, SequentialOrder, ShuffledOrder
 from hasten.data.plan import LoaderPlan, cut
 from hasten.data.position import Position, Unit
 from hasten.data.shuffle import Indices
@@ -83,6 +84,16 @@ class Assignment:
         share = self.plan.share(size, step, self._start(at))
         found: list[int] = seek(np.arange(share.first, share.first + share.real, dtype=np.int64)).tolist()
         return found
+
+    def reading(self) -> dict[str, Any] | None:
+        """What `lookup.find` needs besides the position, as JSON values; None when batches cannot be computed."""
+        if (
+            self.form == "batches"
+            or self.split is not None
+            or not isinstance(self.order, SequentialOrder | ShuffledOrder)
+        ):
+            return None
+        return reading_of(self.plan, isinstance(self.order, ShuffledOrder))
 
     def rounds(self, at: Position) -> Iterator[list[Lot | None]]:
         """The batches of all ranks, step by step, for the rank that reads for them; None for a rank without one."""

@@ -23,6 +23,7 @@ Cause = Literal[
     "data",
     "checkpoint",
     "compiling",
+    "importing",
     "debugger",
 ]
 Ends = Literal["never", "hardly", "perhaps"]
@@ -123,10 +124,10 @@ def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: 
 
 
 def _may_take_its_time(state: State, io_patience_s: float) -> bool:
-    """Whether the others wait for this rank with its knowledge, or it visibly gets on with a file or a compilation."""
+    """Whether the others wait for this rank with its knowledge, or it visibly gets on with a file, a compilation or an import."""
     if state.kind in _SLOW_IO:
         return state.io_quiet_s < io_patience_s
-    return bool(state.block) or (state.kind == "compiling" and state.quiet_s < 10 * io_patience_s)
+    return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
 
 
 def _occupation(state: State) -> tuple[Cause, str, str]:
@@ -148,6 +149,8 @@ def _occupation(state: State) -> tuple[Cause, str, str]:
             )
         case "compiling":
             return "compiling", f"compiles at {where}", "raise stall_after_s if compiling takes this long."
+        case "importing":
+            return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
         case "debugger":
             return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
     if state.in_dataset:

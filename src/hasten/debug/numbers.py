@@ -1,7 +1,7 @@
 """The numbers watch: losses and gradients that are nan, inf or far too large, found before or shortly after they do harm.
 
-With "report" each rank looks at its own losses some updates later, so that the device is never waited for. With "stop" and "skip" all
-ranks look at losses and gradients before each update and decide alike.
+With "report" each rank looks at its own losses some updates later, so that the device is never waited for. With "stop", "skip" and
+"rollback" all ranks look at losses and gradients before each update and decide alike.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hasten.data.loader import Loader, Place
 from hasten.debug.first_module import LastCalls, first_bad_module
 from hasten.debug.late_losses import LateLosses, Update, read
+from hasten.debug.rollback import Rollback
 from hasten.errors import HastenWarning, NumbersError
 from hasten.modules.dtensors import is_dtensor
 from hasten.modules.names import named_parameters
@@ -56,11 +57,13 @@ class Prepared(Protocol):
 class NumbersSettings:
     """What happens when a number is not finite, and from when on a loss is a spike."""
 
-    then: Literal["report", "stop", "skip"] = "report"
+    then: Literal["report", "stop", "skip", "rollback"] = "report"
     spike: float | None = None
     """A loss of more than so many times the median of the last ones; None for never."""
     runs_together: bool = False
     """A forward needs every rank: parameters are divided."""
+    rollbacks: int = 0
+    """How often the run may go back to a checkpoint."""
 
 
 Batches = list[tuple[Loader, Place]]
@@ -87,12 +90,16 @@ class NumbersWatch:
         ctx: ProcessContext,
         clock: StepClock,
         settings: NumbersSettings,
+        rollback: Rollback | None = None,
+        newest: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._prepared = prepared
         self._unwrap = unwrap
         self._ctx = ctx
         self._clock = clock
         self._settings = settings
+        self.rollback = rollback
+        self._newest = newest
         self._calls = LastCalls()
         self._losses: LateLosses[Batches] = LateLosses()
         self._cursor: LoaderCursor | None = None
@@ -126,8 +133,11 @@ class NumbersWatch:
     def before_update(self, optimizer: Holder) -> bool:
         """Whether the update must be skipped. Ranks: every rank.
 
-        Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop.
+        Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop, or the run cannot go back.
         """
+        if self.rollback is not None and self.rollback.target is not None:  # what comes now will be undone
+            self._losses.take()
+            return not optimizer.scaled
         step = self._clock.num_updates + 1
         if self._settings.then != "report":
             return self._look(self._losses.take(), step, optimizer)
@@ -139,7 +149,15 @@ class NumbersWatch:
 
     def finish(self) -> None:
         """Look at the losses that have not been looked at yet."""
-        self._report(self._losses.rest())
+        if self._settings.then == "report":
+            self._report(self._losses.rest())
+        elif self.rollback is not None and self.rollback.target is not None and self._ctx.is_main:
+            warnings.warn(
+                f"the training ended before it went back to {self.rollback.target}: the loop asked for no further batch. The bad update "
+                "was left out, and nothing else undone. Call accelerator.roll_back() where the loop may end after an update.",
+                HastenWarning,
+                stacklevel=3,
+            )
 
     # -- some updates later, alone ----------------------------------------------------------------------------------
     def _report(self, updates: Sequence[Update[Batches]]) -> None:
@@ -174,8 +192,13 @@ class NumbersWatch:
             what = ""
         finding = self._find(seen, what, optimizer)
         self._calls.clear()
-        findings = self._ctx.world.all_gather_object((finding.what, finding.samples, finding.lines))
-        self._act(step, {rank: Finding(*one) for rank, one in enumerate(findings)}, optimizer.scaled)
+        batches = [one for _, _, found in seen.losses for one in found]
+        answers = self._ctx.world.all_gather_object((bool(batches), (finding.what, finding.samples, finding.lines)))
+        findings = {rank: Finding(*one) for rank, (_, one) in enumerate(answers)}
+        if self._settings.then == "rollback":
+            self._go_back(step, findings, batches, all(known for known, _ in answers))
+        else:
+            self._act(step, findings, optimizer.scaled)
         return not optimizer.scaled
 
     def _worst(self, level: int) -> int:
@@ -186,21 +209,25 @@ class NumbersWatch:
         )
 
     def _act(self, step: int, findings: Mapping[int, Finding], scaled: bool) -> None:
-        ranks = tuple(rank for rank, one in findings.items() if one.what)
-        kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
-        lines = [f"{' and '.join(kinds)} in update {step} on {ranks_in_words(ranks)}"]
-        for rank in ranks[:_SHOWN]:
-            lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
-        lines.append(f"  why:  {_WHY}")
         if self._settings.then == "stop":
-            lines.append(
-                "  now:  every rank stops, before the update; numbers=skip would leave the update out and go on"
-            )
-            raise NumbersError("\n".join(lines), step, ranks, {rank: findings[rank].samples for rank in ranks})
+            now = "every rank stops, before the update; numbers=skip would leave the update out and go on"
+            raise _error(step, findings, now)
+        how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
+        self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler stay as they are"))
+
+    def _go_back(self, step: int, findings: Mapping[int, Finding], batches: Batches, known: bool) -> None:
+        rollback = self.rollback
+        assert rollback is not None, "made with the setting"
+        if refusal := rollback.refusal(known):
+            raise _error(step, findings, f"every rank stops, before the update: {refusal}")
+        place = rollback.decide(batches)
+        self._recent.clear()  # the losses of the updates that are undone come once more
+        how = f"the run goes back to {place} and leaves the batches of this update out ({rollback.times} of at most {rollback.limit} times)"
+        self._tell(_in_words(step, findings, how))
+
+    def _tell(self, text: str) -> None:
         if self._ctx.is_main:
-            how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
-            lines.append(f"  now:  {how}; optimizer and scheduler stay as they are")
-            warnings.warn("\n".join(lines), HastenWarning, stacklevel=2)
+            warnings.warn(text, HastenWarning, stacklevel=2)
 
     def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> Finding:
         """What this rank can say. Where a forward needs every rank, all repeat theirs, also those whose numbers are fine."""
@@ -250,17 +277,35 @@ class NumbersWatch:
         lines: list[str] = []
         samples: list[int] = []
         odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
-        for number in odd or range(len(values)):
-            for loader, place in seen.losses[number][2]:
+        for index in odd or range(len(values)):
+            for loader, place in seen.losses[index][2]:
                 indices = loader.samples(place)
-                where = f"  loss {values[number]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
+                where = f"  loss {values[index]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
                 if indices is None:
                     lines.append(f"{where}, of a stream or sampler whose order is not known here")
                 else:
                     samples += indices
                     more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
                     lines.append(f"{where}, dataset indices {', '.join(map(str, indices[:_SHOWN]))}{more}")
+                    if number := loader.number(place):
+                        which = f"--rank {self._ctx.rank} --epoch {place.start.epoch} --batch {number}"
+                        lines.append(f"  fetch it again: hasten data show {self._newest() or 'CHECKPOINT'} {which}")
         return Finding("", samples, lines)
+
+
+def _in_words(step: int, findings: Mapping[int, Finding], now: str) -> str:
+    """What was found on which rank, and what happens now."""
+    ranks = tuple(rank for rank, one in findings.items() if one.what)
+    kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
+    lines = [f"{' and '.join(kinds)} in update {step} on {ranks_in_words(ranks)}"]
+    for rank in ranks[:_SHOWN]:
+        lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
+    return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {now}"])
+
+
+def _error(step: int, findings: Mapping[int, Finding], now: str) -> NumbersError:
+    ranks = tuple(rank for rank, one in findings.items() if one.what)
+    return NumbersError(_in_words(step, findings, now), step, ranks, {rank: findings[rank].samples for rank in ranks})
 
 
 @torch.no_grad()

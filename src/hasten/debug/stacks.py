@@ -15,7 +15,17 @@ from torch import Tensor
 from hasten.comm.trail import LIBRARIES
 
 Kind = Literal[
-    "collective", "backward", "forward", "device", "loader", "checkpoint", "compiling", "debugger", "user", "ending"
+    "collective",
+    "backward",
+    "forward",
+    "device",
+    "loader",
+    "checkpoint",
+    "compiling",
+    "importing",
+    "debugger",
+    "user",
+    "ending",
 ]
 MAY_WAIT: Final = ("backward", "forward", "device")
 """Kinds in which a rank either computes or waits for others: its CPU time tells which."""
@@ -25,7 +35,8 @@ _FOREIGN: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
 _GENERIC: Final = frozenset(
     {"wrapper", "inner", "decorate_context", "__call__", "__enter__", "__exit__", "__next__", "_first"}
 )
-_DEEPEST: Final = 60
+_DEEPEST: Final = 200
+_IMPORT: Final = "<frozen importlib._bootstrap"
 
 # (a part of the path, what a rank with a call from there is doing); the first that fits wins
 _SIGNS: Final[tuple[tuple[str, Kind], ...]] = (
@@ -121,7 +132,9 @@ def place_of(calls: Sequence[Call]) -> Place:
     user = calls[at] if calls else Call("?", 0, "?")
     inner = [call for call in calls[:at] if not call.file.startswith("<")]
     kind: Kind = "user"
-    if inner:
+    if _imports(calls[:at]):
+        kind = "importing"
+    elif inner:
         kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
     outer = calls[at:]
     if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
@@ -135,6 +148,14 @@ def place_of(calls: Sequence[Call]) -> Place:
         user.function,
         barrier=any(call.file.endswith("/hasten/comm/rollcall.py") for call in inner),
         in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in outer),
+    )
+
+
+def _imports(calls: Sequence[Call]) -> bool:
+    """Whether these calls load a module, which takes long on a busy machine or a slow disk, and wait for no rank inside of it."""
+    at = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT)), None)
+    return at is not None and not any(
+        part in call.file for call in calls[:at] for part, kind in _SIGNS if kind == "collective"
     )
 
 

@@ -26,6 +26,7 @@ from hasten.debug.bulletin import LOST, Bulletin
 from hasten.debug.desk import Desk
 from hasten.debug.diagnose import Diagnosis, diagnose
 from hasten.debug.observe import Observer
+from hasten.debug.reception import Reception
 from hasten.debug.state import Note, Seen, State, Status
 from hasten.runtime.topology import Topology
 
@@ -235,8 +236,8 @@ class Watchdog:
             ending.end_process(summary, others)
 
 
-def watch(owner: object, dog: Watchdog | None) -> None:
-    """Start the watchdog, if there is one; it ends with `owner`, or with the process, of whose end it leaves word."""
+def watch(owner: object, dog: Watchdog | Reception | None) -> None:
+    """Start the watchdog or reception, if there is one; it ends with `owner`, or with the process, of whose end it leaves word."""
     if dog is None:
         return
     dog.start()
@@ -245,12 +246,12 @@ def watch(owner: object, dog: Watchdog | None) -> None:
     weakref.finalize(owner, _forget, dog, at_exit).atexit = False
 
 
-def _forget(dog: Watchdog, at_exit: Callable[[], None]) -> None:
+def _forget(dog: Watchdog | Reception, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     dog.close()
 
 
-def _leave_word(ref: weakref.ref[Watchdog], pid: int) -> None:
+def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
     dog = ref()
     if dog is None or os.getpid() != pid:  # a fork of the rank is not the rank
         return

@@ -64,6 +64,7 @@ def _state_words(state: State) -> str:
         "loader": "loads data at",
         "checkpoint": "saves or loads at",
         "compiling": "compiles at",
+        "importing": "imports modules at",
         "debugger": "is in the debugger at",
     }.get(state.kind, "is in user code at")
     return f"{doing} {state.spot.words()} {since}{step}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,10 @@ class Cursors:
     watched: list[LoaderCursor] = field(default_factory=list)
     followed: LoaderCursor | None = None
     """The loader that the caller named for this step."""
+    go_back: Callable[[LoaderCursor], None] | None = None
+    """Called with a loader before it gives its next batch, while the run is to go back to a checkpoint."""
+    times_back: int = 0
+    """How often the run has gone back: an iteration that began before goes on from the loader's new position."""
     _now: int = 0
     _ticked: int = 0
     _leader: LoaderCursor | None = None

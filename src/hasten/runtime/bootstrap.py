@@ -25,6 +25,7 @@ from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
 from hasten.runtime.mesh import Groups, stop
+from hasten.runtime.roll_call import call_roll
 from hasten.runtime.topology import Topology
 from hasten.runtime.waiting import announced_waiting
 
@@ -57,7 +58,7 @@ def start(
 
     `mesh_of` gives the mesh for a world size. A group this call starts is destroyed at exit.
     Ranks: every rank of the world.
-    Raises: CommError when the ranks do not find each other within the init timeout.
+    Raises: CommError when the ranks do not find each other within the init timeout; TopologyError when they mean different worlds.
     """
     settings = settings or GroupSettings()
     use_device(device)
@@ -104,12 +105,14 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
     within, start = timedelta(seconds=settings.init_timeout_s), time.monotonic()
     try:
         found, rank, size = _meet(url, topology, within)
+        notes = dist.PrefixStore(f"hasten/{topology.restart_count}", found)
+        call_roll(notes, rank, size, within)
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
     found.set_timeout(within)
     dist.init_process_group(
         settings.backend or _backend(device),
-        store=dist.PrefixStore(f"hasten/{topology.restart_count}", found),
+        store=notes,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=settings.timeout_s),

@@ -67,6 +67,13 @@ NAMES: Final = (
     Name("torch.distributed.distributed_c10d", "_world", (_BEGUN,), _STALL),
     Name("torch.distributed:ProcessGroup", "_get_backend", (_BEGUN,), _STALL),
     Name("torch._C._distributed_c10d:Backend", "_get_sequence_number_for_group", (_BEGUN,), _STALL),
+    # the allocator's own snapshot
+    Name(
+        "torch.cuda.memory",
+        "_dump_snapshot",
+        ("src/hasten/debug/memory_picture.py",),
+        "memory_snapshot() fails on a GPU",
+    ),
     # DDP: the order of its buckets
     Name(_DDP, "reducer", (_BUCKETS,), _EXACT),
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),

@@ -56,6 +56,8 @@ class TrainingLoop:
             control.should_epoch_stop = False
             trainer.callbacks.call("on_epoch_begin")
             whole = self._epoch()
+            if self._gone_back():
+                continue
             if control.should_epoch_stop and not whole:
                 trainer.train_loader.set_epoch(trainer.train_loader.epoch + 1)
             self._end_epoch(whole or control.should_epoch_stop)
@@ -91,6 +93,8 @@ class TrainingLoop:
                     call("on_optimizer_step")
                 scheduler.step()
                 optimizer.zero_grad()
+            if accelerator.going_back:
+                return False
             fresh = accelerator.sync_gradients
             state.batches_in_epoch += 1
             if fresh:
@@ -100,6 +104,15 @@ class TrainingLoop:
                 self._act()
             if self._leaves():
                 return False
+        return True
+
+    def _gone_back(self) -> bool:
+        """Return to the newest checkpoint if a bad update asks for it; whether it did. Ranks: every rank."""
+        if not self._trainer.accelerator.roll_back():
+            return False
+        self._losses.clear()  # those since the checkpoint; what was before it is in its state
+        self._sums.clear()
+        self._trainer.callbacks.restore_states()
         return True
 
     def _add(self, loss: Tensor, weight: Tensor | None) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 
 from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.named import find_named
 from hasten.errors import ConfigError, DataError
 from hasten.optional import need
 from hasten.trainer.collate import DataCollatorWithPadding
@@ -33,24 +32,9 @@ def load(target: str, accelerator: Accelerator) -> Predict:
     """
     if Path(target).is_dir():
         return SavedClassifier(Path(target), accelerator)
-    module_name, _, name = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = import_module(module_name)  # the module that the user named
-    except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
-        raise ConfigError(
-            f"{target}: there is neither a folder nor a module of this name; give a folder written by save_model, or "
-            "module:function with the module in the current folder."
-        ) from error
-    made = getattr(found, name, None)
-    if not callable(made):
-        known = ", ".join(
-            sorted(one for one, value in vars(found).items() if callable(value) and not one.startswith("_"))
-        )
-        raise ConfigError(f"{target}: {module_name} has no function {name!r}; it has {known or 'none'}.")
+    made = find_named(
+        target, "give a folder written by save_model, or module:function with the module in the current folder"
+    )
     takes = {"accelerator": accelerator} if "accelerator" in inspect.signature(made).parameters else {}
     if inspect.isclass(made):
         instance: Any = made(**takes)

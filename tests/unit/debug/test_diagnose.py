@@ -61,6 +61,7 @@ def test_a_lost_rank_is_the_cause_whatever_the_others_do(size: int, status: Stat
         ({"kind": "loader"}, "data"),
         ({"kind": "checkpoint", "io_quiet_s": 61.0}, "checkpoint"),
         ({"kind": "compiling", "quiet_s": 601.0}, "compiling"),
+        ({"kind": "importing", "quiet_s": 601.0}, "importing"),
         ({"kind": "debugger"}, "debugger"),
         ({"kind": "backward", "cpu_share": 0.9}, "user code"),
     ],
@@ -82,6 +83,7 @@ def test_a_rank_that_works_is_named_but_the_wait_may_end(size: int, changes: dic
         {"kind": "user", "block": "main_process_first"},
         {"kind": "checkpoint", "io_quiet_s": 0.5, "quiet_s": 3600.0},
         {"kind": "compiling", "quiet_s": 300.0},
+        {"kind": "importing", "quiet_s": 300.0},
     ],
 )
 def test_ranks_that_may_take_their_time_are_no_cause(size: int, changes: dict[str, Any]) -> None:
@@ -169,6 +171,8 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
     ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
     ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
+    ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "importing", "forward"),
+    ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
     ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
     ([], "user", ""),
     ([("/x/site-packages/requests/api.py", "get")], "user", ""),

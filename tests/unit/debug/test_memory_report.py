@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
 import torch
 from torch import nn
 
-from hasten.debug.memory import measure, words
+from hasten import Accelerator
+from hasten.debug.memory import MemoryReport, measure, words
+from hasten.debug.memory_picture import draw, parts_of
 
 
 def test_bytes_are_counted_once_and_by_kind() -> None:
@@ -34,6 +40,55 @@ def test_activations_belong_to_the_module_that_keeps_them() -> None:
     assert "activations of one sample, by module:" in report.shown()
     assert report.shown().splitlines()[0].strip() == "out of memory"
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+def device_report() -> MemoryReport:
+    gib = 1 << 30
+    process = {
+        "resident": gib,
+        "device in use": 60 * gib,
+        "device cache": 4 * gib,
+        "device free": 12 * gib,
+        "device": 80 * gib,
+    }
+    held = {"parameters": 10 * gib, "gradients": 10 * gib, "optimizer state": 20 * gib, "buffers": 0}
+    return MemoryReport("CUDA <out> of memory", held, process, {f"blocks.{n}": (n + 1) * gib for n in range(30)})
+
+
+def test_the_parts_of_the_picture_add_up() -> None:
+    gpu, cpu = device_report(), measure("asked", [nn.Linear(4, 4)], [], torch.device("cpu"))
+    assert sum(parts_of(gpu).values()) == gpu.process["device"]
+    assert parts_of(gpu)["other tensors"] == 20 << 30
+    assert parts_of(gpu)["other processes"] == 4 << 30
+    assert sum(parts_of(cpu).values()) == cpu.process["resident"]
+
+
+def test_the_picture_draws_every_part_to_scale() -> None:
+    report = device_report()
+    root = ElementTree.fromstring(draw(report, "memory of rank 3"))
+    kind = "{http://www.w3.org/2000/svg}"
+    bars = [one for one in root.iter(f"{kind}rect") if one.find(f"{kind}title") is not None]
+    drawn = {one[0].text.partition(":")[0]: float(one.attrib["width"]) for one in bars if one[0].text}
+    parts = parts_of(report)
+    assert list(drawn) == list(parts)
+    full = sum(drawn.values())
+    for name, size in parts.items():
+        assert abs(drawn[name] / full - size / report.process["device"]) < 1e-3
+    texts = [one.text for one in root.iter(f"{kind}text")]
+    assert "CUDA <out> of memory" in texts
+    assert texts.index("blocks.29") < texts.index("blocks.28")
+    assert "6 others" in texts
+    assert "blocks.5" not in texts
+
+
+def test_a_snapshot_is_a_picture_and_its_numbers(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
+    net = nn.Linear(64, 64)
+    accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    picture = Path(accelerator.memory_snapshot())
+    assert picture.parent == tmp_path
+    ElementTree.fromstring(picture.read_text())
+    assert json.loads(picture.with_suffix(".json").read_text())["parts"]["parameters"] == 4 * 65 * 64
 
 
 def test_sizes_in_words() -> None:

@@ -22,6 +22,7 @@ SNIPPETS: dict[str, dict[str, object]] = {
         "divergence_ignore": ("*.rank_local_*", "codebook.usage"),
     },
     'numbers="skip", numbers_spike=20': {"numbers": "skip", "numbers_spike": 20.0},
+    'numbers="rollback", project_dir="run"': {"numbers": "rollback", "numbers_rollbacks": 5},
     "gradient_accumulation_steps=2": {"numbers": "report"},  # a step that may run out of memory
 }
 """What each further snippet asks for, and what the settings then hold."""
@@ -29,7 +30,8 @@ PAGE = (Path(__file__).parents[3] / "docs" / "trust.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-def test_snippets_run(code: str) -> None:
+def test_snippets_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(compile(code, "docs/trust.md", "exec"), names)
     made = names["accelerator"]
