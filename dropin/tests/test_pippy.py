@@ -34,5 +34,3 @@ def test_the_batch_is_found_in_any_argument() -> None:
     assert inference.find_pippy_batch_size((1, torch.zeros(3, 2)), None) == 3
     assert inference.find_pippy_batch_size(None, {"a": torch.zeros(5, 2)}) == 5
     assert inference.find_pippy_batch_size((), {}) is None
-    with pytest.raises(NotImplementedError, match="prepare_pippy"):
-        inference.build_pipeline(None, [], (), {}, 2)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hasten
-from accelerate import ambient, checkpointing, notyet, tracking
+from accelerate import ambient, checkpointing, left_out, tracking
 from accelerate.ambient import AMBIENT
 from accelerate.constructing import HANDLERS, UNSET, sort_arguments
 from accelerate.data_loader import skip_first_batches
@@ -93,7 +93,6 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
         for name in HANDLERS.values():
             setattr(self, name, sorted_.handlers.get(name))
         self.flag_tensor = None
-        self.has_lomo_optimizer = False
         self.delayed_fp8_autocast = False
         self._hooks = StateHooks()
         self._trackers: list[Any] = []  # Any: users' own classes among them
@@ -179,15 +178,27 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
         """Backpropagate the loss, divided by the window's length."""
-        if kwargs.pop("learning_rate", None) is not None:
-            notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+        learning_rate = kwargs.pop("learning_rate", None)
+        if self.has_lomo_optimizer:
+            self.lomo_backward(loss, learning_rate)
+            return
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
             loss = loss * self.clock.every
         super().backward(loss, **kwargs)
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward fused with LOMO's update."""
-        notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None = None) -> None:
+        """Backward fused with the update, by an optimizer that has one (LOMO)."""
+        if learning_rate is None:
+            raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
+        for one in self.prepared.optimizers:
+            fused: Any = getattr(one.optimizer, "fused_backward", None)
+            if fused is not None:
+                fused(loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer updates inside of backward."""
+        return any(hasattr(one.optimizer, "fused_backward") for one in self.prepared.optimizers)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block that computes in this run's precision."""
@@ -207,7 +218,7 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """A loader that splits sequences."""
-        notyet.refuse("Accelerator.deepspeed_ulysses_dl_adapter", notyet.DEEPSPEED)
+        left_out.refuse("Accelerator.deepspeed_ulysses_dl_adapter", left_out.LONG_SEQUENCES)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here

@@ -12,13 +12,13 @@ from accelerate.commands import config, env, estimate, launch, merge, test, to_f
 __all__ = ["main"]
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config.run, "write a settings file, by questions or for this machine"),
-    "estimate-memory": (estimate.run, "the memory a model on the Hub needs (not in this version yet)"),
+    "estimate-memory": (estimate.run, "the memory a model on the Hub needs"),
     "env": (env.run, "a report of this machine for an issue"),
     "launch": (launch.run, "start a script on all devices and machines"),
     "merge-weights": (merge.run, "one model out of a sharded checkpoint"),
     "test": (test.run, "check that training works under the current settings"),
     "to-fsdp2": (to_fsdp2.run, "a settings file with FSDP2's names"),
-    "tpu-config": (tpu.run, "commands on TPU machines (not in this version yet)"),
+    "tpu-config": (tpu.run, "run commands on the machines of a TPU pod"),
 }
 
 

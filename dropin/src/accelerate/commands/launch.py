@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from accelerate import notyet
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch_flags import FLAGS
-from accelerate.commands.launch_variables import variables_for
+from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
 from accelerate.commands.utils import CustomArgumentParser
+from accelerate.launch_flags import FLAGS, words_of
+from accelerate.launch_variables import variables_for
 from accelerate.utils.environment import patch_environment
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from hasten.cli import launch_cmd
 from hasten.errors import ConfigError, HastenError
 
@@ -68,21 +69,6 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line for hasten that a parsed namespace stands for."""
-    words: list[str] = []
-    for row in FLAGS.split("\n"):
-        if not row.strip():
-            continue
-        name, dest, kind, _ = row.split()
-        value = getattr(args, name.replace("-", "_") if dest == "-" else dest, None)
-        if value is None or value is False or kind == "off":
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            words.append(f"--{name}=true" if kind == "switch" else f"--{name}={one}")
-    return [*words, args.training_script, *args.training_script_args]
-
-
 def launch_command(args: argparse.Namespace) -> None:
     """Start what a parsed command line asks for; ends the process with the job's code when it fails."""
     code = run(words_of(args))
@@ -120,13 +106,46 @@ def main() -> NoReturn:
     sys.exit(run(sys.argv[1:]))
 
 
-_PLAN = "the launcher's inner steps (`accelerate launch --dry_run` shows the plan that hasten makes instead)"
-simple_launcher = notyet.function("commands.launch.simple_launcher", _PLAN)
-multi_gpu_launcher = notyet.function("commands.launch.multi_gpu_launcher", _PLAN)
-deepspeed_launcher = notyet.function("commands.launch.deepspeed_launcher", notyet.DEEPSPEED)
-tpu_launcher = notyet.function("commands.launch.tpu_launcher", notyet.XLA)
-tpu_pod_launcher = notyet.function("commands.launch.tpu_pod_launcher", notyet.XLA)
-sagemaker_launcher = notyet.function("commands.launch.sagemaker_launcher", notyet.SAGEMAKER)
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Run the script in one process; raises CalledProcessError, or exits with its code when `quiet`."""
+    command, env = prepare_simple_launcher_cmd_env(args)
+    done = subprocess.run(command, env=env, check=False)
+    if done.returncode and not getattr(args, "quiet", False):
+        raise subprocess.CalledProcessError(done.returncode, command)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Run the script on several processes."""
+    launch_command(args)
+
+
+def deepspeed_launcher(args: argparse.Namespace) -> None:
+    """Run the script with DeepSpeed."""
+    args.use_deepspeed = True
+    launch_command(args)
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Run the script on the chips of this TPU machine."""
+    args.tpu = True
+    launch_command(args)
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Run the script on every machine of a TPU pod."""
+    args.tpu = args.tpu_use_cluster = True
+    launch_command(args)
+
+
+def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> NoReturn:
+    """Refuse: a job there is started by Amazon's own package."""
+    raise ImportError(
+        f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the "
+        "estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
+    )
+
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate import ambient, notyet
+from accelerate import ambient
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate.utils.enums import CustomDtype
 from accelerate.utils.imports import is_peft_available
@@ -381,6 +381,35 @@ def get_mixed_precision_context_manager(
     return torch.autocast(ambient.device().type, dtype, **kwargs)
 
 
-fallback_allocate = notyet.function(
-    "utils.fallback_allocate", "inner steps of infer_auto_device_map(fallback_allocation=True)"
-)
+def fallback_allocate(
+    modules: list[tuple[str, nn.Module]],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: list[str] | None = None,
+    tied_parameters: list[list[str]] | None = None,
+) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
+    """The first module that fits into the limit, with its name, and the modules without it.
+
+    A module that is too large is looked into, unless its class is not to be split.
+    """
+    limit = convert_file_size_to_int(size_limit)
+    rest, at = list(modules), 0
+    while at < len(rest):
+        name, part = rest[at]
+        others = [
+            one for ties in tied_parameters or () if any(tie.startswith(f"{name}.") for tie in ties) for one in ties
+        ]
+        others = [one for one in others if not one.startswith(f"{name}.")]
+        if get_module_size_with_ties(others, module_sizes[name], module_sizes, rest)[0] <= limit:
+            return name, part, [*rest[:at], *rest[at + 1 :]]
+        inside = [] if type(part).__name__ in (no_split_module_classes or ()) else list(part.named_children())
+        if (
+            inside
+            and fallback_allocate(
+                [(f"{name}.{child}", one) for child, one in inside], module_sizes, limit, no_split_module_classes
+            )[0]
+        ):
+            rest[at : at + 1] = [(f"{name}.{child}", one) for child, one in inside]
+        else:
+            at += 1
+    return None, None, list(modules)

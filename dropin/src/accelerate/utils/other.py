@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate import ambient, notyet
+from accelerate import ambient
 from accelerate.logging import get_logger
 from accelerate.utils.constants import FSDP_PYTORCH_VERSION
 from hasten.checkpoint.export import save_object
@@ -64,7 +64,13 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 compile_regions_fsdp2 = compile_regions
-compile_regions_deepspeed = notyet.function("utils.compile_regions_deepspeed", notyet.DEEPSPEED)
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the repeated blocks in place, or the whole module where it has none; an engine keeps its hooks."""
+    blocks = [block for _, block in repeated_blocks(module)]
+    for part in blocks or [module]:
+        part.compile(**compile_kwargs)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
