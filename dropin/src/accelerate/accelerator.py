@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -107,6 +108,10 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
         self.log_with = tracking.chosen(log_with, self.logging_dir)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
+        return copy.copy(self)
 
     def _publish(self, fsdp: Any, dynamo: Any, parallelism: Any, tensor_parallel: Any) -> None:
         """Make this Accelerator what the process-wide views show."""

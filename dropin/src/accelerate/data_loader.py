@@ -18,7 +18,7 @@ from accelerate.data_samplers import (
 )
 from accelerate.homes import settle_in
 from accelerate.loader_base import DataLoaderAdapter, DataLoaderStateMixin, PreparedLoader, get_sampler
-from accelerate.loader_kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accelerate.loader_kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader, stateful
 from accelerate.logging import get_logger
 from accelerate.quirks import SHUFFLE_FOLLOWS_TORCH, STREAMS_ARE_DISPATCHED, kept
 from hasten.data.skip import skip_first_batches as skip_plain
@@ -112,17 +112,22 @@ def prepare_data_loader(
         "_non_blocking": non_blocking,
         "use_stateful_dataloader": use_stateful_dataloader,
     }
+    shape = stateful if use_stateful_dataloader else _as_it_is
     loader: PreparedLoader
     if dispatch_batches:
         kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-        loader = DataLoaderDispatcher(dataset, slice_fn=slice_fn_for_dispatch, **kwargs)
+        loader = shape(DataLoaderDispatcher)(dataset, slice_fn=slice_fn_for_dispatch, **kwargs)
     else:
         types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
-        loader = DataLoaderShard(dataset, rng_types=types or None, synchronized_generator=generator, **kwargs)
+        loader = shape(DataLoaderShard)(dataset, rng_types=types or None, synchronized_generator=generator, **kwargs)
     loader.device = device if put_on_device else None
     loader.num_processes, loader.process_index, loader.split_batches = size, index, split_batches
     loader.even_batches = even_batches or isinstance(dataset, IterableDatasetShard)
     return loader
+
+
+def _as_it_is(kind: type[PreparedLoader]) -> Any:
+    return kind
 
 
 def _check_split(dataloader: DataLoader[Any], size: int) -> None:
