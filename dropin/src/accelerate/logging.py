@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from accelerate.ambient import AMBIENT
-from accelerate.quirks import LOGGER_NEEDS_STATE, kept
+from accelerate.quirks import LOG_LINES_NAME_THE_RANK, LOGGER_NEEDS_STATE, kept
 from accelerate.utils.environment import environment
 from hasten.runtime.logs import RankLogger
 
@@ -23,7 +23,9 @@ class MultiProcessAdapter(RankLogger):
                 "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
                 "using the logging utility."
             )
-        super().log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
+        assert kept(LOG_LINES_NAME_THE_RANK)
+        named = f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"
+        super().log(level, named, *args, stacklevel=stacklevel + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

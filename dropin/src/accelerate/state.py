@@ -17,6 +17,7 @@ from accelerate.ambient import AMBIENT
 from accelerate.gradient_state import GradientState
 from accelerate.homes import settle_in
 from accelerate.process_blocks import goes_first, split_between_processes
+from accelerate.quirks import ONE_PROCESS_IS_ALL, kept
 from accelerate.utils.enums import DistributedType, PrecisionType
 from accelerate.utils.environment import environment, parse_flag_from_env
 from hasten.runtime.bootstrap import GroupSettings
@@ -198,13 +199,13 @@ class PartialState(_Shared):
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """The function, run on one process only."""
-        return ambient.process().on_process(function, process_index or 0)
+        return _alone(function) or ambient.process().on_process(function, process_index or 0)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """The function, run on one process of each node."""
-        return ambient.process().on_local_process(function, local_process_index or 0)
+        return _alone(function) or ambient.process().on_local_process(function, local_process_index or 0)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attrs:
@@ -213,6 +214,12 @@ class PartialState(_Shared):
                 "and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'PartialState' object has no attribute '{name}'")
+
+
+def _alone(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The function, where there is one process, which then is every process it may be meant for."""
+    assert kept(ONE_PROCESS_IS_ALL)
+    return function if ambient.process().num_processes == 1 else None
 
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:

@@ -25,6 +25,7 @@ from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader
 from hasten.checkpoint.export import parse_size
 from hasten.checkpoint.formats import read_tensors
+from hasten.errors import PrepareError
 
 __all__ = ["SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME"]
 # Any in this file: device maps and foreign models.
@@ -248,7 +249,10 @@ def set_module_tensor_to_device(
         raise NotImplementedError(
             "fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported yet"
         )
-    tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+    try:
+        tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+    except PrepareError as error:
+        raise ValueError(str(error)) from error
 
 
 def load_checkpoint_in_model(

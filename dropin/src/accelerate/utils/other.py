@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce as fold
 from pathlib import Path
 from typing import Any, cast
@@ -67,10 +66,14 @@ compile_regions_fsdp2 = compile_regions
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the repeated blocks in place, or the whole module where it has none; an engine keeps its hooks."""
-    blocks = [block for _, block in repeated_blocks(module)]
-    for part in blocks or [module]:
-        part.compile(**compile_kwargs)
+    """Compile repeated blocks one by one and what is beside them whole, in place; an engine keeps its hooks."""
+    if not any(is_repeated_blocks(part) for part in module.modules()):
+        module.compile(**compile_kwargs)
+        return
+    for part in module.children():
+        part.compile(**compile_kwargs) if is_repeated_blocks(module) else compile_regions_deepspeed(
+            part, **compile_kwargs
+        )
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -197,10 +200,15 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every module of a model, the innermost first and the model last."""
-    depths: OrderedDict[str, nn.Module] = OrderedDict(model.named_modules())
-    order = sorted(depths, key=lambda name: -(name.count(".") + bool(name)))
-    return [(name, depths[name]) if return_fqns else depths[name] for name in order]
+    """Every module of a model, each behind those inside of it, and the model last."""
+    found = [(name, part) for child, inner in model.named_children() for name, part in _behind_children(child, inner)]
+    return [pair if return_fqns else pair[1] for pair in [*found, ("", model)]]
+
+
+def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child, inner in module.named_children():
+        yield from _behind_children(f"{name}.{child}", inner)
+    yield name, module
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
