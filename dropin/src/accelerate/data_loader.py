@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -89,41 +90,93 @@ def prepare_data_loader(
         dispatch_batches = put_on_device and stream and kept(STREAMS_ARE_DISPATCHED)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    here = ambient.start()
+    here, place = ambient.start(), device if put_on_device else None
     size = here.world.size if num_processes is None else num_processes
     index = here.world.rank if process_index is None else process_index
-    if split_batches:
-        _check_split(dataloader, size)
-    dataset, batch_sampler = dataloader.dataset, dataloader.batch_sampler
-    sampler = get_sampler(dataloader)
-    if isinstance(sampler, RandomSampler) and use_seedable_sampler and type(sampler) is not SeedableRandomSampler:
+    share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
+    order = share.order(data_seed) if use_seedable_sampler else share.order_as_it_is()
+    return share.loader(order, place, rng_types, slice_fn_for_dispatch, non_blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What decides the order of samples: the sampler, the batches made of it, and the generator all ranks share."""
+
+    sampler: Any
+    batches: Any
+    generator: torch.Generator | None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's share of a plain loader."""
+
+    plain: DataLoader[Any]
+    size: int
+    index: int
+    split: bool
+    even: bool
+    dispatch: bool
+    stateful: bool
+
+    def __post_init__(self) -> None:
+        if self.split:
+            _check_split(self.plain, self.size)
+
+    @property
+    def stream(self) -> bool:
+        """Whether the dataset is read in its own order."""
+        return isinstance(self.plain.dataset, IterableDataset)
+
+    def order_as_it_is(self) -> Order:
+        """The order the plain loader has, the same on all ranks."""
+        return self._with(get_sampler(self.plain), self.plain.batch_sampler)
+
+    def order(self, data_seed: int | None) -> Order:
+        """A random order that depends on seed and epoch; any other as it is."""
+        sampler = get_sampler(self.plain)
+        if not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
+            return self.order_as_it_is()
         sampler = _seedable(sampler, data_seed)
-        batch_sampler = _with_sampler(batch_sampler, sampler)
-    # the main process alone draws the order of batches that it hands out
-    generator = None if dispatch_batches else _shared_generator(dataloader, sampler, size, use_stateful_dataloader)
-    if size > 1 and not dispatch_batches:
-        dataset, batch_sampler = _sharded(dataloader, batch_sampler, stream, size, index, split_batches, even_batches)
-    kwargs = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
-    if not kwargs.get("num_workers"):
-        kwargs.pop("prefetch_factor", None)
-    kwargs |= _batching(dataloader, batch_sampler, sampler, stream, size, split_batches, dispatch_batches)
-    kwargs |= {
-        "_drop_last": bool(dataloader.drop_last),
-        "_non_blocking": non_blocking,
-        "use_stateful_dataloader": use_stateful_dataloader,
-    }
-    shape = stateful if use_stateful_dataloader else _as_it_is
-    loader: PreparedLoader
-    if dispatch_batches:
-        kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-        loader = shape(DataLoaderDispatcher)(dataset, slice_fn=slice_fn_for_dispatch, **kwargs)
-    else:
-        types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
-        loader = shape(DataLoaderShard)(dataset, rng_types=types or None, synchronized_generator=generator, **kwargs)
-    loader.device = device if put_on_device else None
-    loader.num_processes, loader.process_index, loader.split_batches = size, index, split_batches
-    loader.even_batches = even_batches or isinstance(dataset, IterableDatasetShard)
-    return loader
+        return self._with(sampler, _with_sampler(self.plain.batch_sampler, sampler))
+
+    def _with(self, sampler: Any, batches: Any) -> Order:
+        # the main process alone draws the order of batches that it hands out
+        shared = None if self.dispatch else _shared_generator(self.plain, sampler, self.size, self.stateful)
+        return Order(sampler, batches, shared)
+
+    def loader(self, order: Order, device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool) -> PreparedLoader:
+        """The loader of this share."""
+        dataset, batches = self._cut(order.batches)
+        kwargs = {**self._options(order.sampler, batches), "_non_blocking": non_blocking}
+        shape = stateful if self.stateful else _as_it_is
+        if self.dispatch:
+            kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
+            made = shape(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
+        else:
+            types = [kind for kind in rng_types or () if order.generator is not None or str(kind) != "generator"]
+            kwargs |= {"rng_types": types or None, "synchronized_generator": order.generator}
+            made = shape(DataLoaderShard)(dataset, **kwargs)
+        return self._placed(made, dataset, device)
+
+    def _placed(self, made: Any, dataset: Any, device: Any) -> PreparedLoader:
+        made.device = device
+        made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
+        made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
+        loader: PreparedLoader = made
+        return loader
+
+    def _cut(self, batches: Any) -> tuple[Any, Any]:
+        if self.size == 1 or self.dispatch:
+            return self.plain.dataset, batches
+        return _sharded(self.plain, batches, self.stream, self.size, self.index, self.split, self.even)
+
+    def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
+        kept_ = {name: getattr(self.plain, name) for name in _KEPT if hasattr(self.plain, name)}
+        if not kept_.get("num_workers"):
+            kept_.pop("prefetch_factor", None)
+        kept_ |= _batching(self.plain, batches, sampler, self.stream, self.size, self.split, self.dispatch)
+        return {**kept_, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
 
 
 def _as_it_is(kind: type[PreparedLoader]) -> Any:

@@ -24,7 +24,8 @@ class MultiProcessAdapter(RankLogger):
                 "using the logging utility."
             )
         assert kept(LOG_LINES_NAME_THE_RANK)
-        named = f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"
+        everywhere = kwargs.get("main_process_only", True) is False and AMBIENT.partial.get("num_processes", 1) > 1
+        named = msg if everywhere else f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"  # said there already
         super().log(level, named, *args, stacklevel=stacklevel + 1, **kwargs)
 
 

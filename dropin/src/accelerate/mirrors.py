@@ -219,4 +219,4 @@ class Mirrors(Base):
 
     @property
     def _custom_objects(self) -> list[Any]:
-        return self.saving._parts.registered
+        return self.saving.registered

@@ -251,6 +251,18 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
     )
 
 
+def fill_whole(mixed_precision: str, **plugins: Any) -> None:
+    """Write down what AcceleratorState shows, beside what PartialState does."""
+    nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
+    AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
+
+
+_NOT_YET_MADE = (
+    "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
+    "before using any functionality from the `accelerate` library."
+)
+
+
 class AcceleratorState(_Shared):
     """PartialState, and what an Accelerator has settled for the whole process."""
 
@@ -295,23 +307,16 @@ class AcceleratorState(_Shared):
             self._check_initialized(mixed_precision, cpu)
             return
         if not _from_accelerator:
-            raise ValueError(
-                "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
-                "before using any functionality from the `accelerate` library."
-            )
+            raise ValueError(_NOT_YET_MADE)
         PartialState(cpu, **kwargs)
         chosen = mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")
-        AMBIENT.whole.update(
-            AMBIENT.partial,
-            deepspeed_plugins=None,
-            torch_tp_plugin=torch_tp_plugin,
-            parallelism_config=parallelism_config,
-            device_mesh=None,
-            dynamo_plugin=dynamo_plugin,
-            _mixed_precision=PrecisionType(str(chosen).lower()).value,
-        )
-        if fsdp_plugin is not None:
-            AMBIENT.whole["fsdp_plugin"] = fsdp_plugin
+        given = {
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
+        fsdp = {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
+        fill_whole(PrecisionType(str(chosen).lower()).value, **given, **fsdp)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."

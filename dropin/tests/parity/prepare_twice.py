@@ -13,7 +13,7 @@ def run() -> object:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
     second = accelerator.prepare(*first)
-    lists = accelerator._models, accelerator._optimizers, accelerator._dataloaders
+    lists = accelerator._optimizers, accelerator._dataloaders
     return [[a is b for a, b in zip(first, second, strict=True)], [len(one) for one in lists]]
 
 
