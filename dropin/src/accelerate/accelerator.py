@@ -103,7 +103,6 @@ class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
             setattr(self, name, sorted_.handlers.get(name))
         self.flag_tensor, self.delayed_fp8_autocast, self._hooks = None, False, StateHooks()
         self._trackers: list[Any] = []  # Any: users' own classes among them
-        self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
@@ -120,6 +119,7 @@ class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
         fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
         self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
         AMBIENT.plugin_kwargs.setdefault("num_steps", self.clock.every)
+        self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
 
     def follow_plugins(self) -> None:
         """Take over what was changed in plugins since the last prepare()."""

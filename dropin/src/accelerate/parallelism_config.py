@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import hasten
 from accelerate.utils.dataclasses import (
@@ -166,7 +167,7 @@ class ParallelismConfig:
         names, sizes = self._get_mesh()
         if not names:
             return None
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
         for joint, axes in (
             ("dp", self.dp_dim_names),
             ("dp_shard_cp", self.dp_shard_cp_dim_names),

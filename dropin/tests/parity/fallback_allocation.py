@@ -8,10 +8,18 @@ from accelerate.utils.modeling import fallback_allocate
 
 def run() -> object:
     model = nn.Sequential(nn.Linear(10, 10), nn.Sequential(nn.Linear(4, 4), nn.Linear(2, 2)), nn.Linear(3, 3))
-    sizes, parts = compute_module_sizes(model), list(model.named_children())
+    sizes = compute_module_sizes(model)
     found = []
-    for limit, kept in ((50, None), (100, None), (20, None), (500, None), (1000, None)):
-        name, _, rest = fallback_allocate(parts, sizes, limit, kept)
+    for limit, kept in (
+        (50, None),
+        (100, None),
+        (20, None),
+        (500, None),
+        (1000, None),
+        (100, ["Sequential"]),
+        (30, ["Sequential"]),
+    ):
+        name, _, rest = fallback_allocate(list(model.named_children()), sizes, limit, kept)
         found.append([limit, name, [one for one, _ in rest]])
     return found
 
