@@ -85,16 +85,15 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
     """The loader, reading this process's share. Ranks: every rank."""
-    stream = isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches is None:
+        stream = isinstance(dataloader.dataset, IterableDataset)
         dispatch_batches = put_on_device and stream and kept(STREAMS_ARE_DISPATCHED)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    here, place = ambient.start(), device if put_on_device else None
-    size = here.world.size if num_processes is None else num_processes
-    index = here.world.rank if process_index is None else process_index
+    world, place = ambient.start().world, device if put_on_device else None
+    size, index = _given(num_processes, world.size), _given(process_index, world.rank)
     share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
-    order = share.order(data_seed) if use_seedable_sampler else share.order_as_it_is()
+    order = share.order(data_seed, use_seedable_sampler)
     return share.loader(order, place, rng_types, slice_fn_for_dispatch, non_blocking)
 
 
@@ -128,15 +127,11 @@ class Share:
         """Whether the dataset is read in its own order."""
         return isinstance(self.plain.dataset, IterableDataset)
 
-    def order_as_it_is(self) -> Order:
-        """The order the plain loader has, the same on all ranks."""
-        return self._with(get_sampler(self.plain), self.plain.batch_sampler)
-
-    def order(self, data_seed: int | None) -> Order:
-        """A random order that depends on seed and epoch; any other as it is."""
+    def order(self, data_seed: int | None, seedable: bool) -> Order:
+        """The order the plain loader has; when seedable, a random one depends on seed and epoch."""
         sampler = get_sampler(self.plain)
-        if not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
-            return self.order_as_it_is()
+        if not seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
+            return self._with(sampler, self.plain.batch_sampler)
         sampler = _seedable(sampler, data_seed)
         return self._with(sampler, _with_sampler(self.plain.batch_sampler, sampler))
 
@@ -179,6 +174,10 @@ class Share:
         return {**kept_, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
 
 
+def _given(number: int | None, otherwise: int) -> int:
+    return otherwise if number is None else number
+
+
 def _as_it_is(kind: type[PreparedLoader]) -> Any:
     return kind
 
@@ -218,11 +217,9 @@ def _with_sampler(batch_sampler: Any, sampler: Any) -> Any:
 def _shared_generator(dataloader: DataLoader[Any], sampler: Any, size: int, stateful: bool) -> torch.Generator | None:
     """The generator that orders the loader, made where ranks would draw differently."""
     assert kept(SHUFFLE_FOLLOWS_TORCH)
-    if isinstance(dataloader.dataset, IterableDataset):
-        found = getattr(dataloader.dataset, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
-    if not isinstance(sampler, RandomSampler):
-        found = getattr(sampler, "generator", None)
+    stream = isinstance(dataloader.dataset, IterableDataset)
+    if stream or not isinstance(sampler, RandomSampler):
+        found = getattr(dataloader.dataset if stream else sampler, "generator", None)
         return found if isinstance(found, torch.Generator) else None
     if sampler.generator is None and (size > 1 or stateful):
         sampler.generator = torch.Generator(device=torch.get_default_device())

@@ -48,19 +48,15 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     rows = find_pippy_batch_size(args, kwargs)
     if rows is None:
         raise ValueError("Could not find batch size from args or kwargs")
-    if rows % num_chunks:
-        first = (args, kwargs)
-        args, kwargs = trees.map_tensors(lambda one: _lengthened(one, rows, -rows % num_chunks), first)
+    missing = -rows % num_chunks
+    args, kwargs = trees.map_tensors(lambda one: _lengthened(one, rows, missing), (args, kwargs))
     output = forward(*args, **kwargs) if process.is_main_process else forward()
-    if gather_output:
-        output = copy_tensor_to_devices(output)
-        output = trees.map_tensors(lambda one: one[:rows] if one.dim() and len(one) > rows else one, output)
-    return output
+    return copy_tensor_to_devices(output)[:rows] if gather_output else output
 
 
 def _lengthened(tensor: torch.Tensor, rows: int, missing: int) -> torch.Tensor:
     """A batch with its last row repeated."""
-    if not tensor.dim() or len(tensor) != rows:
+    if not missing or not tensor.dim() or len(tensor) != rows:
         return tensor
     return torch.cat([tensor, *[tensor[-1:]] * missing])
 
@@ -88,17 +84,23 @@ def prepare_pippy(
         gather_output=bool(gather_output),
         cpu=context.device.type == "cpu" or None,
     )
-    stage = forwarding.find(prepared, TAG)
-    cut = stage.line.cut if isinstance(stage, StageForward) else None
-    if cut is not None:
-        _check_whole(prepared, cut.container, no_split_module_classes or ())
-    prefix = f"{cut.container}." if cut is not None and cut.container else ""
-    starts = [] if cut is None else [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
+    starts = _starts(prepared, no_split_module_classes or ())
     prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
     if example_args or example_kwargs:
         args, kwargs = trees.to_device((tuple(example_args or ()), dict(example_kwargs or {})), context.device)
         prepared(*args, **kwargs)
     return prepared
+
+
+def _starts(prepared: nn.Module, whole: Sequence[str]) -> list[str]:
+    """Where stages behind the first begin."""
+    stage = forwarding.find(prepared, TAG)
+    cut = stage.line.cut if isinstance(stage, StageForward) else None
+    if cut is None:
+        return []
+    _check_whole(prepared, cut.container, whole)
+    prefix = f"{cut.container}." if cut.container else ""
+    return [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
 
 
 def _check_whole(model: nn.Module, container: str, classes: Sequence[str]) -> None:

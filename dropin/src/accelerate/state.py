@@ -257,6 +257,11 @@ def fill_whole(mixed_precision: str, **plugins: Any) -> None:
     AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
 
 
+def _precision(asked: str | None) -> str:
+    chosen = asked or environment().get("ACCELERATE_MIXED_PRECISION", "no")
+    return str(PrecisionType(str(chosen).lower()).value)
+
+
 _NOT_YET_MADE = (
     "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
     "before using any functionality from the `accelerate` library."
@@ -309,14 +314,13 @@ class AcceleratorState(_Shared):
         if not _from_accelerator:
             raise ValueError(_NOT_YET_MADE)
         PartialState(cpu, **kwargs)
-        chosen = mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")
         given = {
             "torch_tp_plugin": torch_tp_plugin,
             "parallelism_config": parallelism_config,
             "dynamo_plugin": dynamo_plugin,
         }
-        fsdp = {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
-        fill_whole(PrecisionType(str(chosen).lower()).value, **given, **fsdp)
+        given |= {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
+        fill_whole(_precision(mixed_precision), **given)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."

@@ -26,17 +26,22 @@ def main() -> NoReturn:
     """Run `accelerate COMMAND …`."""
     words = sys.argv[1:]
     if not words or words[0] not in COMMANDS:
-        rows = "\n".join(f"  {name:<17}{text}" for name, (_, text) in COMMANDS.items())
-        asked = bool(words) and words[0] in ("-h", "--help")
-        out = sys.stdout if asked or not words else sys.stderr
-        if words and not asked:
-            out.write(f"accelerate: there is no command {words[0]!r}.\n")
-        out.write(f"usage: accelerate <command> [<args>]\n\ncommands:\n{rows}\n")
-        sys.exit(0 if asked else 1)
+        sys.exit(_explain(words))
     try:
         sys.exit(COMMANDS[words[0]][0](words[1:]))
     except argparse.ArgumentError as error:
         sys.exit(f"accelerate {words[0]}: {error}")
+
+
+def _explain(words: Sequence[str]) -> int:
+    """Say which commands there are; the exit code."""
+    rows = "\n".join(f"  {name:<17}{text}" for name, (_, text) in COMMANDS.items())
+    asked = bool(words) and words[0] in ("-h", "--help")
+    out = sys.stdout if asked or not words else sys.stderr
+    if words and not asked:
+        out.write(f"accelerate: there is no command {words[0]!r}.\n")
+    out.write(f"usage: accelerate <command> [<args>]\n\ncommands:\n{rows}\n")
+    return 0 if asked else 1
 
 
 if __name__ == "__main__":

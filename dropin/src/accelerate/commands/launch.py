@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
@@ -31,6 +32,7 @@ def _word(text: str) -> str:
     return text
 
 
+_ACTIONS = {"switch": "store_true", "off": "store_false", "append": "append"}
 _KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": _word, "str_to_bool": _word}
 
 
@@ -43,30 +45,23 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         if subparsers is not None
         else CustomArgumentParser("Accelerate launch command", **options)
     )
-    for row in FLAGS.split("\n"):
-        if not row.strip():
-            continue
-        name, dest, kind, short = row.split()
-        names = [
-            *([short] if short != "-" else []),
-            f"--{name}",
-            *([f"--{name.replace('_', '-')}"] if "_" in name else []),
-        ]
-        names = list(dict.fromkeys(names))
-        where = name.replace("-", "_") if dest == "-" else dest
-        if kind == "switch":
-            parser.add_argument(*names, dest=where, action="store_true", default=None)
-        elif kind == "off":
-            parser.add_argument(*names, dest=where, action="store_false", default=None)
-        elif kind == "append":
-            parser.add_argument(*names, dest=where, action="append")
-        else:
-            parser.add_argument(*names, dest=where, type=_KINDS.get(kind, str), default=None)
+    for row in filter(str.strip, FLAGS.split("\n")):
+        _add_flag(parser, *row.split())
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     if subparsers is not None:
         parser.set_defaults(func=launch_command)
     return parser
+
+
+def _add_flag(parser: argparse.ArgumentParser, name: str, dest: str, kind: str, short: str) -> None:
+    spelled = [f"--{name}", f"--{name.replace('_', '-')}"]
+    names = dict.fromkeys(spelled if short == "-" else [short, *spelled])
+    where = name.replace("-", "_") if dest == "-" else dest
+    if (action := _ACTIONS.get(kind)) is not None:
+        parser.add_argument(*names, dest=where, action=action, default=None)
+    else:
+        parser.add_argument(*names, dest=where, type=_KINDS.get(kind, str), default=None)
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -78,19 +73,21 @@ def launch_command(args: argparse.Namespace) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run `accelerate launch WORDS` and give the exit code."""
-    for word in words:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if not word.startswith("-"):
-            break
-        if name in _REFUSED:
-            sys.stderr.write(f"accelerate launch: flag {word}: {_REFUSED[name]}.\n")
-            return 2
+    flags = takewhile(lambda word: word.startswith("-"), words)
+    refused = [(word, name) for word in flags if (name := _name_of(word)) in _REFUSED]
+    if refused:
+        sys.stderr.write(f"accelerate launch: flag {refused[0][0]}: {_REFUSED[refused[0][1]]}.\n")
+        return 2
     try:
         variables = dict(variables_for(words))
     except HastenError:  # said by the launch itself, in its own way
         variables = {}
     with patch_environment(**variables):
         return _launch(words)
+
+
+def _name_of(flag: str) -> str:
+    return flag.lstrip("-").partition("=")[0].replace("-", "_")
 
 
 def _launch(words: Sequence[str]) -> int:

@@ -12,6 +12,18 @@ from typing import Any, NoReturn
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from accelerate.commands.utils import CustomArgumentParser
 
+_SWITCH: dict[str, Any] = {"action": "store_true"}  # Any: what argparse takes
+_FLAGS: dict[str, dict[str, Any]] = {
+    "config_file": {"help": "the settings file that names the TPU"},
+    "tpu_name": {"help": "the TPU; else the settings file's"},
+    "tpu_zone": {"help": "its zone; else the settings file's"},
+    "use_alpha": {**_SWITCH, "help": "call `gcloud alpha`"},
+    "command_file": {"help": "a file of commands, one a line"},
+    "command": {"action": "append", "nargs": "+", "help": "a command; may be given several times"},
+    "install_accelerate": {**_SWITCH, "help": "install accelerate there first"},
+    "accelerate_version": {"default": "latest", "help": "a release, `latest`, or `dev`"},
+    "debug": {**_SWITCH, "help": "print the command instead of running it"},
+}
 _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 
 
@@ -23,15 +35,8 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # An
         if subparsers is not None
         else CustomArgumentParser("Accelerate tpu-config command", description=about)
     )
-    parser.add_argument("--config_file", help="the settings file that names the TPU")
-    parser.add_argument("--tpu_name", help="the TPU; else the settings file's")
-    parser.add_argument("--tpu_zone", help="its zone; else the settings file's")
-    parser.add_argument("--use_alpha", action="store_true", help="call `gcloud alpha`")
-    parser.add_argument("--command_file", help="a file of commands, one a line")
-    parser.add_argument("--command", action="append", nargs="+", help="a command; may be given several times")
-    parser.add_argument("--install_accelerate", action="store_true", help="install accelerate there first")
-    parser.add_argument("--accelerate_version", default="latest", help="a release, `latest`, or `dev`")
-    parser.add_argument("--debug", action="store_true", help="print the command instead of running it")
+    for name, options in _FLAGS.items():
+        parser.add_argument(f"--{name}", **options)
     parser.set_defaults(func=tpu_command_launcher)
     return parser
 
@@ -49,11 +54,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 def gcloud_words(args: argparse.Namespace) -> list[str]:
     """The command line that runs the commands on every machine of the pod."""
     saved = _settings(args.config_file)
-    given = [word for words in args.command or () for word in words]
-    file = args.command_file or (None if given else getattr(saved, "command_file", None))
-    commands = Path(file).read_text().splitlines() if file else given or list(getattr(saved, "commands", None) or ())
-    if not commands:
-        raise ValueError("You must specify either a command file or a command to run on the pod.")
+    commands = _commands(args, saved)
     name, zone = args.tpu_name or getattr(saved, "tpu_name", None), args.tpu_zone or getattr(saved, "tpu_zone", None)
     if not name:
         raise ValueError("no TPU is named, so there is no machine to run commands on. Give --tpu_name.")
@@ -62,6 +63,15 @@ def gcloud_words(args: argparse.Namespace) -> list[str]:
     alpha = ["alpha"] if args.use_alpha else []
     ssh = ["compute", "tpus", "tpu-vm", "ssh", name]
     return ["gcloud", *alpha, *ssh, *where, "--command", line, "--worker", "all"]
+
+
+def _commands(args: argparse.Namespace, saved: Any) -> list[str]:  # Any: a settings file of either kind, or none
+    given = [word for words in args.command or () for word in words]
+    file = args.command_file or (None if given else getattr(saved, "command_file", None))
+    found = Path(file).read_text().splitlines() if file else given or list(getattr(saved, "commands", None) or ())
+    if not found:
+        raise ValueError("You must specify either a command file or a command to run on the pod.")
+    return found
 
 
 def _settings(file: str | None) -> Any:  # Any: a settings file of either kind, or none

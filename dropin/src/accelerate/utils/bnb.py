@@ -37,22 +37,29 @@ def load_and_quantize_model(
     """
     bnb()
     config, device = bnb_quantization_config, _one_device(device_map)
-    kept = config.keep_in_fp32_modules or []
-    skip = [*(config.skip_modules or get_keys_to_not_convert(model)), *kept]
+    skip = [*(config.skip_modules or get_keys_to_not_convert(model)), *(config.keep_in_fp32_modules or [])]
+    _fill(model, weights_location)
+    _cast(model, config)
+    for name in chosen_linears(model, skip):
+        model.get_submodule(name).to(device)
+        replace_linears(model, [name], _settings(config))
+    return model.to(device)
+
+
+def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         if weights_location is None:
             raise ValueError(
                 "the model is on the meta device and has no weights; say in weights_location where they are, or load them first"
             )
         hasten.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
+
+
+def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
     for name, parameter in model.named_parameters():
-        wanted = torch.float32 if any(one in name for one in kept) else config.torch_dtype
+        wanted = torch.float32 if any(one in name for one in config.keep_in_fp32_modules or ()) else config.torch_dtype
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(wanted)
-    for name in chosen_linears(model, skip):
-        model.get_submodule(name).to(device)
-        replace_linears(model, [name], _settings(config))
-    return model.to(device)
 
 
 def _settings(config: BnbQuantizationConfig) -> BnbSettings:

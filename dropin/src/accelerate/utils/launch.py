@@ -100,18 +100,26 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     if _asked(args, "num_machines", 1) == 1 or launcher == "standard":
         _for_torchrun(args)
         return None, found
-    command = ["deepspeed", "--hostfile", str(_asked(args, "deepspeed_hostfile")), "--no_local_rank"]
-    command += ["--launcher", str(launcher)]
-    if (left_out := _asked(args, "deepspeed_exclusion_filter")) is not None:
-        command += ["--exclude", str(left_out)]
-    elif (taken := _asked(args, "deepspeed_inclusion_filter")) is not None:
-        command += ["--include", str(taken)]
-    else:
-        command += ["--num_gpus", str(_asked(args, "num_processes", 1) // args.num_machines)]
+    return [*_deepspeed_words(args, str(launcher)), args.training_script, *args.training_script_args], found
+
+
+def _deepspeed_words(args: argparse.Namespace, launcher: str) -> list[str]:
+    """DeepSpeed's own launcher and its flags."""
+    words = [
+        "deepspeed",
+        "--hostfile",
+        str(_asked(args, "deepspeed_hostfile")),
+        "--no_local_rank",
+        "--launcher",
+        launcher,
+    ]
+    left_out, taken = _asked(args, "deepspeed_exclusion_filter"), _asked(args, "deepspeed_inclusion_filter")
+    each = str(_asked(args, "num_processes", 1) // args.num_machines)
+    chosen = ["--exclude", left_out] if left_out else ["--include", taken] if taken else ["--num_gpus", each]
+    words += [str(one) for one in chosen]
     for flag, name in (("--master_addr", "main_process_ip"), ("--master_port", "main_process_port")):
-        command += [flag, str(getattr(args, name))] if _asked(args, name) is not None else []
-    command += ["--module"] if _asked(args, "module") else ["--no_python"] if _asked(args, "no_python") else []
-    return [*command, args.training_script, *args.training_script_args], found
+        words += [flag, str(getattr(args, name))] if _asked(args, name) is not None else []
+    return words + (["--module"] if _asked(args, "module") else ["--no_python"] if _asked(args, "no_python") else [])
 
 
 def prepare_tpu(

@@ -108,15 +108,17 @@ def compute_module_sizes(
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
-        special = (special_dtypes or {}).get(name)
-        width = dtype_byte_size(special or tensor.dtype)
-        if special is None and chosen is not None and tensor.is_floating_point():
-            width = min(dtype_byte_size(chosen), width)
-        parts = name.split(".")
-        for length in range(len(parts) + 1):
-            key = ".".join(parts[:length])
+        width, parts = _width(tensor, chosen, (special_dtypes or {}).get(name)), name.split(".")
+        for key in (".".join(parts[:length]) for length in range(len(parts) + 1)):
             sizes[key] = sizes.get(key, 0) + int(tensor.numel() * width)
     return sizes
+
+
+def _width(tensor: Tensor, chosen: Any, special: Any) -> float:
+    """Bytes of one number, in the dtype it will have."""
+    width = dtype_byte_size(special or tensor.dtype)
+    smaller = special is None and chosen is not None and tensor.is_floating_point()
+    return min(dtype_byte_size(chosen), width) if smaller else width
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
@@ -131,20 +133,17 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 
 def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
     """Bytes of the largest part that is never split, and the names of such parts."""
-    largest, names = 0, []
+    sizes: dict[str, int] = {}
     queue = list(modules)
     while queue:
         name, module = queue.pop(0)
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
         if not children or type(module).__name__ in (no_split_module_classes or ()):
-            size = module_sizes[name]
-            if size > largest:
-                largest, names = size, [name]
-            elif size == largest:
-                names.append(name)
+            sizes[name] = module_sizes[name]
         else:
             queue = [(f"{name}.{child}", part) for child, part in children] + queue
-    return largest, names
+    largest = max(sizes.values(), default=0)
+    return largest, [name for name, size in sizes.items() if size == largest]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -396,24 +395,22 @@ def fallback_allocate(
 
     A module that is too large is looked into, unless its class is not to be split.
     """
-    limit = convert_file_size_to_int(size_limit)
-    rest, at = list(modules), 0
-    while at < len(rest):
-        name, part = rest[at]
-        others = [
-            one for ties in tied_parameters or () if any(tie.startswith(f"{name}.") for tie in ties) for one in ties
-        ]
-        others = [one for one in others if not one.startswith(f"{name}.")]
-        if get_module_size_with_ties(others, module_sizes[name], module_sizes, rest)[0] <= limit:
-            return name, part, [*rest[:at], *rest[at + 1 :]]
-        inside = [] if type(part).__name__ in (no_split_module_classes or ()) else list(part.named_children())
-        if (
-            inside
-            and fallback_allocate(
-                [(f"{name}.{child}", one) for child, one in inside], module_sizes, limit, no_split_module_classes
-            )[0]
-        ):
-            rest[at : at + 1] = [(f"{name}.{child}", one) for child, one in inside]
-        else:
-            at += 1
+    limit, kept = convert_file_size_to_int(size_limit), no_split_module_classes or ()
+    for at, (name, part) in enumerate(modules):
+        others = list(modules[:at]), list(modules[at + 1 :])
+        if _size_with_ties(name, module_sizes, modules, tied_parameters or ()) <= limit:
+            return name, part, [*others[0], *others[1]]
+        inside = (
+            [] if type(part).__name__ in kept else [(f"{name}.{one}", child) for one, child in part.named_children()]
+        )
+        found, chosen, rest = fallback_allocate(inside, module_sizes, limit, no_split_module_classes, tied_parameters)
+        if found is not None:
+            return found, chosen, [*others[0], *rest, *others[1]]
     return None, None, list(modules)
+
+
+def _size_with_ties(name: str, sizes: Mapping[str, int], modules: Any, tied_parameters: Any) -> int:
+    """Bytes of a module with those that share its parameters."""
+    inside = [ties for ties in tied_parameters if any(one.startswith(f"{name}.") for one in ties)]
+    others = [one for ties in inside for one in ties if not one.startswith(f"{name}.")]
+    return get_module_size_with_ties(others, sizes[name], sizes, modules)[0]

@@ -85,19 +85,21 @@ def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
-    compiled = is_compiled_module(model)
     outer = model
-    if compiled:
-        model = model._orig_mod
+    inner = _inside(model._orig_mod if is_compiled_module(model) else model)
+    if is_compiled_module(inner) and not keep_torch_compile:
+        inner = inner._orig_mod
+    if not keep_fp32_wrapper:
+        forwarding.restore(inner, AutocastForward.tag)
+    if is_compiled_module(outer) and keep_torch_compile:
+        outer._orig_mod = inner
+        return outer
+    return inner
+
+
+def _inside(model: Any) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
-    if is_compiled_module(model) and not keep_torch_compile:
-        model = model._orig_mod
-    if not keep_fp32_wrapper:
-        forwarding.restore(model, AutocastForward.tag)
-    if compiled and keep_torch_compile:
-        outer._orig_mod = model
-        return outer
     return model
 
 
@@ -108,21 +110,24 @@ def wait_for_everyone() -> None:
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors, each stored once: names that share memory are reduced to the first of them."""
-    seen: dict[tuple[Any, ...], str] = {}
-    kept: dict[str, Any] = {}
+    first: dict[Any, str] = {}
     for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor):
-            key = (value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
-            if value.numel() and key in seen:
-                logger.warning(
-                    f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
-                    "that you don't receive any warning while reloading",
-                    main_process_only=True,
-                )
-                continue
-            seen[key] = name
-        kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
-    return kept
+        first.setdefault(_memory(name, value), name)
+    kept = {name: state_dict[name] for name in first.values()}
+    for name in state_dict.keys() - kept.keys():
+        logger.warning(
+            f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
+            "that you don't receive any warning while reloading",
+            main_process_only=True,
+        )
+    return {name: one.contiguous() if isinstance(one, torch.Tensor) else one for name, one in kept.items()}
+
+
+def _memory(name: str, value: Any) -> Any:
+    """What two names have in common only when they share their memory."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return name
+    return value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape)
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
