@@ -7,11 +7,11 @@ export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_EVALUATE_OFFLINE=1 ACCELERATE_USE_C
 two="$python -m torch.distributed.run --standalone --nproc-per-node 2"
 mkdir -p "$out"
 cd "$work"
-try() { echo "recording ${*: -1}"; timeout 300 "$@" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }; }
+try() { echo "recording ${*: -1}"; timeout 1200 "$@" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }; }
 
 try $python "$here/run_parity.py" run "$out/parity_1.json"
 try $two "$here/run_parity.py" run "$out/parity_2.json"
-for client in trainer lora sft sentences; do
+for client in ${CLIENTS:-trainer lora sft sentences scenarios preferences}; do
     try $python "$here/clients/$client.py" "$work/$client-1" "$out/${client}_1.json"
     try $two "$here/clients/$client.py" "$work/$client-2" "$out/${client}_2.json"
 done

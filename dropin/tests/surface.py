@@ -19,7 +19,6 @@ HERE = Path(__file__).parent
 NAMES = HERE / "golden" / "names.json"
 LEFT_OUT = {
     "accelerate.commands.estimate": "inner steps of `accelerate estimate-memory`, which hasten answers",
-    "accelerate.commands.tpu": "inner steps of `accelerate tpu-config`, which follows later",
     "accelerate.commands.menu": "drawing menus: the wizard is hasten's",
     "accelerate.commands.config.cluster": "inner steps of the wizard, which is hasten's",
     "accelerate.commands.config.sagemaker": "SageMaker jobs are started with SageMaker's own tools",
@@ -78,18 +77,16 @@ def reason(module: str) -> str | None:
 
 
 def state_of(module: str, name: str) -> str:
-    """What becomes of a name: works, not yet, or left out."""
-    from accelerate.notyet import _MARK
+    """What becomes of a name: it works, or is left out with a reason."""
+    from accelerate.left_out import MARK
 
     why = reason(module) or LEFT_NAMES.get(name)
     try:
         value: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         return f"left out: {why}" if why else "missing"
-    part = getattr(value, "__dict__", {}).get(_MARK)
-    if part is None and name == "MegatronLMPlugin":
-        part = "Megatron-LM"
-    return f"not yet: {part}" if part else "works"
+    part = getattr(value, "__dict__", {}).get(MARK)
+    return f"left out: {part}" if part else "works"
 
 
 def table() -> dict[str, dict[str, str]]:
@@ -103,17 +100,15 @@ def table() -> dict[str, dict[str, str]]:
 def render(states: dict[str, dict[str, str]]) -> str:
     """SURFACE.md."""
     flat = [state for found in states.values() for state in found.values()]
-    count = {
-        kind: sum(state.startswith(kind) for state in flat) for kind in ("works", "not yet", "left out", "missing")
-    }
+    count = {kind: sum(state.startswith(kind) for state in flat) for kind in ("works", "left out", "missing")}
     lines = [
         "# Surface",
         "",
         "Every public name that the modules of Accelerate 1.15.0 define and its packages re-export, as `tests/surface.py`",
         "finds it, and what it does here. What a module merely imports for its own use is not listed.",
-        "A name that says *not yet* resolves, and raises a NotImplementedError that says so when it is used.",
+        "A name that is left out and still resolves raises a NotImplementedError with that reason when it is used.",
         "",
-        f"{len(flat)} names: {count['works']} work, {count['not yet']} not yet, {count['left out']} left out on purpose, "
+        f"{len(flat)} names: {count['works']} work, {count['left out']} left out on purpose, "
         f"{count['missing']} missing.",
     ]
     for module, found in states.items():

@@ -28,6 +28,8 @@ RECORDED = {
     quirks.NESTED_FIRST: "main_first",
     quirks.GATHER_OBJECT_JOINS: "objects",
     quirks.FLAT_RESULTS: "gather_kinds",
+    quirks.ONE_PROCESS_IS_ALL: "deferred_execution",
+    quirks.LOG_LINES_NAME_THE_RANK: "log_lines",
     quirks.STRANGERS_PASS: "prepare_strangers",
     quirks.PRECISION_IS_FIXED: "precision_fixed",
     quirks.ESTABLISHED_NAMES: "checkpoint_files",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,15 @@ def test_small_scripts_equal_the_original(tmp_path: Path, warm: Any, parity: Mod
     assert not done.failed, done.err
     recorded = json.loads((GOLDEN / f"parity_{processes}.json").read_text())
     assert parity.unexplained(recorded, json.loads(out.read_text())) == []
-    assert len(recorded) >= 30
+    assert len(recorded) >= (180 if processes == 1 else 100)
+
+
+def test_every_page_of_the_documentation_has_scripts(parity: ModuleType) -> None:
+    rows = (HERE / "parity" / "PAGES.md").read_text().splitlines()[4:]
+    covering = {row.split("|")[1].strip(): re.findall(r"`(\w+)`", row) for row in rows}
+    assert len(covering) > 40 and all(covering.values())
+    assert {name for names in covering.values() for name in names} <= set(parity.names())
+    assert len(parity.names()) >= 120
 
 
 @pytest.mark.timeout(300)

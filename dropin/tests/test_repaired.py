@@ -19,9 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, ParallelismConfig, notebook_launcher, skip_first_batches
 from accelerate.commands import env
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser, words_of
+from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import convert
 from accelerate.data_loader import DataLoaderShard
+from accelerate.launch_flags import words_of
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration, write_basic_config

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accelerate.commands import config, merge
-from accelerate.commands.launch_variables import variables_for
+from accelerate.launch_variables import variables_for
 from accelerate.utils.dcp_folders import whole_tensors
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin

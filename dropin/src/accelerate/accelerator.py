@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hasten
-from accelerate import ambient, checkpointing, notyet, tracking
+from accelerate import ambient, left_out, tracking
 from accelerate.ambient import AMBIENT
-from accelerate.constructing import HANDLERS, UNSET, sort_arguments
+from accelerate.constructing import HANDLERS, UNSET, Arguments, sort_arguments
 from accelerate.data_loader import skip_first_batches
 from accelerate.engines import FollowedEngine
 from accelerate.logging import get_logger
@@ -23,7 +24,6 @@ from accelerate.mirrors import Mirrors
 from accelerate.preparing import EstablishedPreparer
 from accelerate.process_face import ProcessFace
 from accelerate.quirks import (
-    AUTOMATIC_NAMING_OPT_IN,
     FLAT_RESULTS,
     FREE_MEMORY_GIVES_LIST,
     LAST_BATCH_IS_CUT,
@@ -32,17 +32,16 @@ from accelerate.quirks import (
     kept,
 )
 from accelerate.resharding import FollowedPlugin
-from accelerate.state import AcceleratorState, GradientState, fill_partial
+from accelerate.saving_face import SavingFace
+from accelerate.state import AcceleratorState, GradientState, fill_partial, fill_whole
 from accelerate.state_hooks import StateHooks
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils.constants import MODEL_NAME, PROFILE_PATTERN_NAME, SCALER_NAME, WEIGHTS_NAME
 from accelerate.utils.dataclasses import AutocastKwargs, ProfileKwargs
-from accelerate.utils.fsdp_checkpoints import load_original_parts
 from accelerate.utils.operations import _checked, gather_object
 from accelerate.utils.other import extract_model_from_parallel
 from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
-from hasten.accelerator.saving import HookHandle
 from hasten.comm import ops
 from hasten.optim import clip
 from hasten.optim.window import Key
@@ -53,7 +52,7 @@ logger = get_logger(__name__)
 # Any in this file: the user's objects, and settings of every type.
 
 
-class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
+class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
     """Runs a plain training loop on any number of processes and devices."""
 
     profile_handler: ProfileKwargs | None
@@ -85,46 +84,42 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         sorted_ = sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
-        self.device_placement = device_placement
-        self.dataloader_config = sorted_.data
-        self.project_configuration = sorted_.project
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types: list[str] = [str(kind) for kind in (rng_types if rng_types is not None else ["generator"])]
-        for name in HANDLERS.values():
-            setattr(self, name, sorted_.handlers.get(name))
-        self.flag_tensor = None
-        self.has_lomo_optimizer = False
-        self.delayed_fp8_autocast = False
-        self._hooks = StateHooks()
-        self._trackers: list[Any] = []  # Any: users' own classes among them
+        self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
         self._engine = FollowedEngine(self, sorted_.deepspeed)
-        self._publish(self._sharding.plugin, sorted_.dynamo, parallelism_config, torch_tp_plugin)
-        self.state = AcceleratorState()
-        self.gradient_state = GradientState(sorted_.accumulation)
-        if "num_steps" not in AMBIENT.plugin_kwargs:
-            AMBIENT.plugin_kwargs["num_steps"] = self.clock.every
+        self._publish(sorted_, given)
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
-        self.log_with = tracking.chosen(log_with, self.logging_dir)
 
-    def _publish(self, fsdp: Any, dynamo: Any, parallelism: Any, tensor_parallel: Any) -> None:
+    def _show(self, sorted_: Arguments, given: dict[str, Any]) -> None:
+        """Keep what was given where scripts look for it."""
+        self.device_placement, self.dataloader_config = given["device_placement"], sorted_.data
+        self.project_configuration = sorted_.project
+        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
+        types = given["rng_types"]
+        self.rng_types: list[str] = [str(kind) for kind in (types if types is not None else ["generator"])]
+        for name in HANDLERS.values():
+            setattr(self, name, sorted_.handlers.get(name))
+        self.flag_tensor, self.delayed_fp8_autocast, self._hooks = None, False, StateHooks()
+        self._trackers: list[Any] = []  # Any: users' own classes among them
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
+        return copy.copy(self)
+
+    def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
         AMBIENT.clock = self.clock
         fill_partial(self.config.cpu, strategy=self.strategy.name)
-        AMBIENT.whole.update(
-            AMBIENT.partial,
-            deepspeed_plugins=self._engine.plugins,
-            torch_tp_plugin=tensor_parallel,
-            parallelism_config=parallelism,
-            device_mesh=None,
-            dynamo_plugin=dynamo,
-            _mixed_precision=self.config.mixed_precision,
-        )
-        if fsdp is not None:
-            AMBIENT.whole["fsdp_plugin"] = fsdp
+        plugins = {name: given[name] for name in ("torch_tp_plugin", "parallelism_config")}
+        fsdp = {"fsdp_plugin": self._sharding.plugin} if self._sharding.plugin is not None else {}
+        engine, precision = self._engine.plugins, self.config.mixed_precision
+        fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
+        self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
+        AMBIENT.plugin_kwargs.setdefault("num_steps", self.clock.every)
+        self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
 
     def follow_plugins(self) -> None:
         """Take over what was changed in plugins since the last prepare()."""
@@ -179,15 +174,27 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
 
     def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
         """Backpropagate the loss, divided by the window's length."""
-        if kwargs.pop("learning_rate", None) is not None:
-            notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+        learning_rate = kwargs.pop("learning_rate", None)
+        if self.has_lomo_optimizer:
+            self.lomo_backward(loss, learning_rate)
+            return
         if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
             loss = loss * self.clock.every
         super().backward(loss, **kwargs)
 
-    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward fused with LOMO's update."""
-        notyet.refuse("Accelerator.lomo_backward", "the LOMO optimizer")
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None = None) -> None:
+        """Backward fused with the update, by an optimizer that has one (LOMO)."""
+        if learning_rate is None:
+            raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
+        for one in self.prepared.optimizers:
+            fused: Any = getattr(one.optimizer, "fused_backward", None)
+            if fused is not None:
+                fused(loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer updates inside of backward."""
+        return any(hasattr(one.optimizer, "fused_backward") for one in self.prepared.optimizers)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block that computes in this run's precision."""
@@ -207,7 +214,7 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """A loader that splits sequences."""
-        notyet.refuse("Accelerator.deepspeed_ulysses_dl_adapter", notyet.DEEPSPEED)
+        left_out.refuse("Accelerator.deepspeed_ulysses_dl_adapter", left_out.LONG_SEQUENCES)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
@@ -235,21 +242,15 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
         self, input_data: Any, use_gather_object: bool = False
     ) -> Any:
         """The results of every process for the current batch; the last batch is cut to the samples that are left."""
-        objects = use_gather_object or not trees.tensors(input_data)
-        if objects:
-            gathered = gather_object(input_data)
-        elif self.num_processes == 1:
-            gathered = input_data
-        else:
-            gathered = ops.gather_ragged(input_data, self.ctx.groups(*BATCH))
         loader = self.gradient_state.active_dataloader
-        if loader is None or not loader.end_of_dataloader or loader.remainder <= 0 or not loader.even_batches:
-            return gathered
-        assert kept(LAST_BATCH_IS_CUT)
-        left: int = loader.remainder
-        if objects:
-            return gathered[:left] if isinstance(gathered, list | tuple) else gathered
-        return trees.map_tensors(lambda one: one[:left] if one.ndim else one, gathered)
+        cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
+        left = loader.remainder if cut and kept(LAST_BATCH_IS_CUT) else None
+        if use_gather_object or not trees.tensors(input_data):
+            found = gather_object(input_data)
+            return found[:left] if isinstance(found, list | tuple) else found
+        if self.num_processes > 1:
+            input_data = ops.gather_ragged(input_data, self.ctx.groups(*BATCH))
+        return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
@@ -282,74 +283,6 @@ class Accelerator(ProcessFace, Mirrors, hasten.Accelerator):
             tracker.finish()
         self._trackers = []
         super().end_training()
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:  # type: ignore[override]  # the established keywords
-        """Save everything the run needs to go on; where it lies. Ranks: every rank."""
-        automatic = self.project_configuration.automatic_checkpoint_naming
-        if output_dir is None and not automatic and kept(AUTOMATIC_NAMING_OPT_IN):
-            raise TypeError(
-                "expected str, bytes or os.PathLike object, not NoneType: save_state() needs a folder, or "
-                "ProjectConfiguration(automatic_checkpoint_naming=True)"
-            )
-        self._sharding.follow_form()
-        with self._hooks.errors_as_raised():
-            place = super().save_state(None if automatic else output_dir, safe_serialization)
-        self.project_configuration.iteration = self.saving.iteration
-        return place
-
-    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:  # type: ignore[override]  # the established keywords
-        """Put the run back to where a checkpoint was saved. Ranks: every rank."""
-        if input_dir is None:
-            if not self.project_configuration.automatic_checkpoint_naming:
-                raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        elif not Path(input_dir).expanduser().is_dir():
-            raise ValueError(f"Tried to find {input_dir} but folder does not exist")
-        elif not (Path(input_dir) / "manifest.json").exists():
-            self._load_original(str(input_dir), load_model_func_kwargs)
-            return
-        with self._hooks.errors_as_raised():
-            super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
-        self.project_configuration.iteration = self.saving.iteration
-
-    def register_save_state_pre_hook(self, hook: Any) -> HookHandle:
-        """Call `hook(models, weights, folder)` before each save; what it raises is what save_state raises."""
-        return super().register_save_state_pre_hook(self._hooks.watched(hook))
-
-    def register_load_state_pre_hook(self, hook: Any) -> HookHandle:
-        """Call `hook(models, folder)` before each load; what it raises is what load_state raises."""
-        return super().register_load_state_pre_hook(self._hooks.watched(hook))
-
-    def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
-        """Read a checkpoint that the original package wrote."""
-        models = [self.unwrap_model(model) for model in self.prepared.models]
-        for hook in list(self.saving._load_hooks.values()):
-            hook(models, folder)
-        done = self.prepared
-        optimizers: list[Any] = list(done.optimizers)
-        if self.strategy.caps.sharded_state:
-            load_original_parts(self, Path(folder), models)
-            models, optimizers = [], []
-        checkpointing.load_accelerator_state(
-            folder, models, optimizers, done.schedulers, done.loaders, self.process_index, self.scaler, **kwargs
-        )
-        for index, thing in enumerate(self._custom_objects):
-            checkpointing.load_custom_state(thing, folder, index)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects with the run."""
-        wrong = [
-            (index, thing)
-            for index, thing in enumerate(objects)
-            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict")
-        ]
-        if wrong:
-            lines = "".join(f"\n\t- Item at index {index}, `{type(thing).__name__}`" for index, thing in wrong)
-            raise ValueError(
-                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. "
-                f"The following inputs are invalid:{lines}"
-            )
-        super().register_for_checkpointing(*objects)
 
     # -- models and memory ----------------------------------------------------------------------------------------
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:

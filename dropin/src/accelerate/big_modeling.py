@@ -81,10 +81,8 @@ def dispatch_model(
 ) -> nn.Module:
     """The model with every part where the map says."""
     check_device_map(model, device_map)
-    places = dict(device_map)
-    homeless = [name for name, _ in named_tensors(model) if owner_in(places, name) is None]
-    for name in homeless:  # whoever skips the check means them to stay
-        places[name] = "cpu"
+    homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
+    places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
     dispatch.dispatch_model(
         model,
         places,

@@ -64,11 +64,10 @@ def save_accelerator_state(
     for index, state in enumerate(model_states):
         name = _numbered(SAFE_MODEL_NAME, index, "safetensors") if safe_serialization else _numbered(MODEL_NAME, index)
         save(state, folder / name, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-    for stem, things in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
-        for index, thing in enumerate(things):
-            save(thing.state_dict(), folder / _numbered(stem, index), save_on_each_node=save_on_each_node)
-    if scaler is not None:
-        save(scaler.state_dict(), folder / SCALER_NAME, save_on_each_node=save_on_each_node)
+    rest = [(_numbered(OPTIMIZER_NAME, index), one) for index, one in enumerate(optimizers)]
+    rest += [(_numbered(SCHEDULER_NAME, index), one) for index, one in enumerate(schedulers)]
+    for name, thing in [*rest, *([] if scaler is None else [(SCALER_NAME, scaler)])]:
+        save(thing.state_dict(), folder / name, save_on_each_node=save_on_each_node)
     return folder
 
 
@@ -110,15 +109,25 @@ def _random_states(file: Path) -> dict[str, Any]:
             f"{file.name} is not in the checkpoint, so random states were not restored", main_process_only=False
         )
         return {}
+    states = _read_states(file)
+    _restore(states)
+    return {"step": states["step"]} if "step" in states else {}
+
+
+def _read_states(file: Path) -> dict[str, Any]:
     safe: list[Any] = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     try:
         with torch.serialization.safe_globals(safe):
-            states = torch.load(file, weights_only=True)
+            states: dict[str, Any] = torch.load(file, weights_only=True)
+            return states
     except Exception as error:  # torch.load raises any type for a damaged or hostile file; all end in one refusal
         raise UnsafeCheckpointError(
             f"{file} is damaged or can only be read by running code from it ({error}); random states were not restored. Remove the "
             "file to go on without them."
         ) from error
+
+
+def _restore(states: dict[str, Any]) -> None:
     if "random_state" in states:
         version, words, rest = states["random_state"]
         random.setstate((version, tuple(words), rest))
@@ -128,4 +137,3 @@ def _random_states(file: Path) -> dict[str, Any]:
         torch.set_rng_state(states["torch_manual_seed"])
     if "torch_cuda_manual_seed" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
-    return {"step": states["step"]} if "step" in states else {}

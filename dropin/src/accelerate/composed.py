@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from hasten.accelerator.preparing import Prepared, Preparer
+from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.saving import Saving
 from hasten.config.root import Config
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -21,11 +22,14 @@ class Composed(Protocol):
     precision: Precision
     clock: StepClock
     prepared: Prepared
-    saving: Any  # hasten's saver: its parts are replaced together with the strategy
+    saving: Saving
     dataloader_config: Any  # the established class, above this file
     rng_types: list[str]
     step_scheduler_with_optimizer: bool
-    _preparer: Preparer
+
+    def reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
+        """Replace sections of the settings before the first model is prepared."""
+        ...
 
     def follow_plugins(self) -> None:
         """Take over what was changed in plugins since the last prepare()."""

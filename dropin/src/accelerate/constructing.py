@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import hasten
-from accelerate import engines, notyet
+from accelerate import engines
 from accelerate.ambient import AMBIENT
 from accelerate.quirks import PRECISION_IS_FIXED, kept
 from accelerate.state import AcceleratorState
@@ -79,7 +79,7 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
         given["gradient_accumulation_plugin"] is not None,
     )
     if given["megatron_lm_plugin"] is not None:
-        notyet.refuse("utils.MegatronLMPlugin", notyet.MEGATRON)
+        settings["strategy"], settings["megatron_lm_plugin"] = "megatron", given["megatron_lm_plugin"].to_hasten()
     _sharding(found, given["fsdp_plugin"])
     _compiling(found, given["dynamo_plugin"], given["dynamo_backend"])
     if given["parallelism_config"] is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,7 @@ from accelerate.data_samplers import (
 )
 from accelerate.homes import settle_in
 from accelerate.loader_base import DataLoaderAdapter, DataLoaderStateMixin, PreparedLoader, get_sampler
-from accelerate.loader_kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accelerate.loader_kinds import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader, stateful
 from accelerate.logging import get_logger
 from accelerate.quirks import SHUFFLE_FOLLOWS_TORCH, STREAMS_ARE_DISPATCHED, kept
 from hasten.data.skip import skip_first_batches as skip_plain
@@ -84,45 +85,101 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
     """The loader, reading this process's share. Ranks: every rank."""
-    stream = isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches is None:
+        stream = isinstance(dataloader.dataset, IterableDataset)
         dispatch_batches = put_on_device and stream and kept(STREAMS_ARE_DISPATCHED)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    here = ambient.start()
-    size = here.world.size if num_processes is None else num_processes
-    index = here.world.rank if process_index is None else process_index
-    if split_batches:
-        _check_split(dataloader, size)
-    dataset, batch_sampler = dataloader.dataset, dataloader.batch_sampler
-    sampler = get_sampler(dataloader)
-    if isinstance(sampler, RandomSampler) and use_seedable_sampler and type(sampler) is not SeedableRandomSampler:
+    world, place = ambient.start().world, device if put_on_device else None
+    size, index = _given(num_processes, world.size), _given(process_index, world.rank)
+    share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
+    order = share.order(data_seed, use_seedable_sampler)
+    return share.loader(order, place, rng_types, slice_fn_for_dispatch, non_blocking)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What decides the order of samples: the sampler, the batches made of it, and the generator all ranks share."""
+
+    sampler: Any
+    batches: Any
+    generator: torch.Generator | None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's share of a plain loader."""
+
+    plain: DataLoader[Any]
+    size: int
+    index: int
+    split: bool
+    even: bool
+    dispatch: bool
+    stateful: bool
+
+    def __post_init__(self) -> None:
+        if self.split:
+            _check_split(self.plain, self.size)
+
+    @property
+    def stream(self) -> bool:
+        """Whether the dataset is read in its own order."""
+        return isinstance(self.plain.dataset, IterableDataset)
+
+    def order(self, data_seed: int | None, seedable: bool) -> Order:
+        """The order the plain loader has; when seedable, a random one depends on seed and epoch."""
+        sampler = get_sampler(self.plain)
+        if not seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
+            return self._with(sampler, self.plain.batch_sampler)
         sampler = _seedable(sampler, data_seed)
-        batch_sampler = _with_sampler(batch_sampler, sampler)
-    # the main process alone draws the order of batches that it hands out
-    generator = None if dispatch_batches else _shared_generator(dataloader, sampler, size, use_stateful_dataloader)
-    if size > 1 and not dispatch_batches:
-        dataset, batch_sampler = _sharded(dataloader, batch_sampler, stream, size, index, split_batches, even_batches)
-    kwargs = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
-    if not kwargs.get("num_workers"):
-        kwargs.pop("prefetch_factor", None)
-    kwargs |= _batching(dataloader, batch_sampler, sampler, stream, size, split_batches, dispatch_batches)
-    kwargs |= {
-        "_drop_last": bool(dataloader.drop_last),
-        "_non_blocking": non_blocking,
-        "use_stateful_dataloader": use_stateful_dataloader,
-    }
-    loader: PreparedLoader
-    if dispatch_batches:
-        kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-        loader = DataLoaderDispatcher(dataset, slice_fn=slice_fn_for_dispatch, **kwargs)
-    else:
-        types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
-        loader = DataLoaderShard(dataset, rng_types=types or None, synchronized_generator=generator, **kwargs)
-    loader.device = device if put_on_device else None
-    loader.num_processes, loader.process_index, loader.split_batches = size, index, split_batches
-    loader.even_batches = even_batches or isinstance(dataset, IterableDatasetShard)
-    return loader
+        return self._with(sampler, _with_sampler(self.plain.batch_sampler, sampler))
+
+    def _with(self, sampler: Any, batches: Any) -> Order:
+        # the main process alone draws the order of batches that it hands out
+        shared = None if self.dispatch else _shared_generator(self.plain, sampler, self.size, self.stateful)
+        return Order(sampler, batches, shared)
+
+    def loader(self, order: Order, device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool) -> PreparedLoader:
+        """The loader of this share."""
+        dataset, batches = self._cut(order.batches)
+        kwargs = {**self._options(order.sampler, batches), "_non_blocking": non_blocking}
+        shape = stateful if self.stateful else _as_it_is
+        if self.dispatch:
+            kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
+            made = shape(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
+        else:
+            types = [kind for kind in rng_types or () if order.generator is not None or str(kind) != "generator"]
+            kwargs |= {"rng_types": types or None, "synchronized_generator": order.generator}
+            made = shape(DataLoaderShard)(dataset, **kwargs)
+        return self._placed(made, dataset, device)
+
+    def _placed(self, made: Any, dataset: Any, device: Any) -> PreparedLoader:
+        made.device = device
+        made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
+        made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
+        loader: PreparedLoader = made
+        return loader
+
+    def _cut(self, batches: Any) -> tuple[Any, Any]:
+        if self.size == 1 or self.dispatch:
+            return self.plain.dataset, batches
+        return _sharded(self.plain, batches, self.stream, self.size, self.index, self.split, self.even)
+
+    def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
+        kept_ = {name: getattr(self.plain, name) for name in _KEPT if hasattr(self.plain, name)}
+        if not kept_.get("num_workers"):
+            kept_.pop("prefetch_factor", None)
+        kept_ |= _batching(self.plain, batches, sampler, self.stream, self.size, self.split, self.dispatch)
+        return {**kept_, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
+
+
+def _given(number: int | None, otherwise: int) -> int:
+    return otherwise if number is None else number
+
+
+def _as_it_is(kind: type[PreparedLoader]) -> Any:
+    return kind
 
 
 def _check_split(dataloader: DataLoader[Any], size: int) -> None:
@@ -160,11 +217,9 @@ def _with_sampler(batch_sampler: Any, sampler: Any) -> Any:
 def _shared_generator(dataloader: DataLoader[Any], sampler: Any, size: int, stateful: bool) -> torch.Generator | None:
     """The generator that orders the loader, made where ranks would draw differently."""
     assert kept(SHUFFLE_FOLLOWS_TORCH)
-    if isinstance(dataloader.dataset, IterableDataset):
-        found = getattr(dataloader.dataset, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
-    if not isinstance(sampler, RandomSampler):
-        found = getattr(sampler, "generator", None)
+    stream = isinstance(dataloader.dataset, IterableDataset)
+    if stream or not isinstance(sampler, RandomSampler):
+        found = getattr(dataloader.dataset if stream else sampler, "generator", None)
         return found if isinstance(found, torch.Generator) else None
     if sampler.generator is None and (size > 1 or stateful):
         sampler.generator = torch.Generator(device=torch.get_default_device())

@@ -6,7 +6,6 @@ from typing import Any
 
 import hasten
 from accelerate.composed import Composed
-from accelerate.rebuilding import rebuild
 from accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
 from accelerate.utils.environment import parse_flag_from_env
 
@@ -66,4 +65,4 @@ class FollowedEngine:
                 "with. Make another Accelerator for it, or change the configuration before the first prepare()."
             )
         self._taken = now
-        rebuild(self._accelerator, deepspeed=now)
+        self._accelerator.reconfigure(deepspeed=now)

@@ -56,13 +56,16 @@ def mirror(model: nn.Module) -> None:
         if found is not None:
             module.__dict__["_hf_hook"] = found
     for streamer in streamers_of(model):
-        for unit in streamer.units:
-            for part in unit.module.modules():
-                own = dict(part.named_parameters(recurse=False))
-                if own and hook_of(part) is None:
-                    hook = StreamedHook(streamer.device, offload=True, weights_map=own)
-                    hook.original_devices = {name: torch.device("cpu") for name in own}
-                    part.__dict__["_hf_hook"] = hook
+        for part in (part for unit in streamer.units for part in unit.module.modules()):
+            _show_streaming(part, streamer.device)
+
+
+def _show_streaming(part: nn.Module, device: Any) -> None:
+    own = dict(part.named_parameters(recurse=False))
+    if own and hook_of(part) is None:
+        hook = StreamedHook(device, offload=True, weights_map=own)
+        hook.original_devices = {name: torch.device("cpu") for name in own}
+        part.__dict__["_hf_hook"] = hook
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 import hasten
-from accelerate import ambient, notyet
+from accelerate import ambient
+from accelerate.utils.operations import copy_tensor_to_devices
 from hasten import trees
 from hasten.bigmodel.device_map import clean_device_map, tree
 from hasten.bigmodel.solver import Device, atoms, balanced, place
@@ -19,9 +22,43 @@ from hasten.strategies.pipeline_pass import StageForward
 
 # Any in this file: arguments and outputs of the user's model.
 
-_PART = "torch's own pipeline stages; prepare_pippy() works without them"
-build_pipeline = notyet.function("inference.build_pipeline", _PART)
-pippy_forward = notyet.function("inference.pippy_forward", _PART)
+
+def build_pipeline(
+    model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int | None
+) -> ScheduleGPipe:
+    """A schedule of torch's over the stages of a traced model, one on each process; stages begin at the split points.
+
+    `args` and `kwargs` are example inputs of one micro-batch. Ranks: every rank.
+    """
+    here = ambient.start()
+    starts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    traced = pipeline(model, mb_args=tuple(args or ()), mb_kwargs=dict(kwargs or {}), split_spec=starts)
+    stage = traced.build_stage(here.rank, device=here.device)
+    return ScheduleGPipe(stage, num_chunks or here.world.size)
+
+
+def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch through the stages by a schedule's `step`: the first process gives the inputs, the last has the output.
+
+    The output is None elsewhere unless `gather_output`. The batch must divide into `num_chunks`. Ranks: every rank.
+    """
+    process = ambient.process()
+    if process.num_processes == 1:
+        return forward(*args, **kwargs)
+    rows = find_pippy_batch_size(args, kwargs)
+    if rows is None:
+        raise ValueError("Could not find batch size from args or kwargs")
+    missing = -rows % num_chunks
+    args, kwargs = trees.map_tensors(lambda one: _lengthened(one, rows, missing), (args, kwargs))
+    output = forward(*args, **kwargs) if process.is_main_process else forward()
+    return copy_tensor_to_devices(output)[:rows] if gather_output else output
+
+
+def _lengthened(tensor: torch.Tensor, rows: int, missing: int) -> torch.Tensor:
+    """A batch with its last row repeated."""
+    if not missing or not tensor.dim() or len(tensor) != rows:
+        return tensor
+    return torch.cat([tensor, *[tensor[-1:]] * missing])
 
 
 def prepare_pippy(
@@ -47,17 +84,23 @@ def prepare_pippy(
         gather_output=bool(gather_output),
         cpu=context.device.type == "cpu" or None,
     )
-    stage = forwarding.find(prepared, TAG)
-    cut = stage.line.cut if isinstance(stage, StageForward) else None
-    if cut is not None:
-        _check_whole(prepared, cut.container, no_split_module_classes or ())
-    prefix = f"{cut.container}." if cut is not None and cut.container else ""
-    starts = [] if cut is None else [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
+    starts = _starts(prepared, no_split_module_classes or ())
     prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
     if example_args or example_kwargs:
         args, kwargs = trees.to_device((tuple(example_args or ()), dict(example_kwargs or {})), context.device)
         prepared(*args, **kwargs)
     return prepared
+
+
+def _starts(prepared: nn.Module, whole: Sequence[str]) -> list[str]:
+    """Where stages behind the first begin."""
+    stage = forwarding.find(prepared, TAG)
+    cut = stage.line.cut if isinstance(stage, StageForward) else None
+    if cut is None:
+        return []
+    _check_whole(prepared, cut.container, whole)
+    prefix = f"{cut.container}." if cut.container else ""
+    return [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
 
 
 def _check_whole(model: nn.Module, container: str, classes: Sequence[str]) -> None:

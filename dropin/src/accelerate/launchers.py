@@ -54,14 +54,13 @@ def notebook_launcher(
             "To launch a multi-process training from your notebook, the `Accelerator` should only be initialized "
             "inside your training function. Restart your notebook and make sure no cells initializes an `Accelerator`."
         )
-    lonely = num_nodes == 1
     return notebook.notebook_launcher(
         function,
         args,
         num_processes=wanted,
         mixed_precision=str(mixed_precision).lower(),
-        use_port=None if lonely else use_port,
-        master_addr=None if lonely else master_addr,
+        use_port=None if num_nodes == 1 else use_port,
+        master_addr=None if num_nodes == 1 else master_addr,
         node_rank=node_rank,
         num_nodes=num_nodes,
         rdzv_backend=None if rdzv_backend == "static" else rdzv_backend,

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import ambient
 from accelerate.ambient import AMBIENT
+from accelerate.copying import Copyable
 from accelerate.data_samplers import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler, sampler_of
 from hasten import trees
 from hasten.optim.clock import LoaderCursor, StepClock
@@ -95,8 +96,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self
 
 
-class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
+class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
     """What both prepared loaders share: position, epoch, end, and the clock that watches them."""
+
+    belongs_to_run = ("clock", "_iterator")
 
     def __init__(self, dataset: Any, iteration: int = 0, skip_batches: int = 0, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)
@@ -112,6 +115,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         self._drop_last = False
         self._non_blocking = False
         self.synchronized_generator: torch.Generator | None = None
+
+    def rejoin(self) -> None:
+        """Be watched by the clock that the loader copied is watched by, or by the latest Accelerator's."""
+        vars(self).setdefault("clock", None)
+        vars(self)["_iterator"] = None
 
     @property
     def iteration(self) -> int:
@@ -193,6 +201,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             "iteration": progress.iteration,
             "batch": progress.batch,
             "order": order,
+            "_num_yielded": progress.batch,
             "_iterator_finished": progress.batch == 0,
         }
 

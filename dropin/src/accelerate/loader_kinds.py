@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from accelerate.loader_base import END, DataLoaderAdapter, PreparedLoader
 from accelerate.utils.operations import concatenate, find_batch_size, slice_tensors
 from accelerate.utils.random import synchronize_rng_states
 from hasten.comm import ops
+from hasten.optional import need
 
 # Any in this file: batches, datasets and samplers are the user's own.
 
@@ -58,7 +60,7 @@ class DataLoaderShard(PreparedLoader):
                     self.progress.batch += 1
 
     def _picks_by_index(self) -> bool:
-        return type(self) is DataLoaderShard and not isinstance(self.dataset, IterableDataset)
+        return type(self).__iter__ is DataLoaderShard.__iter__ and not isinstance(self.dataset, IterableDataset)
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -185,3 +187,12 @@ class SkipDataLoader(DataLoaderAdapter):
 
     def __len__(self) -> int:
         return max(super().__len__() - self.skip_batches, 0)
+
+
+@lru_cache
+def stateful(kind: type[PreparedLoader]) -> Any:
+    """The kind of loader as one of torchdata's, which other libraries look for; its state is hasten's position."""
+    torchdata = need(
+        "torchdata.stateful_dataloader", ">=0.8", why="DataLoaderConfiguration(use_stateful_dataloader=True)"
+    )
+    return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__})

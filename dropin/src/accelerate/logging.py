@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from accelerate.ambient import AMBIENT
-from accelerate.quirks import LOGGER_NEEDS_STATE, kept
+from accelerate.quirks import LOG_LINES_NAME_THE_RANK, LOGGER_NEEDS_STATE, kept
 from accelerate.utils.environment import environment
 from hasten.runtime.logs import RankLogger
 
@@ -23,7 +23,10 @@ class MultiProcessAdapter(RankLogger):
                 "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` before "
                 "using the logging utility."
             )
-        super().log(level, msg, *args, stacklevel=stacklevel + 1, **kwargs)
+        assert kept(LOG_LINES_NAME_THE_RANK)
+        everywhere = kwargs.get("main_process_only", True) is False and AMBIENT.partial.get("num_processes", 1) > 1
+        named = msg if everywhere else f"[RANK {AMBIENT.partial.get('process_index', 0)}] {msg}"  # said there already
+        super().log(level, named, *args, stacklevel=stacklevel + 1, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -35,6 +35,15 @@ class Mirrors(Base):
         return found
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per update; GradientState shows what is set here."""
+        return self.clock.every
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.clock.every = AMBIENT.plugin_kwargs["num_steps"] = value
+
+    @property
     def mixed_precision(self) -> str:
         """Numbers of forward and backward."""
         return self.config.mixed_precision
@@ -210,4 +219,4 @@ class Mirrors(Base):
 
     @property
     def _custom_objects(self) -> list[Any]:
-        return self.saving._parts.registered
+        return self.saving.registered

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from accelerate import ambient
+from accelerate.copying import Copyable
 from accelerate.quirks import ZERO_GRAD_WAITS, kept
 from accelerate.state import AcceleratorState, GradientState
 from hasten import trees
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.precision.base import Precision
+from hasten.optim.sharing import Share
+from hasten.precision.base import APPLIED, SKIPPED, Precision
 from hasten.precision.full import FullPrecision
 
 
@@ -22,8 +24,10 @@ def move_to_device(state: Any, device: torch.device) -> Any:  # Any: an optimize
     return trees.to_device(state, device)
 
 
-class AcceleratedOptimizer(PreparedOptimizer):
+class AcceleratedOptimizer(Copyable, PreparedOptimizer):
     """The user's optimizer, stepping and clearing only where a window ends."""
+
+    belongs_to_run = ("_clock", "_precision", "_share", "scaler")
 
     def __init__(
         self,
@@ -37,6 +41,25 @@ class AcceleratedOptimizer(PreparedOptimizer):
         super().__init__(optimizer, clock or ambient.clock(), precision or FullPrecision())
         self.scaler = scaler
         self.device_placement = device_placement
+
+    def rejoin(self) -> None:
+        """Follow the windows of the latest Accelerator, unless this is a copy that follows its original's."""
+        kept = vars(self)
+        kept.setdefault("_clock", ambient.clock())
+        kept.setdefault("_precision", FullPrecision())
+        kept.setdefault("scaler", None)
+        self._scaled = self._precision.scaler is not None
+        self._share = Share()
+        self._clock.join(self)
+
+    @property
+    def _is_overflow(self) -> bool:
+        """Whether the latest step was skipped, under the name tests write to."""
+        return self.step_was_skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, value: bool) -> None:
+        self.last = SKIPPED if value else APPLIED
 
     @property
     def gradient_state(self) -> GradientState:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import hasten
 from accelerate.utils.dataclasses import (
@@ -19,6 +20,9 @@ from accelerate.utils.environment import environment
 
 # Any in this file: the Accelerator, which imports this module.
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+_HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
 
 
 @dataclass
@@ -42,18 +46,15 @@ class ParallelismConfig:
         for axis in _AXES:
             if getattr(self, f"{axis}_size") is None:
                 setattr(self, f"{axis}_size", int(environment().get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1")))
-        self.cp_backend = self.cp_backend or "torch"
-        self.sp_backend = self.sp_backend or "deepspeed"
-        for axis in _AXES:
-            size = getattr(self, f"{axis}_size")
-            if size < 1:
-                raise ValueError(f"{axis}_size must be at least 1, but got {size}")
-        if self.tp_enabled and self.tp_handler is None:
-            self.tp_handler = TorchTensorParallelConfig()
-        if self.cp_enabled and self.cp_handler is None:
-            self.cp_handler = TorchContextParallelConfig()
-        if self.sp_enabled and self.sp_handler is None:
-            self.sp_handler = DeepSpeedSequenceParallelConfig()
+        self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or "deepspeed"
+        self._check_sizes()
+        for axis, kind in _HANDLERS.items():
+            if self._size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
+                setattr(self, f"{axis}_handler", kind())
+
+    def _check_sizes(self) -> None:
+        if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:
+            raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
         if self.cp_enabled and self.sp_enabled:
             raise ValueError("cp_size and sp_size cannot both be larger than 1")
         if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
@@ -166,7 +167,7 @@ class ParallelismConfig:
         names, sizes = self._get_mesh()
         if not names:
             return None
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
         for joint, axes in (
             ("dp", self.dp_dim_names),
             ("dp_shard_cp", self.dp_shard_cp_dim_names),

@@ -14,7 +14,7 @@ from accelerate.loader_base import PreparedLoader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.quirks import STRANGERS_PASS, kept
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, DummyScheduler
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper, DummyOptim, DummyScheduler
 from hasten import bundle
 from hasten.accelerator.preparing import Preparer
 from hasten.bundle import Item
@@ -47,12 +47,29 @@ class EstablishedPreparer(Preparer):
             )
         self._engine_schedules = any(isinstance(value, DummyScheduler) for value in objects)
         known = [index for index, value in enumerate(objects) if not _stranger(value)]
+        alone = [index for index in known if self._follows_no_model(objects[index], objects)]
+        known = [index for index in known if index not in alone]
         own = [self._config.device_placement if places[index] is None else bool(places[index]) for index in known]
-        prepared = super().prepare(tuple(objects[index] for index in known), own, train)
         result = list(objects)
+        for index in alone:  # before schedulers, which look for their optimizers
+            result[index] = self._optimizer(objects[index])
+        prepared = super().prepare(tuple(objects[index] for index in known), own, train)
         for index, value in zip(known, prepared, strict=True):
             result[index] = value
+        for index in (*known, *alone):
+            result[index]._is_accelerate_prepared = True
         return tuple(result)
+
+    def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:
+        """Whether this is an optimizer of a model that is prepared later, or never, and whose parameters stay in place."""
+        if not isinstance(value, Optimizer) or self.done.holds(value):
+            return False
+        caps = self._strategy.caps
+        if caps.sharded_state or caps.hides_gradients or isinstance(value, EngineOptimizer | DummyOptim):
+            return False
+        models = [one for one in (*objects, *self.done.models) if isinstance(one, torch.nn.Module)]
+        held = {id(parameter) for model in models for parameter in model.parameters()}
+        return any(id(one) not in held for group in value.param_groups for one in group["params"])
 
     def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, EngineOptimizer) else AcceleratedOptimizer
@@ -102,6 +119,7 @@ class EstablishedPreparer(Preparer):
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
         prepared.clock = self._clock
+        prepared._is_accelerate_prepared = True
         self.done.loaders.append(prepared)  # type: ignore[arg-type]  # not hasten's Loader, but as good
         return prepared
 

@@ -88,6 +88,14 @@ SCALE_IS_FOR_XLA: Final = Quirk(
     "reduce(scale=...) acts on TPUs only",
     "Documented so; scripts that pass it elsewhere have recorded results without it.",
 )
+ONE_PROCESS_IS_ALL: Final = Quirk(
+    "on_process(process_index=1) runs on one process",
+    "A lone process stands for every process a function may be meant for.",
+)
+LOG_LINES_NAME_THE_RANK: Final = Quirk(
+    "log lines begin with [RANK n]",
+    "Scripts that merge logs of processes tell them apart by it.",
+)
 FREE_MEMORY_GIVES_LIST: Final = Quirk(
     "free_memory gives a list",
     "`model, = accelerator.free_memory(model)` unpacks it, so one object gives a list of one None.",

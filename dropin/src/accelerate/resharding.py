@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import hasten
 from accelerate.composed import Composed
-from accelerate.rebuilding import rebuild
 from accelerate.utils.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
@@ -23,7 +22,7 @@ class FollowedPlugin:
     def follow_form(self) -> None:
         """Write checkpoints in the form the plugin says now."""
         if self.plugin is not None:
-            self._accelerator.saving._whole = self.plugin.whole_checkpoints
+            self._accelerator.saving.whole = self.plugin.whole_checkpoints
 
     def follow(self) -> None:
         """Take over what was changed in the plugin; libraries set wrap policies after they have made the Accelerator.
@@ -47,7 +46,7 @@ class FollowedPlugin:
             )
         self._taken = now
         fsdp = replace(self._accelerator.config.fsdp, **{name: getattr(now, name) for name in changed})
-        rebuild(self._accelerator, fsdp=fsdp)
+        self._accelerator.reconfigure(fsdp=fsdp)
 
 
 def _changed(

@@ -41,15 +41,15 @@ class AcceleratedScheduler(PreparedScheduler):
             if state.adjust_scheduler and kept(SCHEDULER_COUNTS_MICRO_STEPS):
                 self.scheduler._step_count += 1
             return
-        for optimizer in self.optimizers:
-            if getattr(optimizer, "step_was_skipped", False):
-                return
+        if not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+            self._advance(*args, **kwargs)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        """Step as often as an update counts, up to the end of a schedule that has one."""
         for _ in range(self._times()):
             if hasattr(self.scheduler, "total_steps") and self.scheduler._step_count > self.scheduler.total_steps:
                 return
-            with (
-                warnings.catch_warnings()
-            ):  # torch warns of a step before the optimizer's, whose own one it does not see
+            with warnings.catch_warnings():  # torch does not see the inner optimizer's step and warns
                 warnings.filterwarnings("ignore", message="Detected call of")
                 self.scheduler.step(*args, **kwargs)
 

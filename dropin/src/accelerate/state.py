@@ -17,6 +17,7 @@ from accelerate.ambient import AMBIENT
 from accelerate.gradient_state import GradientState
 from accelerate.homes import settle_in
 from accelerate.process_blocks import goes_first, split_between_processes
+from accelerate.quirks import ONE_PROCESS_IS_ALL, kept
 from accelerate.utils.enums import DistributedType, PrecisionType
 from accelerate.utils.environment import environment, parse_flag_from_env
 from hasten.runtime.bootstrap import GroupSettings
@@ -198,13 +199,13 @@ class PartialState(_Shared):
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """The function, run on one process only."""
-        return ambient.process().on_process(function, process_index or 0)
+        return _alone(function) or ambient.process().on_process(function, process_index or 0)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
         """The function, run on one process of each node."""
-        return ambient.process().on_local_process(function, local_process_index or 0)
+        return _alone(function) or ambient.process().on_local_process(function, local_process_index or 0)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attrs:
@@ -213,6 +214,12 @@ class PartialState(_Shared):
                 "and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(f"'PartialState' object has no attribute '{name}'")
+
+
+def _alone(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The function, where there is one process, which then is every process it may be meant for."""
+    assert kept(ONE_PROCESS_IS_ALL)
+    return function if ambient.process().num_processes == 1 else None
 
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
@@ -242,6 +249,23 @@ def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str
         local_process_index=place.local_rank,
         fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
     )
+
+
+def fill_whole(mixed_precision: str, **plugins: Any) -> None:
+    """Write down what AcceleratorState shows, beside what PartialState does."""
+    nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
+    AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
+
+
+def _precision(asked: str | None) -> str:
+    chosen = asked or environment().get("ACCELERATE_MIXED_PRECISION", "no")
+    return str(PrecisionType(str(chosen).lower()).value)
+
+
+_NOT_YET_MADE = (
+    "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
+    "before using any functionality from the `accelerate` library."
+)
 
 
 class AcceleratorState(_Shared):
@@ -288,23 +312,15 @@ class AcceleratorState(_Shared):
             self._check_initialized(mixed_precision, cpu)
             return
         if not _from_accelerator:
-            raise ValueError(
-                "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
-                "before using any functionality from the `accelerate` library."
-            )
+            raise ValueError(_NOT_YET_MADE)
         PartialState(cpu, **kwargs)
-        chosen = mixed_precision or environment().get("ACCELERATE_MIXED_PRECISION", "no")
-        AMBIENT.whole.update(
-            AMBIENT.partial,
-            deepspeed_plugins=None,
-            torch_tp_plugin=torch_tp_plugin,
-            parallelism_config=parallelism_config,
-            device_mesh=None,
-            dynamo_plugin=dynamo_plugin,
-            _mixed_precision=PrecisionType(str(chosen).lower()).value,
-        )
-        if fsdp_plugin is not None:
-            AMBIENT.whole["fsdp_plugin"] = fsdp_plugin
+        given = {
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
+        given |= {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
+        fill_whole(_precision(mixed_precision), **given)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."

@@ -306,24 +306,23 @@ def filter_trackers(log_with: Any, logging_dir: Any = None) -> list[Any]:
     asked = list(log_with) if isinstance(log_with, list | tuple) else [log_with]
     if any(str(one) == "all" for one in asked):
         return [one for one in asked if isinstance(one, GeneralTracker)] + get_available_trackers()
-    found: list[Any] = []
+    found: dict[str, Any] = {}
     for one in asked:
-        if isinstance(one, GeneralTracker):
-            found.append(one)
-            continue
-        name = str(one)
-        if name not in LOGGER_TYPE_TO_CLASS:
-            known = ["all", *LOGGER_TYPE_TO_CLASS]
-            raise ValueError(f"Unsupported logging capability: {name}. Choose between {known}")
-        if name in [str(kind) for kind in found]:
-            continue
-        if name in LoggerType and not _installed(name):
-            logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
-            continue
-        if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
-            raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
-        found.append(LoggerType(name) if name in LoggerType else name)
-    return found
+        own = isinstance(one, GeneralTracker)
+        found.setdefault(str(id(one)) if own else str(one), one if own else _runnable(str(one), logging_dir))
+    return [kind for kind in found.values() if kind is not None]
+
+
+def _runnable(name: str, logging_dir: Any) -> Any:
+    """A kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
+    if name not in LOGGER_TYPE_TO_CLASS:
+        raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
+    if name in LoggerType and not _installed(name):
+        logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
+        return None
+    if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
+        raise ValueError(f"Logging with `{name}` requires a `logging_dir` to be passed in.")
+    return LoggerType(name) if name in LoggerType else name
 
 
 def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
@@ -346,20 +345,20 @@ def begin(
     """The trackers of a run, begun and told its settings. Ranks: every rank."""
     started: list[GeneralTracker] = []
     for kind in kinds:
-        if isinstance(kind, GeneralTracker):
-            tracker = kind
-        else:
-            made: Any = LOGGER_TYPE_TO_CLASS[str(kind)]
-            kwargs = dict(init_kwargs.get(str(kind), {}))
-            if getattr(made, "requires_logging_directory", False):
-                kwargs["logging_dir"] = logging_dir
-            if getattr(made, "main_process_only", True) and AMBIENT.context is not None and not AMBIENT.context.is_main:
-                continue
-            tracker = made(project, **kwargs)
-        if getattr(tracker, "main_process_only", True) and not process().is_main_process:
+        tracker = kind if isinstance(kind, GeneralTracker) else _made(str(kind), project, init_kwargs, logging_dir)
+        if tracker is None or (getattr(tracker, "main_process_only", True) and not process().is_main_process):
             continue
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)
         started.append(tracker)
     return started
+
+
+def _made(name: str, project: str, init_kwargs: dict[str, Any], logging_dir: Any) -> Any:
+    """A tracker by its name; None on a process that has none of its own."""
+    kind: Any = LOGGER_TYPE_TO_CLASS[name]
+    if getattr(kind, "main_process_only", True) and AMBIENT.context is not None and not AMBIENT.context.is_main:
+        return None
+    place = {"logging_dir": logging_dir} if getattr(kind, "requires_logging_directory", False) else {}
+    return kind(project, **{**init_kwargs.get(name, {}), **place})

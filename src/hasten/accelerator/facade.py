@@ -9,6 +9,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -55,6 +56,7 @@ from hasten.optim.window import check_every
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.strategies.choose import choose
 from hasten.strategies.context import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
@@ -122,8 +124,7 @@ class Accelerator:
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
-        pictures = reports_in(parts.config, "memory")
-        self.retrying = Retrying(parts.ctx, parts.strategy, parts.clock, self.prepared, pictures)
+        self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
             parts.ctx,
@@ -271,6 +272,25 @@ class Accelerator:
         return self.process.check_trigger()
 
     # -- preparing ------------------------------------------------------------------------------------------------
+    def reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
+        """Replace whole sections of the settings (`fsdp=`, `deepspeed=`, …) before the first model is prepared.
+
+        Raises: PrepareError afterwards, when models have their layout.
+        """
+        if self.prepared.models:
+            raise PrepareError(
+                f"{', '.join(sections)} cannot change: a {type(self.prepared.models[0]).__name__} was prepared under the earlier "
+                "settings and keeps its layout. Call reconfigure() before the first prepare(), or make another Accelerator."
+            )
+        self.config = replace(self.config, **sections)
+        self.strategy = choose(self.config, self.ctx)
+        self.saving.reconfigure(self.strategy)
+        self._preparer.reconfigure(self.config, self.strategy)
+        self.retrying = self._retrying()
+
+    def _retrying(self) -> Retrying:
+        return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this run; they are returned in the order given.
 

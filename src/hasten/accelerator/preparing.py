@@ -80,6 +80,10 @@ class Preparer:
         """Told of each model that is prepared."""
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
+    def reconfigure(self, config: Config, strategy: Strategy) -> None:
+        """Prepare by other settings from now on."""
+        self._config, self._strategy = config, strategy
+
     def prepare(
         self, objects: tuple[Any, ...], placement: Sequence[bool] | None = None, train: bool = True
     ) -> tuple[Any, ...]:  # Any: the user's objects

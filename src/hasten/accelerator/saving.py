@@ -49,6 +49,7 @@ from hasten.errors import CheckpointError, ConfigError, MismatchError
 from hasten.runtime.axes import AXES, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
+from hasten.strategies.base import Strategy
 from hasten.version import __version__
 
 log = get_logger(__name__)
@@ -87,7 +88,8 @@ class Saving:
         self._parts = parts
         self._notes = dict(notes or {})
         self._sizes = sizes
-        self._whole = whole
+        self.whole = whole
+        """Whether rank 0 writes whole weights instead of every rank its shards."""
         self._iteration = project.iteration
         self._save_hooks: dict[int, SaveHook] = {}
         self._load_hooks: dict[int, LoadHook] = {}
@@ -189,7 +191,7 @@ class Saving:
         if self._ctx.mesh.size(Axis.PP) > 1:
             first = self._ctx.mesh.index(self._ctx.rank, *(axis for axis in Axis if axis is not Axis.PP)) == 0
             tree = over_stages(tree, self._parts.plain_models(), self._ctx.groups(Axis.PP), first)
-        if self._whole:
+        if self.whole:
             tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
         return with_own_state(tree, self._parts, together)
 
@@ -378,11 +380,25 @@ class Saving:
             tell_passed_over(store, name)
         return store, name
 
+    def reconfigure(self, strategy: Strategy) -> None:
+        """Save and load what another strategy prepares."""
+        self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
+
+    @property
+    def registered(self) -> list[Any]:  # Any: the user's own classes
+        """The objects registered for checkpointing, in order."""
+        return self._parts.registered
+
+    @property
+    def load_hooks(self) -> list[LoadHook]:
+        """The hooks that run before a load, in order."""
+        return list(self._load_hooks.values())
+
     def _run_load_hooks(self, checkpoint: Checkpoint) -> list[nn.Module | None]:
         plain = self._parts.plain_models()
         models = list(self._parts.objects.models)
         given = list(models)
-        for hook in list(self._load_hooks.values()):
+        for hook in self.load_hooks:
             hook(models, str(checkpoint.folder))
         left = {id(model) for model in models}
         return [module if id(model) in left else None for module, model in zip(plain, given, strict=True)]

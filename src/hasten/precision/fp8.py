@@ -169,7 +169,6 @@ class TEForward(forwarding.Forward):
 def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
     """Turn the model's linear layers into Transformer Engine's, keeping their parameters; the names turned."""
     te = need("transformer_engine.pytorch", why="mixed_precision='fp8' with backend 'te'")
-    recipes = need("transformer_engine.common.recipe")
 
     def wanted(name: str, module: nn.Module) -> bool:
         return type(module) is nn.Linear and module.in_features % 16 == 0 and module.out_features % 16 == 0
@@ -184,15 +183,20 @@ def convert_te(model: nn.Module, recipe: TERecipeKwargs) -> list[str]:
         return fresh
 
     names = surgery.swap_where(model, wanted, make)
-    if recipe.use_mxfp8_block_scaling:
-        chosen = recipes.MXFP8BlockScaling(fp8_format=getattr(recipes.Format, recipe.fp8_format))
-    else:
-        chosen = recipes.DelayedScaling(
-            margin=recipe.margin,
-            fp8_format=getattr(recipes.Format, recipe.fp8_format),
-            amax_history_len=recipe.amax_history_len,
-            amax_compute_algo=recipe.amax_compute_algo,
-            override_linear_precision=recipe.override_linear_precision,
-        )
-    forwarding.replace(model, TEForward(chosen, recipe.use_autocast_during_eval))
+    forwarding.replace(model, TEForward(te_recipe(recipe), recipe.use_autocast_during_eval))
     return names
+
+
+def te_recipe(recipe: TERecipeKwargs) -> Any:  # Any: Transformer Engine's own classes
+    """Settings as a recipe of Transformer Engine."""
+    recipes = need("transformer_engine.common.recipe", why="mixed_precision='fp8' with backend 'te'")
+    chosen = getattr(recipes.Format, recipe.fp8_format)
+    if recipe.use_mxfp8_block_scaling:
+        return recipes.MXFP8BlockScaling(fp8_format=chosen)
+    return recipes.DelayedScaling(
+        margin=recipe.margin,
+        fp8_format=chosen,
+        amax_history_len=recipe.amax_history_len,
+        amax_compute_algo=recipe.amax_compute_algo,
+        override_linear_precision=recipe.override_linear_precision,
+    )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate import notyet
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch_flags import FLAGS
-from accelerate.commands.launch_variables import variables_for
+from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
 from accelerate.commands.utils import CustomArgumentParser
+from accelerate.launch_flags import FLAGS, words_of
+from accelerate.launch_variables import variables_for
 from accelerate.utils.environment import patch_environment
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from hasten.cli import launch_cmd
 from hasten.errors import ConfigError, HastenError
 
@@ -30,6 +32,7 @@ def _word(text: str) -> str:
     return text
 
 
+_ACTIONS = {"switch": "store_true", "off": "store_false", "append": "append"}
 _KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": _word, "str_to_bool": _word}
 
 
@@ -42,25 +45,8 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         if subparsers is not None
         else CustomArgumentParser("Accelerate launch command", **options)
     )
-    for row in FLAGS.split("\n"):
-        if not row.strip():
-            continue
-        name, dest, kind, short = row.split()
-        names = [
-            *([short] if short != "-" else []),
-            f"--{name}",
-            *([f"--{name.replace('_', '-')}"] if "_" in name else []),
-        ]
-        names = list(dict.fromkeys(names))
-        where = name.replace("-", "_") if dest == "-" else dest
-        if kind == "switch":
-            parser.add_argument(*names, dest=where, action="store_true", default=None)
-        elif kind == "off":
-            parser.add_argument(*names, dest=where, action="store_false", default=None)
-        elif kind == "append":
-            parser.add_argument(*names, dest=where, action="append")
-        else:
-            parser.add_argument(*names, dest=where, type=_KINDS.get(kind, str), default=None)
+    for row in filter(str.strip, FLAGS.split("\n")):
+        _add_flag(parser, *row.split())
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     if subparsers is not None:
@@ -68,19 +54,14 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def words_of(args: argparse.Namespace) -> list[str]:
-    """The command line for hasten that a parsed namespace stands for."""
-    words: list[str] = []
-    for row in FLAGS.split("\n"):
-        if not row.strip():
-            continue
-        name, dest, kind, _ = row.split()
-        value = getattr(args, name.replace("-", "_") if dest == "-" else dest, None)
-        if value is None or value is False or kind == "off":
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            words.append(f"--{name}=true" if kind == "switch" else f"--{name}={one}")
-    return [*words, args.training_script, *args.training_script_args]
+def _add_flag(parser: argparse.ArgumentParser, name: str, dest: str, kind: str, short: str) -> None:
+    spelled = [f"--{name}", f"--{name.replace('_', '-')}"]
+    names = dict.fromkeys(spelled if short == "-" else [short, *spelled])
+    where = name.replace("-", "_") if dest == "-" else dest
+    if (action := _ACTIONS.get(kind)) is not None:
+        parser.add_argument(*names, dest=where, action=action, default=None)
+    else:
+        parser.add_argument(*names, dest=where, type=_KINDS.get(kind, str), default=None)
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -92,19 +73,21 @@ def launch_command(args: argparse.Namespace) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run `accelerate launch WORDS` and give the exit code."""
-    for word in words:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if not word.startswith("-"):
-            break
-        if name in _REFUSED:
-            sys.stderr.write(f"accelerate launch: flag {word}: {_REFUSED[name]}.\n")
-            return 2
+    flags = takewhile(lambda word: word.startswith("-"), words)
+    refused = [(word, name) for word in flags if (name := _name_of(word)) in _REFUSED]
+    if refused:
+        sys.stderr.write(f"accelerate launch: flag {refused[0][0]}: {_REFUSED[refused[0][1]]}.\n")
+        return 2
     try:
         variables = dict(variables_for(words))
     except HastenError:  # said by the launch itself, in its own way
         variables = {}
     with patch_environment(**variables):
         return _launch(words)
+
+
+def _name_of(flag: str) -> str:
+    return flag.lstrip("-").partition("=")[0].replace("-", "_")
 
 
 def _launch(words: Sequence[str]) -> int:
@@ -120,13 +103,46 @@ def main() -> NoReturn:
     sys.exit(run(sys.argv[1:]))
 
 
-_PLAN = "the launcher's inner steps (`accelerate launch --dry_run` shows the plan that hasten makes instead)"
-simple_launcher = notyet.function("commands.launch.simple_launcher", _PLAN)
-multi_gpu_launcher = notyet.function("commands.launch.multi_gpu_launcher", _PLAN)
-deepspeed_launcher = notyet.function("commands.launch.deepspeed_launcher", notyet.DEEPSPEED)
-tpu_launcher = notyet.function("commands.launch.tpu_launcher", notyet.XLA)
-tpu_pod_launcher = notyet.function("commands.launch.tpu_pod_launcher", notyet.XLA)
-sagemaker_launcher = notyet.function("commands.launch.sagemaker_launcher", notyet.SAGEMAKER)
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Run the script in one process; raises CalledProcessError, or exits with its code when `quiet`."""
+    command, env = prepare_simple_launcher_cmd_env(args)
+    done = subprocess.run(command, env=env, check=False)
+    if done.returncode and not getattr(args, "quiet", False):
+        raise subprocess.CalledProcessError(done.returncode, command)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Run the script on several processes."""
+    launch_command(args)
+
+
+def deepspeed_launcher(args: argparse.Namespace) -> None:
+    """Run the script with DeepSpeed."""
+    args.use_deepspeed = True
+    launch_command(args)
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Run the script on the chips of this TPU machine."""
+    args.tpu = True
+    launch_command(args)
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Run the script on every machine of a TPU pod."""
+    args.tpu = args.tpu_use_cluster = True
+    launch_command(args)
+
+
+def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> NoReturn:
+    """Refuse: a job there is started by Amazon's own package."""
+    raise ImportError(
+        f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the "
+        "estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
+    )
+
 
 if __name__ == "__main__":
     main()

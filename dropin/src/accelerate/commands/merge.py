@@ -22,6 +22,20 @@ def merge_weights(
     source: str, output: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
     """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked."""
+    place = _shards_in(source)
+    if is_dcp_folder(place):
+        state = whole_tensors(place)
+        prefix = "model." if all(name.startswith("model.") for name in state) else ""
+        whole = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        save_model(whole, output, "10GB", safe_serialization)
+    else:
+        hasten_merge.merge(str(place), output, safe_serialization=safe_serialization)
+    if remove_checkpoint_dir:
+        shutil.rmtree(source)
+
+
+def _shards_in(source: str) -> Path:
+    """The folder of shards. Raises: ValueError where there is none."""
     folder = Path(source)
     if not folder.is_dir():
         raise ValueError(f"{source} is not a folder, so there is no checkpoint to merge.")
@@ -32,15 +46,7 @@ def merge_weights(
             f"{source} holds no sharded model: neither a checkpoint of hasten nor one of torch.distributed.checkpoint, and "
             f"no {inner.name} inside. Give the folder of shards."
         )
-    if is_dcp_folder(places[0]):
-        state = whole_tensors(places[0])
-        prefix = "model." if all(name.startswith("model.") for name in state) else ""
-        whole = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        save_model(whole, output, "10GB", safe_serialization)
-    else:
-        hasten_merge.merge(str(places[0]), output, safe_serialization=safe_serialization)
-    if remove_checkpoint_dir:
-        shutil.rmtree(folder)
+    return places[0]
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

@@ -36,22 +36,29 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name in _GONE:
             said.append(f"{name} is left out: {_GONE[name]}")
         elif name == "fsdp_sharding_strategy":
-            strategy = _NUMBERS.get(str(value), str(value).upper())
-            if strategy not in _RESHARD:
-                raise ConfigError(
-                    f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it."
-                )
-            fsdp["fsdp_reshard_after_forward"] = _RESHARD[strategy]
-            if "HYBRID" in strategy:
-                said.append(
-                    f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
-                )
-        elif name == "fsdp_state_dict_type" and value == "LOCAL_STATE_DICT":
-            fsdp[name] = "SHARDED_STATE_DICT"
-            said.append("fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT in FSDP2")
+            fsdp["fsdp_reshard_after_forward"] = _reshard(value, said)
         else:
-            fsdp[name] = value
+            fsdp[name] = _kept_value(name, value, said)
     return {**config, "fsdp_config": {**fsdp, "fsdp_version": 2}}, said
+
+
+def _reshard(value: Any, said: list[str]) -> Any:
+    """What a sharding strategy, by name or number, is in FSDP2."""
+    strategy = _NUMBERS.get(str(value), str(value).upper())
+    if strategy not in _RESHARD:
+        raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
+    if "HYBRID" in strategy:
+        said.append(
+            f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
+        )
+    return _RESHARD[strategy]
+
+
+def _kept_value(name: str, value: Any, said: list[str]) -> Any:
+    if name != "fsdp_state_dict_type" or value != "LOCAL_STATE_DICT":
+        return value
+    said.append("fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT in FSDP2")
+    return "SHARDED_STATE_DICT"
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -70,13 +77,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def to_fsdp2_command(args: Any) -> None:
     """Run `accelerate to-fsdp2`."""
-    if args.config_file is None or not Path(args.config_file).exists():
-        raise FileNotFoundError(f"Config file {args.config_file} not found")
-    if not args.overwrite and args.output_file is None:
-        raise ValueError("If --overwrite is not set, --output_file must be provided")
-    target = Path(args.config_file if args.output_file is None else args.output_file)
-    if target.exists() and not args.overwrite:
-        raise FileExistsError(f"Output file already exists and --overwrite is not set: {target}")
+    target = _target(args)
     config = yaml.safe_load(contents(Path(args.config_file)))
     if config.get("distributed_type") != "FSDP":
         raise ValueError("Config file does not use FSDP, so there is nothing to convert")
@@ -84,6 +85,18 @@ def to_fsdp2_command(args: Any) -> None:
     for sentence in said:
         sys.stderr.write(f"{sentence}\n")
     target.write_text(yaml.safe_dump(made))
+
+
+def _target(args: Any) -> Path:
+    """The file to write. Raises: where it may not be, or there is nothing to read."""
+    if args.config_file is None or not Path(args.config_file).exists():
+        raise FileNotFoundError(f"Config file {args.config_file} not found")
+    if not args.overwrite and args.output_file is None:
+        raise ValueError("If --overwrite is not set, --output_file must be provided")
+    target = Path(args.config_file if args.output_file is None else args.output_file)
+    if target.exists() and not args.overwrite:
+        raise FileExistsError(f"Output file already exists and --overwrite is not set: {target}")
+    return target
 
 
 def run(words: Sequence[str]) -> int:

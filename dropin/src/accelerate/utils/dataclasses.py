@@ -10,15 +10,6 @@ import torch
 from accelerate.homes import settle_in
 from accelerate.utils.bnb_config import BnbQuantizationConfig
 from accelerate.utils.deepspeed_plugin import DeepSpeedPlugin
-from accelerate.utils.engine_plugins import (
-    MegatronLMPlugin,
-    add_model_config_to_megatron_parser,
-    parse_bert_config,
-    parse_glm4_moe_config,
-    parse_gpt2_config,
-    parse_llama_config,
-    parse_t5_config,
-)
 from accelerate.utils.enums import (
     BaseEnum,
     ComputeEnvironment,
@@ -48,6 +39,15 @@ from accelerate.utils.kwargs_handlers import (
     ProfileKwargs,
     TERecipeKwargs,
     TorchDynamoPlugin,
+)
+from accelerate.utils.megatron_plugin import (
+    MegatronLMPlugin,
+    add_model_config_to_megatron_parser,
+    parse_bert_config,
+    parse_glm4_moe_config,
+    parse_gpt2_config,
+    parse_llama_config,
+    parse_t5_config,
 )
 
 __all__ = [

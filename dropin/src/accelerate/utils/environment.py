@@ -59,19 +59,15 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """A block with these variables, in capitals; afterwards they are as before."""
-    before: dict[str, str | None] = {}
-    for key, value in kwargs.items():
-        name = key.upper()
-        before[name] = os.environ.get(name)
-        os.environ[name] = str(value)
+    given = {key.upper(): str(value) for key, value in kwargs.items()}
+    before = {name: os.environ[name] for name in given if name in os.environ}
+    os.environ.update(given)
     try:
         yield
     finally:
-        for name, old in before.items():
-            if old is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = old
+        for name in given:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextmanager

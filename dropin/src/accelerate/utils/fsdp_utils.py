@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from accelerate import notyet
 from accelerate.commands.merge import merge_weights
 from accelerate.logging import get_logger
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -75,9 +74,24 @@ def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> 
     return param_init_fn
 
 
-fsdp2_switch_optimizer_parameters = notyet.function(
-    "utils.fsdp2_switch_optimizer_parameters", "FSDP2 by hand (prepare() does it)"
-)
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, Any]) -> None:
+    """Let the optimizer update other parameters; `mapping` finds each by the address of the one it has now.
+
+    Raises: KeyError for a parameter without another, and then nothing is changed.
+    """
+    known = [[mapping.get(_address(one)) for one in group["params"]] for group in optimizer.param_groups]
+    if any(one is None for group in known for one in group):
+        raise KeyError(
+            "a parameter of the optimizer has no entry in `mapping`, and training would go on without updating it. "
+            "Give an entry for the address (`parameter.data_ptr()`) of every parameter."
+        )
+    for group, parameters in zip(optimizer.param_groups, known, strict=True):
+        group["params"] = parameters
+
+
+def _address(parameter: Any) -> Any:
+    """A parameter's address; callers may have put that of another one in the place of the method."""
+    return parameter.data_ptr() if callable(parameter.data_ptr) else parameter.data_ptr
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:

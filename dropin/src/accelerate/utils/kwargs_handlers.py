@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import hasten
-from accelerate import ambient, notyet
+from accelerate import ambient, left_out
 from accelerate.utils.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate.utils.environment import parse_choice_from_env, parse_flag_from_env
 from hasten.accelerator.profile import profile as profile_block
@@ -33,7 +33,7 @@ class KwargsHandler:
 
     def to_hasten(self) -> Any:
         """The same in hasten's terms."""
-        return notyet.refuse(f"utils.{type(self).__name__}", "this settings class")
+        return left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate import ambient, notyet
+from accelerate import ambient
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate.utils.enums import CustomDtype
 from accelerate.utils.imports import is_peft_available
@@ -25,6 +25,7 @@ from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader
 from hasten.checkpoint.export import parse_size
 from hasten.checkpoint.formats import read_tensors
+from hasten.errors import PrepareError
 
 __all__ = ["SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME"]
 # Any in this file: device maps and foreign models.
@@ -107,15 +108,17 @@ def compute_module_sizes(
     chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     for name, tensor in tensors:
-        special = (special_dtypes or {}).get(name)
-        width = dtype_byte_size(special or tensor.dtype)
-        if special is None and chosen is not None and tensor.is_floating_point():
-            width = min(dtype_byte_size(chosen), width)
-        parts = name.split(".")
-        for length in range(len(parts) + 1):
-            key = ".".join(parts[:length])
+        width, parts = _width(tensor, chosen, (special_dtypes or {}).get(name)), name.split(".")
+        for key in (".".join(parts[:length]) for length in range(len(parts) + 1)):
             sizes[key] = sizes.get(key, 0) + int(tensor.numel() * width)
     return sizes
+
+
+def _width(tensor: Tensor, chosen: Any, special: Any) -> float:
+    """Bytes of one number, in the dtype it will have."""
+    width = dtype_byte_size(special or tensor.dtype)
+    smaller = special is None and chosen is not None and tensor.is_floating_point()
+    return min(dtype_byte_size(chosen), width) if smaller else width
 
 
 def compute_module_total_buffer_size(model: nn.Module, dtype: Any = None, special_dtypes: Any = None) -> int:
@@ -130,20 +133,17 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 
 def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
     """Bytes of the largest part that is never split, and the names of such parts."""
-    largest, names = 0, []
+    sizes: dict[str, int] = {}
     queue = list(modules)
     while queue:
         name, module = queue.pop(0)
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
         if not children or type(module).__name__ in (no_split_module_classes or ()):
-            size = module_sizes[name]
-            if size > largest:
-                largest, names = size, [name]
-            elif size == largest:
-                names.append(name)
+            sizes[name] = module_sizes[name]
         else:
             queue = [(f"{name}.{child}", part) for child, part in children] + queue
-    return largest, names
+    largest = max(sizes.values(), default=0)
+    return largest, [name for name, size in sizes.items() if size == largest]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -248,7 +248,10 @@ def set_module_tensor_to_device(
         raise NotImplementedError(
             "fp16_statistics belong to 8-bit weights of bitsandbytes, which are not supported yet"
         )
-    tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+    try:
+        tensors.set_module_tensor_to_device(module, tensor_name, device, value, dtype, tied_params_map, non_blocking)
+    except PrepareError as error:
+        raise ValueError(str(error)) from error
 
 
 def load_checkpoint_in_model(
@@ -381,6 +384,33 @@ def get_mixed_precision_context_manager(
     return torch.autocast(ambient.device().type, dtype, **kwargs)
 
 
-fallback_allocate = notyet.function(
-    "utils.fallback_allocate", "inner steps of infer_auto_device_map(fallback_allocation=True)"
-)
+def fallback_allocate(
+    modules: list[tuple[str, nn.Module]],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: list[str] | None = None,
+    tied_parameters: list[list[str]] | None = None,
+) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
+    """The first module that fits into the limit, with its name, and the modules without it.
+
+    A module that is too large is looked into, unless its class is not to be split.
+    """
+    limit, kept = convert_file_size_to_int(size_limit), no_split_module_classes or ()
+    for at, (name, part) in enumerate(modules):
+        others = list(modules[:at]), list(modules[at + 1 :])
+        if _size_with_ties(name, module_sizes, modules, tied_parameters or ()) <= limit:
+            return name, part, [*others[0], *others[1]]
+        inside = (
+            [] if type(part).__name__ in kept else [(f"{name}.{one}", child) for one, child in part.named_children()]
+        )
+        found, chosen, rest = fallback_allocate(inside, module_sizes, limit, no_split_module_classes, tied_parameters)
+        if found is not None:
+            return found, chosen, [*others[0], *rest, *others[1]]
+    return None, None, list(modules)
+
+
+def _size_with_ties(name: str, sizes: Mapping[str, int], modules: Any, tied_parameters: Any) -> int:
+    """Bytes of a module with those that share its parameters."""
+    inside = [ties for ties in tied_parameters if any(one.startswith(f"{name}.") for one in ties)]
+    others = [one for ties in inside for one in ties if not one.startswith(f"{name}.")]
+    return get_module_size_with_ties(others, sizes[name], sizes, modules)[0]

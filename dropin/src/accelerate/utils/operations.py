@@ -291,9 +291,10 @@ def gather_tensor_shape(tensor: Any) -> Any:
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """The tensor of the main process on every process; the others pass nothing. Ranks: every rank."""
+    """The tensor of the one process that has it on every process; the others pass nothing. Ranks: every rank."""
     world = _world()
-    sent: Tensor = world.broadcast_object(None if tensor is None else tensor.cpu(), 0)
+    source = world.all_gather_object(tensor is not None).index(True)
+    sent: Tensor = world.broadcast_object(None if tensor is None else tensor.cpu(), source)
     return sent.to(ambient.device())
 
 

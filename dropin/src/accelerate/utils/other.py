@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import reduce as fold
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accelerate import ambient, notyet
+from accelerate import ambient
 from accelerate.logging import get_logger
 from accelerate.utils.constants import FSDP_PYTORCH_VERSION
 from hasten.checkpoint.export import save_object
@@ -64,7 +63,17 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 compile_regions_fsdp2 = compile_regions
-compile_regions_deepspeed = notyet.function("utils.compile_regions_deepspeed", notyet.DEEPSPEED)
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile repeated blocks one by one and what is beside them whole, in place; an engine keeps its hooks."""
+    if not any(is_repeated_blocks(part) for part in module.modules()):
+        module.compile(**compile_kwargs)
+        return
+    for part in module.children():
+        part.compile(**compile_kwargs) if is_repeated_blocks(module) else compile_regions_deepspeed(
+            part, **compile_kwargs
+        )
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -76,19 +85,21 @@ def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
     """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
-    compiled = is_compiled_module(model)
     outer = model
-    if compiled:
-        model = model._orig_mod
+    inner = _inside(model._orig_mod if is_compiled_module(model) else model)
+    if is_compiled_module(inner) and not keep_torch_compile:
+        inner = inner._orig_mod
+    if not keep_fp32_wrapper:
+        forwarding.restore(inner, AutocastForward.tag)
+    if is_compiled_module(outer) and keep_torch_compile:
+        outer._orig_mod = inner
+        return outer
+    return inner
+
+
+def _inside(model: Any) -> Any:
     while isinstance(model, (DistributedDataParallel, DataParallel)):
         model = model.module
-    if is_compiled_module(model) and not keep_torch_compile:
-        model = model._orig_mod
-    if not keep_fp32_wrapper:
-        forwarding.restore(model, AutocastForward.tag)
-    if compiled and keep_torch_compile:
-        outer._orig_mod = model
-        return outer
     return model
 
 
@@ -99,21 +110,24 @@ def wait_for_everyone() -> None:
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors, each stored once: names that share memory are reduced to the first of them."""
-    seen: dict[tuple[Any, ...], str] = {}
-    kept: dict[str, Any] = {}
+    first: dict[Any, str] = {}
     for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor):
-            key = (value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape))
-            if value.numel() and key in seen:
-                logger.warning(
-                    f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
-                    "that you don't receive any warning while reloading",
-                    main_process_only=True,
-                )
-                continue
-            seen[key] = name
-        kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
-    return kept
+        first.setdefault(_memory(name, value), name)
+    kept = {name: state_dict[name] for name in first.values()}
+    for name in state_dict.keys() - kept.keys():
+        logger.warning(
+            f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
+            "that you don't receive any warning while reloading",
+            main_process_only=True,
+        )
+    return {name: one.contiguous() if isinstance(one, torch.Tensor) else one for name, one in kept.items()}
+
+
+def _memory(name: str, value: Any) -> Any:
+    """What two names have in common only when they share their memory."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return name
+    return value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape)
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -191,10 +205,15 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every module of a model, the innermost first and the model last."""
-    depths: OrderedDict[str, nn.Module] = OrderedDict(model.named_modules())
-    order = sorted(depths, key=lambda name: -(name.count(".") + bool(name)))
-    return [(name, depths[name]) if return_fqns else depths[name] for name in order]
+    """Every module of a model, each behind those inside of it, and the model last."""
+    found = [(name, part) for child, inner in model.named_children() for name, part in _behind_children(child, inner)]
+    return [pair if return_fqns else pair[1] for pair in [*found, ("", model)]]
+
+
+def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child, inner in module.named_children():
+        yield from _behind_children(f"{name}.{child}", inner)
+    yield name, module
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

@@ -28,6 +28,12 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         raise ValueError(
             f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {mixed_precision}"
         )
+    _suited(mixed_precision, path)
+    return path
+
+
+def _suited(mixed_precision: str, path: Path) -> None:
+    """Write settings for all devices of this machine."""
     found = torch.accelerator.current_accelerator(check_available=True)
     count = torch.accelerator.device_count() if found is not None else 0
     several = (
@@ -37,7 +43,6 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
         "LOCAL_MACHINE", several, mixed_precision, use_cpu=count == 0, debug=False, num_processes=max(count, 1)
     )
     (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
-    return path
 
 
 def default_command_parser(parser: Any, parents: Any) -> Any:  # Any: argparse's subparsers

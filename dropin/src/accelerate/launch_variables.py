@@ -13,9 +13,14 @@ from hasten.config.root import Config
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
     """What workers of `launch WORDS` find in their environment besides what this process has."""
+    return spelled(settings_for(words))
+
+
+def settings_for(words: Sequence[str]) -> Config:
+    """The settings that `launch WORDS` runs under."""
     given = make_parser("accelerate").parse_args(words)
     env = {name: value for name, value in environment().items() if name != VARIABLE}
-    return spelled(effective(env, given.config_file, given.settings).config)
+    return effective(env, given.config_file, given.settings).config
 
 
 def spelled(config: Config) -> dict[str, str]:
@@ -55,3 +60,17 @@ def spelled(config: Config) -> dict[str, str]:
             "ACCELERATE_GRADIENT_CLIPPING": "" if engine.gradient_clipping is None else str(engine.gradient_clipping),
         }
     return {name: value for name, value in found.items() if value}
+
+
+def spelled_in_full(config: Config) -> dict[str, str]:
+    """Settings as the established variables spell them, precision and compilation also where they are at their defaults."""
+    compiling = config.dynamo
+    return {
+        "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
+        "ACCELERATE_DYNAMO_BACKEND": str(compiling.backend).upper(),
+        "ACCELERATE_DYNAMO_MODE": str(compiling.mode),
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": str(compiling.fullgraph),
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": str(bool(compiling.dynamic)),
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(compiling.use_regional_compilation),
+        **spelled(config),
+    }

@@ -1,4 +1,8 @@
-"""The flags of `accelerate launch`: name, attribute (- where the same), kind, short form."""
+"""The flags of `accelerate launch`: name, attribute (- where the same), kind, short form; and a namespace as a command line."""
+
+from __future__ import annotations
+
+import argparse
 
 FLAGS = """
     config_file - str -
@@ -125,3 +129,18 @@ FLAGS = """
     parallelism_config_sp_seq_length_is_variable - bool -
     parallelism_config_sp_attn_implementation - str -
 """
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The command line for hasten that a parsed namespace stands for."""
+    words: list[str] = []
+    for row in FLAGS.split("\n"):
+        if not row.strip():
+            continue
+        name, dest, kind, _ = row.split()
+        value = getattr(args, name.replace("-", "_") if dest == "-" else dest, None)
+        if value is None or value is False or kind == "off":
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            words.append(f"--{name}=true" if kind == "switch" else f"--{name}={one}")
+    return [*words, args.training_script, *args.training_script_args]

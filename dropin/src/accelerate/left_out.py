@@ -1,0 +1,42 @@
+"""Names that resolve and refuse: what the original has and this package leaves out on purpose, each with its reason."""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+MEGATRON_STEPS: Final = (
+    "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2 and Llama models of "
+    "transformers as they are"
+)
+LONG_SEQUENCES: Final = "Ulysses of DeepSpeed; ParallelismConfig(cp_size=...) shards sequences"
+MARK: Final = "__left_out__"
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise the error for a name that is left out."""
+    raise NotImplementedError(
+        f"accelerate.{name} is left out of hasten's stand-in and nothing was done in its place: {why}."
+    )
+
+
+def function(name: str, why: str) -> Any:  # Any: stands for a function of any signature
+    """A function that refuses."""
+
+    def refusing(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name, why)
+
+    refusing.__name__ = refusing.__qualname__ = name.rpartition(".")[2]
+    refusing.__doc__ = f"Left out: {why}."
+    setattr(refusing, MARK, why)
+    return refusing
+
+
+def klass(name: str, why: str, *bases: type) -> Any:  # Any: stands for a class
+    """A class that can be named in annotations and isinstance(), but not instantiated."""
+
+    def refused(self: Any, *args: Any, **kwargs: Any) -> None:
+        refuse(name, why)
+
+    home, _, short = f"accelerate.{name}".rpartition(".")
+    inside = {"__init__": refused, "__doc__": f"Left out: {why}.", "__module__": home, MARK: why}
+    return type(short, bases or (object,), inside)

@@ -1,0 +1,28 @@
+"""Yes, no, numbers and choices in variables."""
+
+from accelerate.utils import (
+    get_int_from_env,
+    parse_choice_from_env,
+    parse_flag_from_env,
+    patch_environment,
+    str_to_bool,
+)
+
+
+def run() -> object:
+    found = [str_to_bool(word) for word in ("yes", "on", "1", "n", "OFF", "false")]
+    with patch_environment(a_flag="true", a_number="4", a_word="x"):
+        found += [
+            parse_flag_from_env("A_FLAG"),
+            get_int_from_env(["NONE", "A_NUMBER"], 9),
+            parse_choice_from_env("A_WORD"),
+        ]
+    return [
+        *found,
+        parse_flag_from_env("A_FLAG"),
+        get_int_from_env(["A_NUMBER"], 9),
+        parse_choice_from_env("A_WORD", "z"),
+    ]
+
+
+PROCESSES = (1,)

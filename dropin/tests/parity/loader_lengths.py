@@ -1,0 +1,20 @@
+"""Lengths and totals of prepared loaders."""
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+
+
+def run() -> object:
+    found = []
+    for options in ({}, {"split_batches": True}, {"dispatch_batches": True}, {"even_batches": False}):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+        for size in (7, 8):
+            loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=2))
+            found.append([len(loader), loader.total_dataset_length])
+    return found
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,24 @@
+"""`accelerate tpu-config --debug` prints the command it would run."""
+
+import io
+from contextlib import redirect_stdout
+
+from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
+
+
+def run() -> object:
+    found = []
+    for words in (
+        ["--command", "echo 1", "--command", "echo 2", "--install_accelerate"],
+        ["--command", "echo 1", "--use_alpha", "--install_accelerate", "--accelerate_version", "0.1.0"],
+        ["--command", "pwd"],
+    ):
+        out = io.StringIO()
+        args = tpu_command_parser().parse_args(["--tpu_name", "t", "--tpu_zone", "z", "--debug", *words])
+        with redirect_stdout(out):
+            tpu_command_launcher(args)
+        found.append(out.getvalue().strip())
+    return found
+
+
+PROCESSES = (1,)

@@ -1,0 +1,13 @@
+"""Training on batches that the main process hands out."""
+
+from small_loop import train
+
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+
+
+def run() -> object:
+    return train(Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)))
+
+
+PROCESSES = (1, 2)

@@ -1,0 +1,144 @@
+"""Objects of the drop-in as objects: copies, pickles, loaders of torchdata, and helpers that act by hand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.commands import tpu
+from accelerate.commands.config.config_args import SageMakerConfig, load_config_from_file
+from accelerate.commands.launch import launch_command_parser, sagemaker_launcher
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, MegatronLMPlugin, compute_module_sizes
+from accelerate.utils.fsdp_utils import fsdp2_switch_optimizer_parameters
+from accelerate.utils.launch import prepare_sagemager_args_inputs
+from accelerate.utils.modeling import fallback_allocate
+from hasten.errors import PrepareError
+
+SAGEMAKER = """
+compute_environment: AMAZON_SAGEMAKER
+distributed_type: DATA_PARALLEL
+ec2_instance_type: ml.p3.2xlarge
+iam_role_name: role
+base_job_name: job
+mixed_precision: fp16
+sagemaker_metrics_file: {metrics}
+"""
+
+
+@pytest.fixture(autouse=True)
+def alone() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def numbers(count: int = 12, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(count)), batch_size=2, **options)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's import
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_objects_behave_as_objects(shuffle: bool) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(numbers(shuffle=shuffle))
+    batches = iter(loader)
+    seen = [next(batches)[0].tolist() for _ in range(2)]
+    state = copy.deepcopy(loader.state_dict())
+    rest = [x.tolist() for (x,) in batches]
+    loader.load_state_dict(state)
+    assert [x.tolist() for (x,) in loader] == rest
+    assert sorted(one for batch in seen + rest for one in batch) == list(range(12))
+    skipping = accelerator.skip_first_batches(loader, 1)
+    assert isinstance(loader, stateful) and isinstance(skipping, stateful)
+    assert skipping.state_dict()["_iterator_finished"]
+
+
+def test_a_copied_optimizer_follows_windows_and_leaves_its_original_alone() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    again = pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
+    mine, theirs = (one.param_groups[0]["params"][0] for one in (optimizer, again))
+    assert torch.equal(mine, theirs) and mine is not theirs
+    before = theirs.detach().clone()
+    theirs.grad = torch.ones_like(theirs)
+    with accelerator.accumulate(model):
+        again.step()
+        assert torch.equal(theirs, before)  # inside of a window
+    with accelerator.accumulate(model):
+        again.step()
+    assert torch.allclose(theirs, before - 0.1)
+    assert torch.equal(mine, before)
+
+
+def test_a_copied_accelerator_is_the_same_run() -> None:
+    accelerator = Accelerator(cpu=True)
+    again = copy.deepcopy(accelerator)
+    assert type(again) is Accelerator and again.clock is accelerator.clock
+
+
+def test_settings_change_before_the_first_model_only() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.reconfigure(fsdp=accelerator.config.fsdp)
+    accelerator.prepare(nn.Linear(2, 1))
+    with pytest.raises(PrepareError, match=r"Call reconfigure\(\) before the first prepare"):
+        accelerator.reconfigure(fsdp=accelerator.config.fsdp)
+
+
+def test_the_list_that_was_searched_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(3, 3))
+    parts = list(model.named_children())
+    assert fallback_allocate(parts, compute_module_sizes(model), 50)[0] == "1"
+    assert [name for name, _ in parts] == ["0", "1"]
+
+
+def test_an_optimizer_is_switched_to_other_parameters() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    with pytest.raises(KeyError, match="no entry in `mapping`"):
+        fsdp2_switch_optimizer_parameters(optimizer, {})
+    fsdp2_switch_optimizer_parameters(optimizer, {first.data_ptr(): second})
+    assert optimizer.param_groups[0]["params"][0] is second
+
+
+def test_settings_of_sagemaker_are_data(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.tsv"
+    metrics.write_text("metric_name\tregex\nacc\tacc=(.*)\n")
+    file = tmp_path / "sagemaker.yaml"
+    file.write_text(SAGEMAKER.format(metrics=metrics))
+    config = load_config_from_file(str(file))
+    assert isinstance(config, SageMakerConfig)
+    args = launch_command_parser().parse_args(["train.py", "--lr", "0.1", "--deep", "true"])
+    estimator, channels = prepare_sagemager_args_inputs(config, args)
+    assert estimator["hyperparameters"] == {"lr": 0.1, "deep": True} and channels is None
+    assert estimator["metric_definitions"] == [{"Name": "acc", "Regex": "acc=(.*)"}]
+    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    with pytest.raises(ImportError, match="Amazon's SDK"):
+        sagemaker_launcher(config, args)
+    with pytest.raises(ValueError, match="--flag has none"):
+        prepare_sagemager_args_inputs(config, launch_command_parser().parse_args(["train.py", "--flag"]))
+
+
+def test_a_tpu_is_named_and_commands_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "commands"
+    file.write_text("echo 1\necho 2\n")
+    assert tpu.run(["--tpu_name", "t", "--command_file", str(file), "--debug"]) == 0
+    assert "cd /usr/share; echo 1; echo 2 --worker all" in capsys.readouterr().out
+    assert tpu.run(["--command", "echo"]) == 2
+    assert "Give --tpu_name" in capsys.readouterr().err
+
+
+def test_options_of_megatron_become_hastens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "4")
+    made = MegatronLMPlugin(tp_degree=2, gradient_clipping=1.0).to_hasten()
+    assert (made.tp_degree, made.pp_degree, made.gradient_clipping) == (2, 4, 1.0)
