@@ -324,6 +324,29 @@ def test_zero_3_leaves_linear_layers_of_other_models_alone(ctx: ProcessContext) 
 
 
 @ranks(2)
+@pytest.mark.filterwarnings("ignore:.*the loss is nan:hasten.errors.HastenWarning")
+def test_an_update_of_numbers_that_are_not_finite_is_skipped_on_every_rank(ctx: ProcessContext) -> None:
+    """One rank's loss is nan; the weights stay on all, and the run goes on as if the batch had not been."""
+    for stage in (0, 1, 2, 3):
+        accelerator = Accelerator(numbers="skip", **engine(stage))
+        model, plain = Branching(), Branching()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for step in range(4):
+            bad = torch.nan if step == 1 and ctx.rank == 1 else 1.0
+            accelerator.backward(model(torch.ones(2, 4) * bad, True).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step != 1:
+                loss: Any = plain(torch.ones(2, 4), True).square().mean()  # Any: torch leaves backward untyped
+                loss.backward()
+                reference.step()
+                reference.zero_grad()
+        for name, value in accelerator.get_state_dict(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6, msg=f"stage {stage}: {name}")
+
+
+@ranks(2)
 def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
     settings = engine(2)
     settings["deepspeed"]["hf_ds_config"] |= {

@@ -178,11 +178,6 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
             )
         return None
     holds_back = config.numbers in ("skip", "rollback")
-    if holds_back and strategy.caps.owns_clipping:
-        raise ConfigError(
-            f"numbers={config.numbers} is not possible under {strategy.name}, which keeps gradients and makes the update by itself, so that one "
-            "rank's numbers cannot hold it back. Use numbers=stop or report."
-        )
     if holds_back and precision.scaler is not None and config.numbers_spike is not None:
         raise ConfigError(
             f"numbers_spike={config.numbers_spike:g} with numbers={config.numbers} cannot be honoured under mixed_precision='fp16': the scaler "

@@ -22,13 +22,9 @@ from hasten.trees import Tree
 class Caps:
     """What a strategy takes care of by itself, and what it cannot do."""
 
-    divides_loss: bool = False
     owns_precision: bool = False
-    owns_clipping: bool = False
-    owns_schedule: bool = False
     clips_by_value: bool = True
     sharded_state: bool = False
-    joins_uneven_inputs: bool = False
     synchronises: bool = True
     hides_gradients: bool = False
     """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""

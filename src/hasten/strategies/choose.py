@@ -78,9 +78,9 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
         )
     transforms: list[Transform] = [Place(), Convert(config.master_weights), *_common(config)]
     if alone:
-        return NativeStrategy("single", Alone(), transforms, Caps(joins_uneven_inputs=True, synchronises=False))
+        return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
     replicate = Replicate(config.ddp)
-    caps = Caps(joins_uneven_inputs=True, gradients_s=replicate.gradients_s)
+    caps = Caps(gradients_s=replicate.gradients_s)
     return NativeStrategy("ddp", replicate, transforms, caps)
 
 
