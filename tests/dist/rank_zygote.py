@@ -38,12 +38,12 @@ def stand_in(path: str, argv: list[str]) -> None:
 
 def serve(path: str) -> None:
     """Fork a rank for every connection until the input ends."""
-    import torch._dynamo  # noqa: F401, PLC0415 - what makes it warm
-    import torch.distributed.fsdp  # noqa: F401, PLC0415
-    from torch import nn  # noqa: PLC0415
+    import torch._dynamo
+    import torch.distributed.fsdp
+    from torch import nn
 
-    import hasten.checkpoint.writer  # noqa: F401, PLC0415
-    from hasten import Accelerator  # noqa: PLC0415
+    import hasten.checkpoint.writer  # noqa: F401
+    from hasten import Accelerator
 
     torch.set_num_threads(1)
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
@@ -94,13 +94,13 @@ def attend(link: socket.socket) -> None:
 
 def be_rank(order: dict[str, object], fds: list[int]) -> None:
     """Run the script as `python -m hasten.launch.worker script` would, to the end of the process."""
-    import atexit  # noqa: PLC0415
-    import faulthandler  # noqa: PLC0415
-    import threading  # noqa: PLC0415
-    from pathlib import Path  # noqa: PLC0415
+    import atexit
+    import faulthandler
+    import threading
+    from pathlib import Path
 
-    from hasten.launch import worker  # noqa: PLC0415
-    from hasten.runtime import env  # noqa: PLC0415
+    from hasten.launch import worker
+    from hasten.runtime import env
 
     code = 1
     try:

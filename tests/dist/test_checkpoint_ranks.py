@@ -165,7 +165,9 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
 
 
 @ranks(2, 3)
-def test_a_second_job_on_the_same_folder_is_told_of_the_first_on_every_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_a_second_job_on_the_same_folder_is_told_of_the_first_on_every_rank(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
     for _ in range(2):  # where there is nothing yet, and over what is there

@@ -79,7 +79,13 @@ def test_gather_joins_rows_of_every_dtype(ctx: ProcessContext) -> None:
 def test_one_tensor_that_differs_is_refused_everywhere(ctx: ProcessContext) -> None:
     """A small tensor takes a shorter way than a tree; ranks on different ways still meet, and name what differs."""
     comm = ctx.world
-    mine: tuple[Any, ...] = (torch.ones(2), torch.ones(3), torch.ones(2).double(), {"x": torch.ones(2)}, torch.ones(900))
+    mine: tuple[Any, ...] = (
+        torch.ones(2),
+        torch.ones(3),
+        torch.ones(2).double(),
+        {"x": torch.ones(2)},
+        torch.ones(900),
+    )
     for other in mine[1:]:
         with pytest.raises(MismatchError, match=r"rank 0: gather of tensor: \[2\] float32"):
             ops.gather(mine[0] if comm.rank == 0 else other, comm)

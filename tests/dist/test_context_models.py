@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -95,7 +93,8 @@ def losses(build: Any, batch_of: Any, accelerator: Accelerator | None, cache: bo
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("name", "way"), [("llama", "allgather"), ("llama", "ring"), ("llama", "ulysses"), ("bert", "allgather"), ("bert", "ulysses")]
+    ("name", "way"),
+    [("llama", "allgather"), ("llama", "ring"), ("llama", "ulysses"), ("bert", "allgather"), ("bert", "ulysses")],
 )
 def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str, way: Way) -> None:
     build, batch_of = {"llama": (llama, llama_batch), "bert": (bert, bert_batch)}[name]
@@ -108,18 +107,18 @@ def test_models_of_transformers_train_unchanged(ctx: ProcessContext, name: str, 
 def test_packed_sequences_and_hidden_padding_are_refused(ctx: ProcessContext) -> None:
     net = llama()
     tokens, positions = torch.ones(1, 8, dtype=torch.long), torch.arange(8).view(1, 8) % 4
-    with pytest.raises(StepError, match="positions of several sequences"):
-        with spread("ring").context_parallel([tokens, positions], [1, 1]):
-            net(input_ids=tokens, position_ids=positions, use_cache=False)
+    block = spread("ring").context_parallel([tokens, positions], [1, 1])
+    with pytest.raises(StepError, match="positions of several sequences"), block:
+        net(input_ids=tokens, position_ids=positions, use_cache=False)
     keep = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 0]])  # the first rank has no padding, and must not wait for the other
     positions = torch.arange(8).view(1, 8)
-    with pytest.raises(StepError, match="leave attention_mask out"):
-        with spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1]):
-            net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
+    block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
+    with pytest.raises(StepError, match="leave attention_mask out"), block:
+        net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
     keep = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])
-    with pytest.raises(StepError, match=("another rank", "leave attention_mask out")[ctx.rank]):
-        with spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1]):
-            net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
+    block = spread("ulysses").context_parallel([tokens, positions, keep], [1, 1, 1])
+    with pytest.raises(StepError, match=("another rank", "leave attention_mask out")[ctx.rank]), block:
+        net(input_ids=tokens, position_ids=positions, attention_mask=keep, use_cache=False)
 
 
 @ranks(2)

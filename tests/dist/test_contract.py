@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hasten import Accelerator
 from hasten.comm.process_group import ProcessGroupComm
@@ -27,14 +30,14 @@ def checked(ctx: ProcessContext, timeout_s: float = 30.0) -> ProcessGroupComm:
 def test_what_differs_is_refused_on_every_rank(ctx: ProcessContext) -> None:
     comm = checked(ctx)
     odd = ctx.rank == 1
-    for kind in ("operation", "shape", "dtype"):
+    calls: list[Callable[[], Tensor]] = [
+        lambda: comm.broadcast(torch.ones(2)) if odd else comm.all_reduce(torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(3 if odd else 2)),
+        lambda: comm.all_gather(torch.ones(2, dtype=torch.float64 if odd else torch.float32)),
+    ]
+    for call in calls:
         with pytest.raises(MismatchError, match="about to run different collectives") as caught:
-            if kind == "operation":
-                comm.broadcast(torch.ones(2)) if odd else comm.all_reduce(torch.ones(2))
-            elif kind == "shape":
-                comm.all_gather(torch.ones(3 if odd else 2))
-            else:
-                comm.all_gather(torch.ones(2, dtype=torch.float64 if odd else torch.float32))
+            call()
         assert "test_contract.py:" in str(caught.value)
         assert "rank 1: " in str(caught.value)
         dist.barrier()

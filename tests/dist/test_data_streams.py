@@ -40,7 +40,11 @@ def taken(loader: Loader, limit: int | None = None) -> list[Row]:
 def after_every_stop(ctx: ProcessContext, data: Callable[[], Any], batch: int | None, **settings: Any) -> int:
     """Stop after every batch of an epoch and go on in a new loader: it must be the rest of the uninterrupted epoch."""
 
-    options = {name: settings.pop(name) for name in ("collate_fn", "num_workers", "multiprocessing_context") if name in settings}
+    options = {
+        name: settings.pop(name)
+        for name in ("collate_fn", "num_workers", "multiprocessing_context")
+        if name in settings
+    }
 
     def fresh(seed: int = 7) -> Loader:
         return prepared(DataLoader(data(), batch_size=batch, **options), ctx=ctx, seed=seed, **settings)

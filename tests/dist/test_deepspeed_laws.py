@@ -351,7 +351,10 @@ def test_placeholders_and_auto_values(ctx: ProcessContext) -> None:
     settings = engine(2)
     settings["deepspeed"]["hf_ds_config"] |= {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "warmup_type": "linear"},
+        },
         "train_micro_batch_size_per_gpu": "auto",
     }
     accelerator = Accelerator(**settings)
@@ -418,7 +421,9 @@ def whole_state(run: Run) -> State:
     for name, parameter in inner.named_parameters():
         if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
             state[name].append(shown.safe_get_full_fp32_param(parameter).clone())
-            state[name] += [shown.safe_get_full_optimizer_state(parameter, key).clone() for key in ("exp_avg", "exp_avg_sq")]
+            state[name] += [
+                shown.safe_get_full_optimizer_state(parameter, key).clone() for key in ("exp_avg", "exp_avg_sq")
+            ]
     if run.optimizer.optimizer.stage == 0:
         saved = run.optimizer.state_dict()["state"]
         state["moments"] = [one[key].clone() for one in saved.values() for key in ("master", "exp_avg", "exp_avg_sq")]
@@ -426,8 +431,7 @@ def whole_state(run: Run) -> State:
 
 
 def fresh_run(stage: int, precision: str) -> Run:
-    run = Run(Accelerator(mixed_precision=precision, gradient_accumulation_steps=1, **engine(stage)))
-    return run
+    return Run(Accelerator(mixed_precision=precision, gradient_accumulation_steps=1, **engine(stage)))
 
 
 def save_some(ctx: ProcessContext, folder: Path, stage: int, precision: str) -> tuple[State, list[float]]:

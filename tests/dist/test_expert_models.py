@@ -102,7 +102,8 @@ def test_any_load_has_the_gradients_of_one_process(ctx: ProcessContext) -> None:
         accelerator.backward(net(x.chunk(2)[ctx.rank], chosen.chunk(2)[ctx.rank]).pow(2).mean())
         for (name, own), (_, whole) in zip(net.named_parameters(), plain.named_parameters(), strict=True):
             grad = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
-            assert whole.grad is not None and grad is not None, f"{name}, {load}"
+            assert whole.grad is not None, f"{name}, {load}"
+            assert grad is not None, f"{name}, {load}"
             torch.testing.assert_close(grad, whole.grad, rtol=0, atol=1e-6)
 
 
@@ -143,13 +144,15 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
         prepared(Listed(), ep_plan=("experts",))
     with pytest.raises(ConfigError, match=r"has 3 experts, which ep_size=2 does not divide.* one of \[1, 3\]"):
         prepared(TinyMixture(experts=3))
-    with pytest.raises(ConfigError, match=r"'nowhere' matches no module .*hold experts are blocks.0.experts, blocks.1.experts"):
+    with pytest.raises(
+        ConfigError, match=r"'nowhere' matches no module .*hold experts are blocks.0.experts, blocks.1.experts"
+    ):
         prepared(TinyMixture(), ep_plan=("nowhere",))
     with pytest.raises(ConfigError, match="its forward takes \\(input\\)"):
         prepared(nn.Sequential(nn.Linear(4, 4, bias=False)), ep_plan=("0",))
+    tied = TinyMixture()
+    tied.blocks[1].experts.up = tied.blocks[0].experts.up  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="one tied tensor"):
-        tied = TinyMixture()
-        tied.blocks[1].experts.up = tied.blocks[0].experts.up  # type: ignore[union-attr]
         prepared(tied)
     net: Any = prepared(TinyMixture())
     with pytest.raises(StepError, match=r"called with hidden states \(2, 3, 8\)"):

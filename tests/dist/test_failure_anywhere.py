@@ -7,7 +7,6 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -44,7 +43,10 @@ OUTSIDE: Final = frozenset(
         "AsyncWriter.submit.<locals>.run",  # a thread that was started and does not run at all
         *("Undo.__exit__", "Noted.__exit__"),  # after the ranks have agreed that all is done
         # arithmetic that torch's archive writer calls; it reports a failure there in words of its own
-        *(f"_BlankArchive.{name}" for name in ("write", "seek", "tell", "flush", "read", "close", "seekable", "writable")),
+        *(
+            f"_BlankArchive.{name}"
+            for name in ("write", "seek", "tell", "flush", "read", "close", "seekable", "writable")
+        ),
     }
 )
 LONGEST_S: Final = 10.0
@@ -262,7 +264,9 @@ def attack(
     run.train(3)
     run.accelerator.load_state(str(folder / "x"))
     have = run.digest()
-    assert [key for key in want if want[key] != have[key] and key not in ("loader", "clock", "scaler")] == [], "all works as before"
+    assert [key for key in want if want[key] != have[key] and key not in ("loader", "clock", "scaler")] == [], (
+        "all works as before"
+    )
     run.accelerator.end_training()
     return count
 

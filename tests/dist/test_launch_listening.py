@@ -89,9 +89,9 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
 def _from_a_notebook() -> list[str]:
     names: dict[str, object] = {}
     exec(LISTEN, names)
-    import torch.distributed as dist  # noqa: PLC0415 - in the new process
+    import torch.distributed as dist
 
-    from hasten import Accelerator  # noqa: PLC0415
+    from hasten import Accelerator
 
     accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()
@@ -277,7 +277,9 @@ def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(230)
-@pytest.mark.parametrize("flags", [("--num_machines=2",), ("--nnodes=2:3", "--max_restarts=0")], ids=["fixed", "elastic"])
+@pytest.mark.parametrize(
+    "flags", [("--num_machines=2",), ("--nnodes=2:3", "--max_restarts=0")], ids=["fixed", "elastic"]
+)
 def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
     folder: Path, network: list[str], flags: tuple[str, ...]
 ) -> None:

@@ -96,7 +96,16 @@ def test_two_processes_really_run(folder: Path, capfd: pytest.CaptureFixture[str
 # What the agent and the launcher add to the plan's variables, for every launch in the same way.
 ADDED: Final = frozenset(
     (
-        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *(
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "GROUP_WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        ),
         *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HASTEN_LAUNCHER_PID", "HASTEN_TOKEN"),
@@ -104,7 +113,9 @@ ADDED: Final = frozenset(
 )
 
 
-@pytest.mark.parametrize("words", [["--num_processes=2"], ["--num_processes=1", "--max_restarts=1"], ["--num_processes=1"]])
+@pytest.mark.parametrize(
+    "words", [["--num_processes=2"], ["--num_processes=1", "--max_restarts=1"], ["--num_processes=1"]]
+)
 def test_what_the_dry_run_prints_is_what_runs(
     folder: Path, capfd: pytest.CaptureFixture[str], words: list[str]
 ) -> None:

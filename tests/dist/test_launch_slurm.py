@@ -205,7 +205,9 @@ def test_a_job_that_was_preempted_goes_on(slurm: dict[str, str], tmp_path: Path)
 
 @long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("options", ["time=2,signal=USR1@60", "time=2,signal=B:USR1@60", "time=2,signal=B:TERM@60", "time=1"])
+@pytest.mark.parametrize(
+    "options", ["time=2,signal=USR1@60", "time=2,signal=B:USR1@60", "time=2,signal=B:TERM@60", "time=1"]
+)
 def test_a_job_whose_time_is_up_goes_on_from_there(slurm: dict[str, str], tmp_path: Path, options: str) -> None:
     endless = COUNT.replace("count < 30", 'not (folder / "finish").exists()')
     job = submit(slurm, tmp_path, options=options, program=endless)

@@ -278,7 +278,9 @@ def test_bf16_keeps_masters(ctx: ProcessContext) -> None:
 
 @pytest.mark.exhaustive
 @ranks(2, timeout_s=LONG)
-@pytest.mark.parametrize(("layout", "precision"), [("tp2", "no"), ("pp2", "bf16"), pytest.param("dp2", "no", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("layout", "precision"), [("tp2", "no"), ("pp2", "bf16"), pytest.param("dp2", "no", marks=pytest.mark.exhaustive)]
+)
 def test_a_run_goes_on_bit_for_bit(ctx: ProcessContext, tmp_path: Path, layout: str, precision: str) -> None:
     """Also with dropout, whose random numbers depend on the seed, the batch and the place alone."""
     split = 2 if layout == "dp2" else 1
@@ -323,11 +325,14 @@ def load_some(ctx: ProcessContext, folder: Path, layout: str) -> list[float]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("saved", "loaded"), [
-    ("tp2", "pp2"),
-    pytest.param("pp2", "dp2", marks=pytest.mark.exhaustive),
-    pytest.param("dp2", "tp2", marks=pytest.mark.exhaustive),
-])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("tp2", "pp2"),
+        pytest.param("pp2", "dp2", marks=pytest.mark.exhaustive),
+        pytest.param("dp2", "tp2", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_checkpoint_loads_in_another_layout(rank_pool: Pool, tmp_path: Path, saved: str, loaded: str) -> None:
     after = torch.tensor(rank_pool.run(save_some, 2, tmp_path, saved, timeout_s=LONG)[0])
     found = torch.tensor(rank_pool.run(load_some, 2, tmp_path, loaded, timeout_s=LONG)[0])
@@ -347,8 +352,8 @@ def test_the_cpu_is_refused_in_one_sentence() -> None:
 def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path) -> None:
     with on_cpu():
         accelerator = engine({"pp_degree": 2}, gradient_accumulation_steps=2)
+        net = torch.nn.Linear(2, 2)
         with pytest.raises(PrepareError, match="only known architectures can be trained: gpt2, llama"):
-            net = torch.nn.Linear(2, 2)
             accelerator.prepare(net, torch.optim.SGD(net.parameters()))
         frozen = language_model("gpt2")
         frozen.transformer.wpe.requires_grad_(False)
@@ -362,8 +367,8 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
             accelerator.backward(torch.ones((), requires_grad=True))
         with torch.no_grad(), pytest.raises(StepError, match="would ignore"):
             run.model(**batch, inputs_embeds=torch.ones(1))
+        other = language_model("gpt2")
         with pytest.raises(PrepareError, match="one model with one optimizer"):
-            other = language_model("gpt2")
             accelerator.prepare(other, optimizer_of(other))
         run.steps(1)
         with pytest.raises(CheckpointError, match="middle of an accumulation window"):
@@ -372,6 +377,6 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
             accelerator.strategy.clip_norm(list(run.model.parameters())[:1], 1.0, 2.0)
         with pytest.raises(StepError, match="leave norm_type out"):
             accelerator.strategy.clip_norm(list(run.model.parameters()), 1.0, 1.0)
+        model = language_model("gpt2")
         with pytest.raises(ConfigError, match="one layout per process"):
-            model = language_model("gpt2")
             engine({"tp_degree": 2}).prepare(model, optimizer_of(model))

@@ -62,7 +62,9 @@ def test_groups_and_twins_have_sessions_of_their_own(ctx: ProcessContext) -> Non
     pair, twin = ctx.groups(Axis.TP), ctx.world.twin()
     assert pair.session().proven
     found: list[list[int]] = []
-    thread = threading.Thread(target=lambda: found.append([twin.all_gather_object(ctx.rank * i)[-1] for i in range(20)]))
+    thread = threading.Thread(
+        target=lambda: found.append([twin.all_gather_object(ctx.rank * i)[-1] for i in range(20)])
+    )
     thread.start()
     for _ in range(20):
         assert [one.x for one in pair.all_gather_object(Own(ctx.rank))] == list(pair.ranks)
@@ -88,7 +90,9 @@ def test_an_object_that_cannot_be_sent_is_an_error_on_every_rank(ctx: ProcessCon
 @ranks(2, 3)
 def test_without_a_token_plain_objects_pass_and_pickles_are_refused_everywhere(ctx: ProcessContext) -> None:
     comm = with_credentials(ctx, Credentials(bytes([ctx.rank]) * 32))  # each machine with a home of its own
-    assert comm.all_gather_object([comm.rank, torch.tensor(comm.rank)]) == [[r, torch.tensor(r)] for r in range(comm.size)]
+    assert comm.all_gather_object([comm.rank, torch.tensor(comm.rank)]) == [
+        [r, torch.tensor(r)] for r in range(comm.size)
+    ]
     with pytest.raises(CommError, match=r"Evil cannot be sent as plain data.*set HASTEN_TOKEN"):
         comm.all_gather_object(Evil() if comm.rank == 0 else None)
     assert comm.broadcast_object("on") == "on"

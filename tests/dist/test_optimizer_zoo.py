@@ -155,7 +155,11 @@ class Foreign(torch.optim.Optimizer):
 def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: ProcessContext) -> None:
     theirs = pytest.importorskip("transformers.optimization").Adafactor
     cases: list[tuple[Make, str, str]] = [
-        (partial(torch.optim.LBFGS, lr=0.1), "uneven", r"LBFGS joins all parameters .* shape \(7, 6\) .* strategy='ddp'"),
+        (
+            partial(torch.optim.LBFGS, lr=0.1),
+            "uneven",
+            r"LBFGS joins all parameters .* shape \(7, 6\) .* strategy='ddp'",
+        ),
         (partial(torch.optim.LBFGS, lr=0.1), "scalar", r"LBFGS joins all parameters .* shape \(\)"),
         (partial(torch.optim.Adafactor, lr=0.1), "even", r"torch.optim.*Adafactor keeps row and column means"),
         (partial(theirs, lr=0.1, relative_step=False), "even", r"transformers.*Adafactor keeps row and column means"),

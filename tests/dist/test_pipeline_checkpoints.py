@@ -44,7 +44,10 @@ def loss_of(net: nn.Module, batch: Tensor) -> Tensor:
 def run(layout: str, seed: int, tied: bool = True) -> Run:
     accelerator = Accelerator(**SETTINGS[layout])
     net: nn.Module = seeded(lambda: TinyLM(vocab=12, width=8, heads=2, depth=4, context=6, tied=tied), seed)
-    groups = [{"params": [p for p in net.parameters() if p.ndim > 1]}, {"params": [p for p in net.parameters() if p.ndim < 2]}]
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1]},
+        {"params": [p for p in net.parameters() if p.ndim < 2]},
+    ]
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(groups, lr=0.05, foreach=True))
     return accelerator, net, optimizer
 

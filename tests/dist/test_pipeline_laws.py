@@ -53,7 +53,9 @@ def check(schedule: PipelineSchedule, tied: bool, precision: str, steps: int, to
     accelerator = Accelerator(mixed_precision=precision, parallelism_config=config)
     got = torch.tensor(hasten_losses(accelerator, task(tied), steps, through_stages))
     expected = torch.tensor(plain_losses(task(tied), steps))
-    torch.testing.assert_close(got, expected, rtol=0, atol=tolerance, msg=lambda m: f"{schedule} {sizes} {precision}: {m}")
+    torch.testing.assert_close(
+        got, expected, rtol=0, atol=tolerance, msg=lambda m: f"{schedule} {sizes} {precision}: {m}"
+    )
 
 
 @ranks(2)

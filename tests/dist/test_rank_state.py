@@ -153,7 +153,7 @@ def test_own_state_on_another_number_of_processes(rank_pool: Pool, tmp_path: Pat
 def test_a_bad_metric_on_one_rank_stops_both(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator, *_ = make(ctx, tmp_path)
     bad: dict[str, Any] = {"loss": None if ctx.rank == 1 else 1.0}
-    with pytest.raises(CheckpointError, match="rank 1.*NoneType"):
+    with pytest.raises(CheckpointError, match=r"rank 1.*NoneType"):
         accelerator.save_state(str(tmp_path / "x"), metrics=bad)
     assert not (tmp_path / "x").exists()
     accelerator.save_state(str(tmp_path / "x"), metrics={"loss": 1.0})

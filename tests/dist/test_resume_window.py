@@ -61,7 +61,9 @@ def mean_gradients(ctx: ProcessContext, model: nn.Module) -> list[Tensor]:
     return [whole(g) if isinstance(g, DTensor) else ctx.world.all_reduce(g, "mean") for g in found]
 
 
-def begin(ctx: ProcessContext, folder: Path, strategy: str, steps: int, weighted: bool, precision: str = "no") -> list[Tensor]:
+def begin(
+    ctx: ProcessContext, folder: Path, strategy: str, steps: int, weighted: bool, precision: str = "no"
+) -> list[Tensor]:
     """Some micro-steps, and a checkpoint in the middle of a window; the mean gradients of it."""
     run = make(ctx, folder, strategy, precision)
     for number in range(steps):

@@ -71,7 +71,9 @@ class Parts(NamedTuple):
 
 
 def prepared(folder: Path, data: Callable[[], Any], every: int, **settings: Any) -> Parts:
-    accelerator = Accelerator(project_dir=str(folder), gradient_accumulation_steps=every, divergence_every=3, **settings)
+    accelerator = Accelerator(
+        project_dir=str(folder), gradient_accumulation_steps=every, divergence_every=3, **settings
+    )
     torch.manual_seed(5)
     net = seeded(Net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)

@@ -35,7 +35,9 @@ def draws() -> list[float]:
 def test_rng_types_make_generators_equal_at_each_epoch(ctx: ProcessContext) -> None:
     generator = torch.Generator()
     accelerator = Accelerator(context=ctx, rng_types=("python", "torch", "generator"))
-    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True, generator=generator))
+    loader = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True, generator=generator)
+    )
     for epoch in range(2):
         random.seed(ctx.rank + epoch)
         np.random.seed(ctx.rank + epoch)
@@ -51,12 +53,18 @@ def test_rng_types_make_generators_equal_at_each_epoch(ctx: ProcessContext) -> N
 def test_what_cannot_be_honoured_is_refused_in_the_constructor(ctx: ProcessContext) -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (  # Any: settings of every type
         ({"rng_types": ("cuda", "nonsense")}, "rng type '(cuda|nonsense)' is not known"),
-        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "sp_size=2 .* sequence parallelism is not in this version"),
+        (
+            {"parallelism_config": ParallelismConfig(sp_size=2)},
+            "sp_size=2 .* sequence parallelism is not in this version",
+        ),
         (
             {"parallelism_config": ParallelismConfig(tp_handler=TorchTensorParallelConfig(enable_async_tp=True))},
             "enable_async_tp=true .* is not in this version",
         ),
-        ({"gradient_accumulation_plugin": GradientAccumulationPlugin(adjust_scheduler=False)}, "adjust_scheduler=false"),
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(adjust_scheduler=False)},
+            "adjust_scheduler=false",
+        ),
         ({"strategy": "xla"}, "training on TPUs is not in this version"),
     )
     for settings, words in cases:
@@ -95,7 +103,9 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
     with pytest.raises(MissingPackageError, match=f"log_with='{gone}'.*pip install .*, or set missing_tracker: warn"):
         Accelerator(context=ctx, log_with=gone)
     with pytest.warns(UserWarning, match="not logged there"):
-        accelerator = Accelerator(context=ctx, log_with=[gone, "jsonl"], tracking=TrackingConfig(missing_tracker="warn"))
+        accelerator = Accelerator(
+            context=ctx, log_with=[gone, "jsonl"], tracking=TrackingConfig(missing_tracker="warn")
+        )
     assert accelerator.tracking._names == ("jsonl",)
     assert gone not in Accelerator(context=ctx, log_with="all").tracking._names
 
@@ -112,7 +122,10 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
         (["--strategy=megatron", "--num_processes=2"], "the package 'megatron' is not installed"),
         (["--strategy=xla"], "training on TPUs is not in this version"),
         (["--tpu"], "training on TPUs is not in this version"),
-        (["--deepspeed_zero_stage=3", "--deepspeed_zero3_init_flag=true"], "while a model is built is not in this version"),
+        (
+            ["--deepspeed_zero_stage=3", "--deepspeed_zero3_init_flag=true"],
+            "while a model is built is not in this version",
+        ),
     ],
 )
 def test_the_launcher_refuses_in_one_sentence_with_code_2(

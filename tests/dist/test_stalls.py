@@ -150,12 +150,16 @@ def test_reported_cause_is_the_cause(case: Case, warm: str, folder: Path, capfd:
         assert code == case.code, text
         assert took < WITHIN_S
     if case.code == ending.STALLED:
-        assert text.count("stalled: ") == (1 if case.report_only else 2), text  # the report once, and the launcher's line
+        assert text.count("stalled: ") == (1 if case.report_only else 2), (
+            text
+        )  # the report once, and the launcher's line
         (report,) = (folder / "project").glob("stall-*.txt")
         assert re.search(case.cause, report.read_text())
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "long_first" else pytest.mark.exhaustive) for name in HARMLESS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "long_first" else pytest.mark.exhaustive) for name in HARMLESS]
+)
 def test_nothing_is_said_where_nothing_is_wrong(
     name: str, warm: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

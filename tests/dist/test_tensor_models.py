@@ -154,7 +154,8 @@ def test_norms_of_heads_have_the_gradient_of_all_heads(ctx: ProcessContext) -> N
         for name, gradient in expected.items():
             own = net.get_parameter(name).grad
             got = own.full_tensor() if isinstance(own, DTensor) else own
-            assert gradient is not None and gradient.abs().max() > 0
+            assert gradient is not None
+            assert gradient.abs().max() > 0
             torch.testing.assert_close(got, gradient, rtol=1e-3, atol=1e-8)
 
 

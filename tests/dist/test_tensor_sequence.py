@@ -43,9 +43,7 @@ class Layer(nn.Module):
             self.inner[kind + name](t).unflatten(-1, (-1, 2)).transpose(1, 2)
             for name, t in (("q", x), ("k", other), ("v", other))
         )
-        mixed: Tensor = self.outer[kind + "o"](
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        )
+        mixed: Tensor = self.outer[kind + "o"](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return mixed
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
@@ -213,10 +211,10 @@ def test_what_cannot_be_divided_is_refused(ctx: ProcessContext) -> None:
         )
     with pytest.raises(ConfigError, match="gathers the output of no layer; name the one head"):
         made_for(BOTH, tp_plan="auto").prepare(net())
-    with pytest.raises(ConfigError, match="does not divide the 5 tokens .* Pad sequences to 6"):
+    with pytest.raises(ConfigError, match=r"does not divide the 5 tokens .* Pad sequences to 6"):
         made_for(SEQUENCE).prepare(net())(torch.zeros(1, 5, dtype=torch.long))
     stack = nn.Sequential(nn.Sequential(Measured(), Measured()))
-    with pytest.raises(StepError, match="got 8 features instead of 4: .* Take the number of tokens from a projection"):
+    with pytest.raises(StepError, match=r"got 8 features instead of 4: .* Take the number of tokens from a projection"):
         made_for(SEQUENCE, tp_plan={"*.up": "colwise", "*.down": "rowwise"}).prepare(stack)(torch.zeros(1, 4, 4))
     with pytest.raises(ConfigError, match="compiled code has not been tried"):
         Accelerator(parallelism_config=ParallelismConfig(tp_size=2, tp_handler=SEQUENCE), dynamo_backend="eager")

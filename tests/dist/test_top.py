@@ -111,7 +111,9 @@ while not pathlib.Path(sys.argv[1]).exists():
 """
 
 
-def test_a_job_of_one_process_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_of_one_process_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script, stop, sockets = tmp_path / "alone.py", tmp_path / "stop", tmp_path / "hasten"
     script.write_text(ALONE)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

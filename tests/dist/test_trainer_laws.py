@@ -68,7 +68,9 @@ def make(folder: Path, stop: int | None = None, **changes: Any) -> Trainer:
 
 
 def fingerprint(trainer: Trainer) -> list[Tensor]:
-    weights = [t.detach().clone() for t in trainer.accelerator.unwrap_model(trainer.wrapped_model).state_dict().values()]
+    weights = [
+        t.detach().clone() for t in trainer.accelerator.unwrap_model(trainer.wrapped_model).state_dict().values()
+    ]
     for values in trainer.optimizer.state.values():
         weights += [value.clone() for value in values.values()]
     return [t.to_local() if hasattr(t, "to_local") else t for t in weights]
@@ -197,7 +199,9 @@ def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext, tmp_pat
         trainer = Trainer(seeded(Scored), args, eval_dataset=data, compute_metrics=keep)
         metrics = trainer.evaluate()
         model = seeded(Scored).eval()
-        batch = default_data_collator([{"x": row["x"], "label": row["label"]} for row in map(data.__getitem__, range(length))])
+        batch = default_data_collator(
+            [{"x": row["x"], "label": row["label"]} for row in map(data.__getitem__, range(length))]
+        )
         with torch.no_grad():
             expected = model(**batch)
         assert np.array_equal(seen[0].label_ids, batch["labels"].numpy()), length
@@ -225,7 +229,9 @@ def test_token_labels_of_different_lengths_are_predicted_exactly(ctx: ProcessCon
             out = model(**row)
         np.testing.assert_allclose(found.predictions[index, :size], out["logits"][0].numpy(), rtol=1e-4, atol=1e-6)
         total, count = total + float(out["loss"]) * size, count + size
-    assert found.metrics["test_loss"] == pytest.approx(total / count, rel=1e-5)  # the mean over tokens, not over batches
+    assert found.metrics["test_loss"] == pytest.approx(
+        total / count, rel=1e-5
+    )  # the mean over tokens, not over batches
 
 
 @ranks(1, 2)

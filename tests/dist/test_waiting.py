@@ -84,7 +84,7 @@ def test_the_time_that_is_told_is_the_time_that_passed() -> None:
         nobody.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
         rank = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2, rendezvous=url)
-        with pytest.raises(CommError, match="did not meet the others at .* within 1 s"):
+        with pytest.raises(CommError, match=r"did not meet the others at .* within 1 s"):
             start(rank, torch.device("cpu"), settings=GroupSettings(init_timeout_s=1))
 
 

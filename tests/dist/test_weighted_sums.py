@@ -69,9 +69,7 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
                 optimizer.step()
                 optimizer.zero_grad()
         for head in range(heads):
-            parts = [
-                batch(window, m, head, r, rows[window, m, head, r]) for m in range(every) for r in range(size)
-            ]
+            parts = [batch(window, m, head, r, rows[window, m, head, r]) for m in range(every) for r in range(size)]
             torch.autograd.backward(loss_of(reference, torch.cat(parts), head))
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         plain.step()
@@ -128,7 +126,7 @@ def test_what_cannot_be_kept_apart_is_refused(ctx: ProcessContext) -> None:
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)
         accelerator.backward(model(x).sum(), weight=2)
-    with pytest.raises(StepError, match="Save where accelerator.sync_gradients is true"):
+    with pytest.raises(StepError, match=r"Save where accelerator.sync_gradients is true"):
         accelerator.clock.state_dict()
     with accelerator.accumulate(model):
         accelerator.backward(model(x).sum(), weight=1)

@@ -193,7 +193,7 @@ def test_a_loss_that_is_thrown_away_clears_the_window(ctx: ProcessContext) -> No
             if micro == 1:
                 one.zero_grad()
                 two.zero_grad()
-    for micro in range(2):
+    for _ in range(2):
         with accelerator.accumulate(first, second):
             for optimizer in (one, two):
                 optimizer.zero_grad()
@@ -221,9 +221,7 @@ def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessCont
     """An overflow of the first optimizer moves the scale only when the second has used its gradients."""
     for every in (1, 2):
         small = GradScalerKwargs(init_scale=256.0)
-        accelerator = Accelerator(
-            mixed_precision="fp16", gradient_accumulation_steps=every, kwargs_handlers=[small]
-        )
+        accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=every, kwargs_handlers=[small])
         weights = [nn.Linear(2, 1, bias=False) for _ in range(2)]
         for weight in weights:
             nn.init.ones_(weight.weight)
@@ -231,7 +229,7 @@ def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessCont
             *weights, *[torch.optim.SGD(weight.parameters(), lr=0.125) for weight in weights]
         )
         x = torch.ones(1, 2)
-        for micro in range(every):
+        for _ in range(every):
             with accelerator.accumulate(first, second):
                 accelerator.backward(first(x).sum() * float("inf") + second(x).sum())
                 one.step()
@@ -239,7 +237,7 @@ def test_two_optimizers_in_one_window_are_unscaled_by_one_scale(ctx: ProcessCont
                 two.step()
         assert one.step_was_skipped
         assert not two.step_was_skipped
-        torch.testing.assert_close(second.weight.detach(), torch.full((1, 2), 0.75), msg=f"{every} {micro}")
+        torch.testing.assert_close(second.weight.detach(), torch.full((1, 2), 0.75), msg=f"{every}")
 
 
 @ranks(1, 2)
