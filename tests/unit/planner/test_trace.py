@@ -98,7 +98,7 @@ def test_loops_that_never_train_are_refused() -> None:
     def without_data() -> None:
         raise FileNotFoundError("data/train.bin")
 
-    with pytest.raises(ConfigError, match="stopped before its first batch.*FileNotFoundError: data/train.bin"):
+    with pytest.raises(ConfigError, match=r"stopped before its first batch.*FileNotFoundError: data/train.bin"):
         trace(without_data, "empty")
 
 
