@@ -106,7 +106,7 @@ class _Float32List(TorchFunctionMode):
         if func is Tensor.backward:
             self._in_backward = True
             try:
-                return func(*args, **kwargs)
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             finally:
                 self._in_backward = False
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
