@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hasten.config.root import Config
@@ -98,3 +103,29 @@ def test_budgets_are_durations() -> None:
     for text in ("soon", "0m", "-3s", "10 minutes"):
         with pytest.raises(ConfigError, match="is not a duration"):
             tuning.seconds(text)
+
+
+@pytest.mark.exhaustive
+def test_the_digits_example_is_tuned_from_end_to_end(tmp_path: Path) -> None:
+    """Real runs of a real script: the table has the script as it is and candidates, and the settings are written."""
+    script = Path(__file__).parents[3] / "examples" / "digits.py"
+    options = ["--budget", "90s", "--updates", "10", "--json", "-o", str(tmp_path / "config.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "tune",
+        str(script),
+        *options,
+        "--",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    assert trials[0]["verdict"] == "as it is"
+    assert trials[0]["step_s"] > 0
+    assert len(trials) > 1
+    assert (tmp_path / "config.yaml").is_file()
+    assert not (tmp_path / "run").exists(), "nothing of a trial is saved"
