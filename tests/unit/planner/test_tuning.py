@@ -40,6 +40,19 @@ def test_faster_values_are_taken_on_top_of_each_other() -> None:
     )
     assert found.best is not None
     assert found.best.values == {"a": 1, "b": True}
+    assert found.gain == 2.0
+
+
+def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
+    plain = [Outcome(step_s=1.0, losses=(2.0,)), Outcome(step_s=0.7, losses=(2.0,))]
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        return Outcome(step_s=0.7, losses=(2.0,)) if values else plain.pop(0)
+
+    busy = Tuning([Knob("a", (1,))])
+    busy.run(measure, lambda: True)
+    assert busy.best is busy.trials[0]
+    assert busy.gain == 1.0
 
 
 @pytest.mark.parametrize(
