@@ -97,17 +97,20 @@ def build(case: Case, tiny: bool) -> tuple[nn.Module, Sample]:
         given = small or {"n_embd": width, "n_layer": depth, "n_head": heads}
         config = GPT2Config(use_cache=False, **given)
         tokens = torch.randint(0, config.vocab_size, (config.n_positions,))
-        return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+        net: nn.Module = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
+        return net, {"input_ids": tokens, "labels": tokens}
     given = (
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64} if tiny else {}
     )
     if case.model == "vit-large":
         large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-        vision = ViTConfig(num_labels=1000, **(given or large))
+        vision = ViTConfig(**(given or large))
+        vision.num_labels = 1000
         return ViTForImageClassification(vision), {"pixel_values": torch.randn(3, 224, 224), "labels": torch.tensor(1)}
     words = BertConfig(**given)
     tokens = torch.randint(0, words.vocab_size, (64 if tiny else 512,))
-    return BertForMaskedLM(words), {"input_ids": tokens, "labels": tokens}
+    bert: nn.Module = BertForMaskedLM(words)  # type: ignore[no-untyped-call]
+    return bert, {"input_ids": tokens, "labels": tokens}
 
 
 class Rows(Dataset[Any]):

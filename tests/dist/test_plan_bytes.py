@@ -44,18 +44,19 @@ def test_each_rank_holds_exactly_what_is_planned(ctx: ProcessContext, strategy: 
     net = uneven()
     states = {"adamw": (4, 4), "momentum": (4,), "sgd": ()}[kind]
     trace = planned(net, OptimizerFacts(states=states, counter_bytes=4 if kind == "adamw" else 0))
-    optimizer = (
+    optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(net.parameters())
         if kind == "adamw"
         else torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9 if kind == "momentum" else 0.0)
     )
     accelerator = Accelerator(strategy=strategy, fsdp_plugin=FullyShardedDataParallelPlugin())
-    model, optimizer = accelerator.prepare(net, optimizer)
+    prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(net, optimizer)
+    model, optimizer = prepared
     batch = torch.arange(20).view(4, 5) % 19
     accelerator.backward(next_token_loss(model(batch), batch))
     optimizer.step()
     parameters = list(model.parameters())
-    got = (
+    got: tuple[float, float, float] = (
         sum(map(size, parameters)),
         sum(size(p.grad) for p in parameters if p.grad is not None),
         sum(size(value) for state in optimizer.state.values() for value in state.values()),

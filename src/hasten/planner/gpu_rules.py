@@ -37,14 +37,14 @@ class FusedAttention(torch.autograd.Function):
     """What a fused attention kernel keeps for backward: queries, keys, values, output and one number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]  # Any: torch's own
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # Any: torch's own
         out = query.new_empty(*query.shape[:-1], value.shape[-1])
         rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, rows)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # likewise
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # Any: likewise
         query, key, value, *_ = ctx.saved_tensors
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
@@ -81,7 +81,7 @@ class _Float32List(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        super().__init__()
         self._in_backward = False
         self._depth = 0
 
@@ -90,14 +90,14 @@ class _Float32List(TorchFunctionMode):
         if self._in_backward:
             self._depth += 1
             if self._depth == 1:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def left(self, module: nn.Module, inputs: object, output: object) -> None:
         """Turn it off again."""
         if self._in_backward:
             self._depth -= 1
             if self._depth == 0:
-                self.__exit__(None, None, None)
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -106,7 +106,7 @@ class _Float32List(TorchFunctionMode):
         if func is Tensor.backward:
             self._in_backward = True
             try:
-                return func(*args, **kwargs)
+                return func(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
             finally:
                 self._in_backward = False
         if func in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):

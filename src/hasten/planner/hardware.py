@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -187,15 +188,15 @@ def find(name: str, own: Mapping[str, Accelerator] = KNOWN) -> Accelerator:
 
     Raises: ConfigError that lists the names there are.
     """
-    plain = _plain(name)
     by_plain = {_plain(key): entry for key, entry in own.items()}
     by_plain |= {_plain(alias): own[key] for alias, key in _ALIASES.items() if key in own}
-    if plain in by_plain:
-        return by_plain[plain]
-    if "a10080gb" not in plain and "a100" in plain and "40gb" in plain and "a100-40gb" in own:
+    if _plain(name) in by_plain:
+        return by_plain[_plain(name)]
+    words = re.findall("[a-z0-9]+", name.lower())
+    if "40gb" in words and "a100" in words and "a100-40gb" in own:
         return own["a100-40gb"]
-    inside = [key for key in by_plain if key in plain]
-    if inside:
+    joined = ["".join(words[start:end]) for start in range(len(words)) for end in range(start + 1, len(words) + 1)]
+    if inside := [key for key in by_plain if key in joined]:
         return by_plain[max(inside, key=len)]
     near = get_close_matches(name.lower(), list(own), n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(own)}."

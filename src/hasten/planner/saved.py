@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -39,8 +41,9 @@ class SavedNotes:
     watch: StepWatch
     anatomy: Anatomy
     saved: Saved = field(default_factory=Saved)
-    _seen: set[int] = field(default_factory=set)
-    _alive: list[Tensor] = field(default_factory=list)  # an id is good while its tensor lives
+    _seen: dict[int, weakref.ref[Any]] = field(
+        default_factory=dict
+    )  # Any: storages; to hold them would change the peak
 
     def attention(self, flops: float, key_width: int, dtype: str) -> None:
         """Note an attention: its forward, and a backward with two and a half times as many operations."""
@@ -58,10 +61,10 @@ class SavedNotes:
     def save(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd keeps."""
         storage = tensor.untyped_storage()
-        if id(storage) in self._seen or self.watch.is_parameter(tensor):
+        known = self._seen.get(id(storage))
+        if (known is not None and known() is storage) or self.watch.is_parameter(tensor):
             return tensor
-        self._seen.add(id(storage))
-        self._alive.append(tensor)
+        self._seen[id(storage)] = weakref.ref(storage)
         num_bytes = storage.nbytes()
         self.saved.total += num_bytes
         if any(id(module) in self.anatomy.blocks for module in self.watch.stack):
@@ -75,8 +78,3 @@ class SavedNotes:
         if self.watch.stack and id(self.watch.stack[-1]) in self.anatomy.by_rows:
             return True
         return tensor.dim() > 3 or tensor.shape[-1:] != (self.saved.width,)
-
-    def found(self) -> Saved:
-        """What was noted; kept tensors are let go."""
-        self._alive.clear()
-        return self.saved

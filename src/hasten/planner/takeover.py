@@ -99,7 +99,7 @@ class Takeover:
             return self.steps
         except SystemExit as error:
             self._fail(f"it ended with exit code {error.code} before its first batch")
-        except Exception as error:
+        except Exception as error:  # of any kind: the loop is the user's own, and the sentence says what it raised
             self._fail(f"{type(error).__name__}: {_first_line(error)}")
         if self._run is not None:
             self._fail("it ended before its first update")
@@ -234,7 +234,7 @@ class Takeover:
         step.watched = Watched(
             watch.seen.alive[:], dict(watch.seen.flops), watch.seen.moved, watch.seen.operations, watch.seen.peak_module
         )
-        step.saved = self._notes.found()
+        step.saved = self._notes.saved
         before = len(watch.seen.alive)
         inner = optimizer.optimizer
         inner.step()
@@ -314,7 +314,8 @@ def _facts(optimizer: Optimizer, alive: list[tuple[int, int, int]], before: tupl
 def _patched(takeover: Takeover) -> Iterator[None]:
     """Hand the script's Accelerators, `prepare()` and updates to `takeover` inside the block."""
     owner = facade.Accelerator
-    build, prepare, loader, step = facade.build, Preparer.prepare, Preparer.prepare_loader, PreparedOptimizer.step
+    build = vars(facade)["build"]
+    prepare, loader, step = Preparer.prepare, Preparer.prepare_loader, PreparedOptimizer.step
 
     def started(self: facade.Accelerator, **given: Any) -> None:  # Any: settings of the script
         takeover.built(self)

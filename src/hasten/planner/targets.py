@@ -116,7 +116,7 @@ def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
 
 def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
     """One sample for a model of transformers, by its configuration: tokens with labels, or an image."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)  # Any: of transformers
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" in accepted and hasattr(config, "vocab_size"):
         longest = getattr(config, "max_position_embeddings", None) or _LONGEST

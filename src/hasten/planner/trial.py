@@ -152,7 +152,7 @@ class Timed:
 
 def _patch(timed: Timed) -> None:
     """Change hasten for the rest of this process, which is this trial's own."""
-    build, prepare = facade.build, Preparer.prepare
+    build, prepare = vars(facade)["build"], Preparer.prepare
     backward, step = facade.Accelerator.backward, PreparedOptimizer.step
     loader = Preparer.loader
 
@@ -179,8 +179,8 @@ def _patch(timed: Timed) -> None:
             timed.updated()
         return out
 
-    facade.build = built
     for holder, name, function in (
+        (facade, "build", built),
         (Preparer, "prepare", prepared),
         (Preparer, "loader", loaded),
         (facade.Accelerator, "backward", sent),
@@ -205,7 +205,7 @@ def main(argv: list[str]) -> int:
         pass
     except SystemExit as ended:
         error = f"it ended with exit code {ended.code}" if ended.code else ""
-    except Exception as wrong:
+    except Exception as wrong:  # of any kind: the script is the user's own, and the table says what it raised
         error = f"{type(wrong).__name__}: {(str(wrong).strip().splitlines() or ['no message'])[0]}"
     if facade_rank() == 0:
         Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))

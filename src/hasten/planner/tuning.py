@@ -95,8 +95,25 @@ class Tuning:
             for values in self._values(knob):
                 if not in_time():
                     return
-                outcome = measure(values, HOPELESS * self.best.outcome.step_s)
-                self._conclude(knob, values, outcome, base.outcome)
+                limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # it computes more
+                self._conclude(knob, values, measure(values, limit), base.outcome)
+        if self.best is not base and in_time():
+            self._confirm(base, measure({}, None))
+
+    def _confirm(self, base: Trial, again: Outcome) -> None:
+        """Compare with the script as it is once more: a machine that was busy at first makes everything look faster."""
+        assert self.best is not None, "the baseline comes first"
+        if not again.error:
+            self.trials.append(Trial({}, again, "as it is, once more"))
+            if again.step_s * (1 - WORTH) <= self.best.outcome.step_s:
+                self.best = base
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the best is as the faster of all runs of the script as it is."""
+        assert self.best is not None, "the baseline comes first"
+        plain = [trial.outcome.step_s for trial in self.trials if not trial.values and not trial.outcome.error]
+        return min(plain) / self.best.outcome.step_s if self.best.values else 1.0
 
     def _values(self, knob: Knob) -> Iterator[Values]:
         for value in knob.values:

@@ -64,7 +64,8 @@ class StepWatch(TorchDispatchMode):
                 for name, parameter in model.named_parameters():
                     if parameter.requires_grad:
                         hook = self._accumulated(name.rpartition(".")[0])
-                        stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+                        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                        stack.callback(handle.remove)
             yield
 
     def is_parameter(self, tensor: Tensor) -> bool:

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator
 from hasten.cli.main import main
 from hasten.config import files
+from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.planner.auto import choose
 from hasten.planner.gpu_rules import gpu_rules
 from hasten.planner.trace import trace
 from hasten.planner.traced import ModelTrace
@@ -51,7 +53,7 @@ def test_a_fake_step_keeps_what_a_real_one_keeps(traced: ModelTrace) -> None:
     batch = torch.zeros(1, LENGTH, dtype=torch.long)
     watch = StepWatch([model])
     with watch.hooks(), gpu_rules(lambda *_: None), watch:
-        next_token_loss(model(batch), batch).backward()
+        next_token_loss(model(batch), batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     real = max(sum(alive[:2]) for alive in watch.seen.alive)
     variant = traced.variant("no", recompute=False)
     assert variant is not None
@@ -115,6 +117,19 @@ def test_the_command_plans_a_script_and_writes_settings(tmp_path: Path, capsys: 
     assert found["options"][0]["fits"]
     names = {entry.name: entry.value for entry in files.read(out).entries}
     assert names["launch.num_processes"] == 8
+
+
+def test_a_launch_chooses_its_strategy_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_trace\ntest_trace.loop()\n"
+    )
+    assert main(["launch", "--cpu", "--num_processes", "2", "--auto", "--dry-run", str(script)]) == 0
+    shown = capsys.readouterr()
+    assert '"strategy","auto","file","--auto"' in shown.out or '"strategy","fsdp","file","--auto"' in shown.out
+    assert "[hasten] auto: " in shown.err
+    with pytest.raises(ConfigError, match="--auto plans a script"):
+        choose(["train"], Config(), 2, 2, "", 2**34)
 
 
 @pytest.mark.parametrize(

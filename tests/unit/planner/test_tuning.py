@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from hasten.config.root import Config
@@ -35,6 +40,19 @@ def test_faster_values_are_taken_on_top_of_each_other() -> None:
     )
     assert found.best is not None
     assert found.best.values == {"a": 1, "b": True}
+    assert found.gain == 2.0
+
+
+def test_a_gain_that_a_second_look_does_not_show_is_dropped() -> None:
+    plain = [Outcome(step_s=1.0, losses=(2.0,)), Outcome(step_s=0.7, losses=(2.0,))]
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        return Outcome(step_s=0.7, losses=(2.0,)) if values else plain.pop(0)
+
+    busy = Tuning([Knob("a", (1,))])
+    busy.run(measure, lambda: True)
+    assert busy.best is busy.trials[0]
+    assert busy.gain == 1.0
 
 
 @pytest.mark.parametrize(
@@ -98,3 +116,29 @@ def test_budgets_are_durations() -> None:
     for text in ("soon", "0m", "-3s", "10 minutes"):
         with pytest.raises(ConfigError, match="is not a duration"):
             tuning.seconds(text)
+
+
+@pytest.mark.exhaustive
+def test_the_digits_example_is_tuned_from_end_to_end(tmp_path: Path) -> None:
+    """Real runs of a real script: the table has the script as it is and candidates, and the settings are written."""
+    script = Path(__file__).parents[3] / "examples" / "digits.py"
+    options = ["--budget", "90s", "--updates", "10", "--json", "-o", str(tmp_path / "config.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "hasten.cli.main",
+        "tune",
+        str(script),
+        *options,
+        "--",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    assert trials[0]["verdict"] == "as it is"
+    assert trials[0]["step_s"] > 0
+    assert len(trials) > 1
+    assert (tmp_path / "config.yaml").is_file()
+    assert not (tmp_path / "run").exists(), "nothing of a trial is saved"
