@@ -68,9 +68,17 @@ class SavingFace(Base):
         done, sharded = self.prepared, self.strategy.caps.sharded_state
         if sharded:
             load_original_parts(self, Path(folder), models)
-        whole: tuple[list[Any], list[Any]] = ([], []) if sharded else (models, list(done.optimizers))
-        rest = (done.schedulers, done.loaders, self.process_index, self.precision.scaler)
-        checkpointing.load_accelerator_state(folder, *whole, *rest, **kwargs)
+        optimizers: list[Any] = [] if sharded else list(done.optimizers)
+        checkpointing.load_accelerator_state(
+            folder,
+            [] if sharded else models,
+            optimizers,
+            done.schedulers,
+            done.loaders,
+            self.process_index,
+            self.precision.scaler,
+            **kwargs,
+        )
         for index, thing in enumerate(self.saving.registered):
             checkpointing.load_custom_state(thing, folder, index)
 
