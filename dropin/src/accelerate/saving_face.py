@@ -63,7 +63,7 @@ class SavingFace(Base):
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
         models = [self.unwrap_model(model) for model in self.prepared.models]
-        for hook in self.saving.load_hooks:
+        for hook in list(self.saving.load_hooks.values()):
             hook(models, folder)
         done, sharded = self.prepared, self.strategy.caps.sharded_state
         if sharded:
