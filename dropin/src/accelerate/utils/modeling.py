@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate import ambient
+from accelerate.utils.allocation import fallback_allocate, get_module_size_with_ties
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from accelerate.utils.enums import CustomDtype
 from accelerate.utils.imports import is_peft_available
@@ -27,7 +28,13 @@ from hasten.checkpoint.export import parse_size
 from hasten.checkpoint.formats import read_tensors
 from hasten.errors import PrepareError
 
-__all__ = ["SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME"]
+__all__ = [
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "fallback_allocate",
+    "get_module_size_with_ties",
+]
 # Any in this file: device maps and foreign models.
 
 
