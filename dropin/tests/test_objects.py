@@ -44,7 +44,6 @@ def numbers(count: int = 12, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(count)), batch_size=2, **options)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's import
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_objects_behave_as_objects(shuffle: bool) -> None:
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -88,7 +89,9 @@ class DataLoaderAdapter(DataLoader[Any]):
                 if key not in ("batch_size", "shuffle", "sampler", "drop_last")
             }
             kwargs["batch_sampler"] = batch_sampler
-        super().__init__(dataset, **kwargs)
+        with warnings.catch_warnings():  # torchdata 0.11 makes a call that torch has deprecated
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            super().__init__(dataset, **kwargs)
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:

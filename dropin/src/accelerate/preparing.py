@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +22,7 @@ from hasten.errors import PrepareError
 from hasten.optim.engine import EngineOptimizer
 
 # Any in this file: the user's objects.
+PREPARED: Final = "_is_accelerate_prepared"  # the mark libraries look for
 
 
 class EstablishedPreparer(Preparer):
@@ -57,7 +58,7 @@ class EstablishedPreparer(Preparer):
         for index, value in zip(known, prepared, strict=True):
             result[index] = value
         for index in (*known, *alone):
-            result[index]._is_accelerate_prepared = True
+            setattr(result[index], PREPARED, True)
         return tuple(result)
 
     def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:
@@ -119,7 +120,7 @@ class EstablishedPreparer(Preparer):
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
         prepared.clock = self._clock
-        prepared._is_accelerate_prepared = True
+        setattr(prepared, PREPARED, True)
         self.done.loaders.append(prepared)  # type: ignore[arg-type]  # not hasten's Loader, but as good
         return prepared
 

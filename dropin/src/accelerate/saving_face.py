@@ -63,14 +63,22 @@ class SavingFace(Base):
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
         models = [self.unwrap_model(model) for model in self.prepared.models]
-        for hook in self.saving.load_hooks:
+        for hook in list(self.saving.load_hooks.values()):
             hook(models, folder)
         done, sharded = self.prepared, self.strategy.caps.sharded_state
         if sharded:
             load_original_parts(self, Path(folder), models)
-        whole: tuple[list[Any], list[Any]] = ([], []) if sharded else (models, list(done.optimizers))
-        rest = (done.schedulers, done.loaders, self.process_index, self.precision.scaler)
-        checkpointing.load_accelerator_state(folder, *whole, *rest, **kwargs)
+        optimizers: list[Any] = [] if sharded else list(done.optimizers)
+        checkpointing.load_accelerator_state(
+            folder,
+            [] if sharded else models,
+            optimizers,
+            done.schedulers,
+            done.loaders,
+            self.process_index,
+            self.precision.scaler,
+            **kwargs,
+        )
         for index, thing in enumerate(self.saving.registered):
             checkpointing.load_custom_state(thing, folder, index)
 

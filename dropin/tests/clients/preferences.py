@@ -3,6 +3,8 @@
 import os
 import random
 import sys
+import time
+import traceback
 from pathlib import Path
 
 from datasets import Dataset
@@ -43,8 +45,13 @@ def pairs():
 def writer(folder):
     """A model that has a place of its own on the disk, from where trainers load its reference."""
     set_seed(3)
-    place = f"{folder}-model-{os.environ.get('RANK', '0')}"
-    GPT2LMHeadModel(GPT2Config(**SIZES)).save_pretrained(place)
+    place, done = f"{folder}-model", Path(f"{folder}-saved")
+    model = GPT2LMHeadModel(GPT2Config(**SIZES))
+    if os.environ.get("RANK", "0") == "0":  # transformers writes weights on the first rank only
+        model.save_pretrained(place)
+        done.touch()
+    while not done.exists():
+        time.sleep(0.1)
     return GPT2LMHeadModel.from_pretrained(place)
 
 
@@ -114,6 +121,7 @@ def main(folder):
         try:
             results[name] = METHODS[name](str(Path(folder) / name))
         except Exception as error:
+            traceback.print_exc()
             results[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
     return results
 

@@ -86,13 +86,14 @@ class Saving:
         self._ctx = ctx
         self._project = project
         self._parts = parts
+        self.registered = parts.registered
         self._notes = dict(notes or {})
         self._sizes = sizes
         self.whole = whole
         """Whether rank 0 writes whole weights instead of every rank its shards."""
         self._iteration = project.iteration
         self._save_hooks: dict[int, SaveHook] = {}
-        self._load_hooks: dict[int, LoadHook] = {}
+        self.load_hooks: dict[int, LoadHook] = {}
         self._hook_count = 0
         self._writer = AsyncWriter()
         self._guard = FinishFirst(lambda: self._writer.busy, self._join_quietly)
@@ -141,8 +142,8 @@ class Saving:
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
         """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
         self._hook_count += 1
-        self._load_hooks[self._hook_count] = hook
-        return HookHandle(self._load_hooks, self._hook_count)
+        self.load_hooks[self._hook_count] = hook
+        return HookHandle(self.load_hooks, self._hook_count)
 
     # -- saving ---------------------------------------------------------------------------------------------------
     def save_state(
@@ -384,21 +385,11 @@ class Saving:
         """Save and load what another strategy prepares."""
         self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
 
-    @property
-    def registered(self) -> list[Any]:  # Any: the user's own classes
-        """The objects registered for checkpointing, in order."""
-        return self._parts.registered
-
-    @property
-    def load_hooks(self) -> list[LoadHook]:
-        """The hooks that run before a load, in order."""
-        return list(self._load_hooks.values())
-
     def _run_load_hooks(self, checkpoint: Checkpoint) -> list[nn.Module | None]:
         plain = self._parts.plain_models()
         models = list(self._parts.objects.models)
         given = list(models)
-        for hook in self.load_hooks:
+        for hook in list(self.load_hooks.values()):
             hook(models, str(checkpoint.folder))
         left = {id(model) for model in models}
         return [module if id(model) in left else None for module, model in zip(plain, given, strict=True)]
