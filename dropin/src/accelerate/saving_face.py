@@ -10,7 +10,7 @@ from accelerate.quirks import AUTOMATIC_NAMING_OPT_IN, kept
 from accelerate.resharding import FollowedPlugin
 from accelerate.state_hooks import StateHooks
 from accelerate.utils.fsdp_checkpoints import load_original_parts
-from hasten.accelerator.saving import HookHandle
+from hasten.accelerator.state_hooks import HookHandle
 
 if TYPE_CHECKING:
     import hasten

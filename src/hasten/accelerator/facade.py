@@ -28,8 +28,9 @@ from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.recording import Noted
 from hasten.accelerator.retrying import Retrying, Split
 from hasten.accelerator.run_state import RunParts
-from hasten.accelerator.saving import HookHandle, LoadHook, SaveHook, Saving
+from hasten.accelerator.saving import Saving
 from hasten.accelerator.setup import Parts, build, reports_in
+from hasten.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport
 from hasten.checkpoint.weights import load_weights

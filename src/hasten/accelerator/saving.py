@@ -18,6 +18,7 @@ from hasten.accelerator.preemption import FinishFirst, Preemption
 from hasten.accelerator.rank_state import with_own_state
 from hasten.accelerator.restore import plan_restore
 from hasten.accelerator.run_state import RunParts, collect, num_updates, settle_loops
+from hasten.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
 from hasten.accelerator.undo import Undo
 from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.async_writer import AsyncWriter
@@ -53,21 +54,6 @@ from hasten.strategies.base import Strategy
 from hasten.version import __version__
 
 log = get_logger(__name__)
-
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
-LoadHook = Callable[[list[nn.Module], str], None]
-
-
-class HookHandle:
-    """Takes a hook off again."""
-
-    def __init__(self, hooks: dict[int, Any], key: int) -> None:  # Any: hooks of either kind
-        self._hooks = hooks
-        self._key = key
-
-    def remove(self) -> None:
-        """Take the hook off; harmless to repeat."""
-        self._hooks.pop(self._key, None)
 
 
 class Saving:

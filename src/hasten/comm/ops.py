@@ -61,7 +61,7 @@ def _gather_small(x: Tensor, comm: Comm) -> Tensor | None:
     return rows.view(comm.size * x.shape[0], *x.shape[1:]) if x.ndim else rows
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=256)  # headers depend on nothing but their arguments
 def _header_of(shape: torch.Size, dtype: torch.dtype) -> bytes:
     """The header of a gather of one tensor that travels inside its envelope."""
     digest = _digest(_describe("gather", torch.empty(shape, dtype=dtype, device="meta"), None))
