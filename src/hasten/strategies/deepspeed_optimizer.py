@@ -282,14 +282,14 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return lambda: self.load_state_dict(before)
 
     def refresh(self) -> None:
-        """Show loaded weights in the parameters that ZeRO-3 keeps whole. Ranks: every rank."""
+        """Show loaded weights in the parameters that ZeRO-3 keeps whole, or has not let go of since. Ranks: every rank."""
         if not self.stale:
             return
         self.stale = False
-        optimizer = self.engine.optimizer
-        if kept := list(optimizer.persistent_parameters):
-            for parameter in kept:
+        for parameter in self.engine.module.parameters():
+            if parameter.ds_status.name == "AVAILABLE":  # gathered for a step that was not made, with the old weights
                 parameter.partition(has_been_updated=False)
+        if kept := list(self.engine.optimizer.persistent_parameters):
             kept[0].all_gather(kept)
 
     def _weights(self, shard: Shard) -> Tensor:
