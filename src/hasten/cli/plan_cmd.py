@@ -93,7 +93,10 @@ def table(plan: Plan, most: int) -> Table:
     """The first options, one a row."""
     shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
     for title in ("layout", "batch", "memory", "step", "MFU", "why"):
-        shown.add_column(title, justify="left" if title in ("layout", "why") else "right", no_wrap=title != "why")
+        in_words = title in ("layout", "why")  # these share what a narrow terminal leaves
+        shown.add_column(
+            title, justify="left" if in_words else "right", no_wrap=not in_words, ratio=1 if in_words else None
+        )
     for row in report.rows(plan, most):
         why = row["why"] if not row["asks"] else f"{row['why']}; the loop must call {row['asks']}"
         shown.add_row(*_cells(row), why, style=None if row["fits"] else "dim")
