@@ -28,7 +28,6 @@ ESSENTIAL: Final = frozenset(
             "gpu_ids",
             "num_cpu_threads_per_process",
             "max_restarts",
-            "stop_grace_s",
             "log_dir",
             "tee",
         ),
