@@ -198,7 +198,9 @@ class Mirrors(Base):
     @property
     def pipeline_parallel_rank(self) -> int:
         """The place among the stages of a pipeline."""
-        raise NotImplementedError("Pipeline parallelism is currently not supported in Accelerate.")
+        if self.ctx.mesh.size(Axis.PP) == 1:
+            raise NotImplementedError("this run has no pipeline; set pp_size in hasten's parallelism_config for one.")
+        return self.ctx.mesh.index(self.ctx.rank, Axis.PP)
 
     # -- what was prepared ----------------------------------------------------------------------------------------
     @property
