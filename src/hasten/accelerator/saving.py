@@ -363,6 +363,9 @@ class Saving:
                     f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
                     "everywhere. Give the path of one that every machine has."
                 )
+            log.warning(
+                "ranks see different newest checkpoints (%s); %s is loaded, which all have", sorted(set(seen)), name
+            )
         if self._ctx.is_main:
             tell_passed_over(store, name)
         return store, name

@@ -25,7 +25,9 @@ class Config(Section):
     master_weights: MasterWeights = setting(
         "fp32", "dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own)"
     )
-    strategy: StrategyName = setting("auto", "how training is spread (auto: ddp with several processes, else none)")
+    strategy: StrategyName = setting(
+        "auto", "how training is spread (auto: by the settings given; else ddp with several processes, none with one)"
+    )
     cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
     debug: bool = setting(
         False,
