@@ -253,6 +253,9 @@ def _add_action(
     )
 
 
+_LONGEST_CHOICES: Final = 44
+
+
 def metavar(tp: Any) -> str:
     """Return the placeholder of a flag's value."""
     origin = get_origin(tp)
@@ -260,7 +263,8 @@ def metavar(tp: Any) -> str:
         choices = [str(choice) for choice in get_args(tp)]
         if len(choices) == 1:
             return choices[0]
-        return "{" + ",".join(choices) + "}" if len(choices) <= 5 else "NAME"
+        listed = "{" + ",".join(choices) + "}"
+        return listed if len(listed) <= _LONGEST_CHOICES else "NAME"
     if origin is tuple:
         return "A,B,…"
     if origin in (Union, UnionType):

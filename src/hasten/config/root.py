@@ -21,7 +21,7 @@ StrategyName = Literal["auto", "none", "ddp", "fsdp", "deepspeed", "megatron", "
 class Config(Section):
     """Every setting of a run."""
 
-    mixed_precision: PrecisionType = setting("no", "numbers of forward and backward: no, fp16, bf16, fp8")
+    mixed_precision: PrecisionType = setting("no", "compute precision of forward and backward")
     master_weights: MasterWeights = setting(
         "fp32", "dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own)"
     )

@@ -101,7 +101,7 @@ def copy_from_rank_0(model: nn.Module, ctx: ProcessContext) -> None:
 
 
 @torch.no_grad()
-def deal_out(model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext) -> None:
+def scatter_from_rank_0(model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext) -> None:
     """Fill every rank's shards from the whole tensors of rank 0, one tensor in memory at a time.
 
     Ranks: every rank; `wholes` is empty on all but rank 0.
@@ -119,7 +119,7 @@ def deal_out(model: nn.Module, wholes: dict[str, Tensor], ctx: ProcessContext) -
             target.copy_(whole)
 
 
-def make_room(model: nn.Module, device: torch.device) -> None:
+def allocate_meta(model: nn.Module, device: torch.device) -> None:
     """Give meta tensors, and only those, memory for this rank's shards; floating ones hold nan until filled."""
 
     def real(tensor: Tensor) -> Tensor:

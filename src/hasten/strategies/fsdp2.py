@@ -37,12 +37,12 @@ from hasten.strategies.base import LoopState, Stage, Wish
 from hasten.strategies.experts import expert_groups, sharded_dim
 from hasten.strategies.filling import (
     Source,
+    allocate_meta,
     copy_from_rank_0,
-    deal_out,
     fill_by_function,
     keep_rest_on_device,
-    make_room,
     named_tensors,
+    scatter_from_rank_0,
     source_of,
 )
 from hasten.strategies.fsdp2_gradients import HeldGradients
@@ -109,10 +109,10 @@ class Shard:
             copy_from_rank_0(model, ctx)
         wholes = {name: t.data for name, t in named_tensors(model)} if source is Source.RANK_0 and ctx.is_main else {}
         self._shard(model, layout, mesh, ctx)
-        make_room(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
+        allocate_meta(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
         keep_rest_on_device(model, ctx)
         if source is Source.RANK_0:
-            deal_out(model, wholes, ctx)
+            scatter_from_rank_0(model, wholes, ctx)
         elif source is Source.NOBODY:
             fill_by_function(model, self._config)
         self._remember(model)

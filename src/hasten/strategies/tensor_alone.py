@@ -12,7 +12,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.alone import Alone
 from hasten.strategies.base import Wish
-from hasten.strategies.filling import fill_by_function, keep_rest_on_device, make_room, named_tensors
+from hasten.strategies.filling import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
 from hasten.strategies.whole import whole_on_main
 
 
@@ -32,7 +32,7 @@ class SplitAlone(Alone):
         if not wish.place or hasattr(model, "hf_device_map"):
             return model
         on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
-        make_room(model, ctx.device)
+        allocate_meta(model, ctx.device)
         keep_rest_on_device(model, ctx)
         if on_meta:
             fill_by_function(model, self._config)
