@@ -7,6 +7,7 @@ import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -165,7 +166,7 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
         with torch.no_grad():
             for turn in range(100):
                 model(IDS, order=None if turn % 5 else [0, 3, 7])
-                if turn % 50 >= 40:  # the least of ten: a block may be on its way while the others are counted
+                if turn % 50 >= 40:  # the middle of ten: a block may be on its way while the others are counted, or not
                     gc.collect()
                     counts[turn >= 50].append(num_tensors())
                 if turn % 50 == 49:
@@ -174,7 +175,7 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
         gc.unfreeze()
     detach(model)
     assert min(counts[False]) > 0, "tensors of the run are counted"
-    assert min(counts[True]) <= min(counts[False]) + 10
+    assert median(counts[True]) <= median(counts[False]) + 10
     assert peaks[1] - peaks[0] < 20_000  # kB
 
 
