@@ -30,7 +30,7 @@ docs: $(READY) ## build the documentation site into build/site; a warning or a b
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Tests that watch the clock have the processors to themselves, the others share them.
-test: $(READY) ## run the whole test suite
+test: $(READY) ## run the test suite: every law on a small world, a quarter of an hour on two cores
 	@status=0; \
 	$(BIN)/python -m pytest -m 'not exhaustive and not timed' -n 2 --dist loadfile || status=$$?; \
 	$(BIN)/python -m pytest -m 'not exhaustive and timed' tests/dist || status=$$?; \
@@ -63,7 +63,7 @@ layers: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 unit: $(READY)
-	$(BIN)/python -m pytest -q -m 'not slow' tests/arch tests/unit
+	$(BIN)/python -m pytest -q -m 'not slow and not exhaustive' tests/arch tests/unit
 
 names: $(READY) ## accept the present public names into the snapshot
 	$(BIN)/python tests/arch/test_public_names.py

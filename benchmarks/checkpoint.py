@@ -222,7 +222,6 @@ def measure_async(way: Hasten, device: torch.device, rounds: int, root: str | No
         "stall_s": round(statistics.median(stalls[1:]), 3),
         "stalls": [round(s, 3) for s in stalls],
         "written_after_s": [round(s, 3) for s in totals],
-        "staging_gb": round(way.accelerator.saving.staged_bytes / 1e9, 2),
         "peak_host_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
     }
 
@@ -289,8 +288,8 @@ def markdown(known: dict[str, str], results: list[dict[str, Any]], background: d
         lines += [
             "",
             f"Saving in the background (`blocking=False`): training stands still for {_list(background['stalls'])} s; "
-            f"the files are complete after {_list(background['written_after_s'])} s. The {background['staging_gb']} GB "
-            f"of host memory it copies to were taken before, in {background['reserve_s']:.1f} s (`saving.reserve()` "
+            f"the files are complete after {_list(background['written_after_s'])} s. The host memory "
+            f"it copies to was taken before, in {background['reserve_s']:.1f} s (`saving.reserve()` "
             f"does that beside the first steps). Peak host memory of the whole benchmark: "
             f"{background['peak_host_gb']} GB. hasten syncs to the disk before it says saved and verifies before it "
             "loads; the others do neither, but where a row says synced.",

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-RESULTS = Path(__file__).with_name("results")
+from loading import RESULTS
 
 
 def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:

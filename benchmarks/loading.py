@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+"""The folder of the pages; run_all.py names another one for short runs."""
 REFERENCE = "bare torch"
 
 
@@ -45,12 +46,19 @@ def hasten(loader: DataLoader[Any], device: torch.device, **settings: Any) -> It
 
 
 def accelerate(loader: DataLoader[Any], device: torch.device, **settings: Any) -> Iterable[Any]:
+    import accelerate
+
+    if "hasten" in accelerate.__version__:
+        raise ImportError("the drop-in stands in for Accelerate here; run in an environment with the original")
+    return whichever(loader, device, **settings)
+
+
+def whichever(loader: DataLoader[Any], device: torch.device, **settings: Any) -> Iterable[Any]:
+    """The package named `accelerate`, be it the original or the drop-in."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import DataLoaderConfiguration
 
-    if "hasten" in getattr(sys.modules["accelerate"], "__version__", ""):
-        raise ImportError("the drop-in stands in for Accelerate here; run in an environment with the original")
     AcceleratorState._reset_state(reset_partial_state=True)  # its settings are one per process
     config = DataLoaderConfiguration(non_blocking=True, **settings)
     prepared: Iterable[Any] = Accelerator(cpu=device.type == "cpu", dataloader_config=config).prepare(loader)

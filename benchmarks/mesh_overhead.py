@@ -120,6 +120,7 @@ def contenders() -> dict[str, Callable[[Size, bool], Step]]:
         "plain": plain,
         "tensor parallel": tensor_parallel,
         **{f"context parallel, {way}": along(way) for way in WAYS},
+        "plain, again": plain,  # what two builds of the same loop differ by
     }
 
 

@@ -3,10 +3,12 @@
     python benchmarks/plan_accuracy.py --device cuda --gpu h200     # one GPU, minutes
     python benchmarks/plan_accuracy.py --device cpu                 # tiny models, to see that it runs
 
-Every case is predicted first, before the device is touched, then trained for some steps. Times are compared as the table of
-hardware predicts them, and after calibration: the efficiencies of the table scaled by one factor, the first case's. On the CPU,
-which has no counter of allocated memory, "measured" is what a real step keeps alive, counted tensor by tensor, and times say
-nothing. Results go to benchmarks/results (or --out) as JSON and Markdown.
+Traces are made first, each in a process of its own and all at once, before the device is touched; then every case is trained for
+some steps. Times are compared as the table of hardware predicts them, and after calibration: the efficiencies of the table scaled
+by one factor, the first case's. On the CPU, which has no counter of allocated memory, "measured" is what a real step keeps alive,
+counted tensor by tensor, and times say nothing. A case that fails is named with its error, and the others run all the same; after
+--budget seconds the remaining ones are left out. Results go to benchmarks/results (or --out) as JSON and Markdown, written
+again after every case.
 """
 
 from __future__ import annotations
@@ -14,13 +16,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -72,33 +80,30 @@ CASES = (
     Case("gpt2", 8, "no"),
     Case("gpt2", 16, recompute=True),
     Case("gpt2", 16, optimizer="SGD"),
-    Case("gpt2", 16, sharded=True),
     Case("gpt2-medium", 8),
     Case("gpt2-medium", 8, recompute=True),
     Case("gpt2-large", 4),
     Case("gpt2-large", 4, "no", optimizer="SGD"),
-    Case("gpt2-large", 8, recompute=True, sharded=True),
     Case("vit-large", 32),
     Case("vit-large", 32, "no"),
     Case("bert", 32),
     Case("bert", 32, recompute=True, optimizer="SGD"),
+    Case("gpt2", 16, sharded=True),
+    Case("gpt2-large", 8, recompute=True, sharded=True),
 )
 TINY = (Case("gpt2", 8), Case("gpt2", 8, "no"), Case("gpt2", 8, optimizer="SGD"))
 
 
-def build(case: Case, tiny: bool) -> tuple[nn.Module, Sample]:
-    """The model and one sample."""
-    small: dict[str, Any] = (
-        {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32} if tiny else {}
-    )
+def build(case: Case, tiny: bool) -> tuple[Callable[[], nn.Module], Sample]:
+    """What makes the model, and one sample."""
+    made = torch.Generator().manual_seed(0)
     sizes = {"gpt2": (768, 12, 12), "gpt2-medium": (1024, 24, 16), "gpt2-large": (1280, 36, 20)}
     if case.model in sizes:
-        width, depth, heads = sizes[case.model]
-        given = small or {"n_embd": width, "n_layer": depth, "n_head": heads}
-        config = GPT2Config(use_cache=False, **given)
-        tokens = torch.randint(0, config.vocab_size, (config.n_positions,))
-        net: nn.Module = GPT2LMHeadModel(config)  # type: ignore[no-untyped-call]
-        return net, {"input_ids": tokens, "labels": tokens}
+        width, depth, heads = (32, 2, 2) if tiny else sizes[case.model]
+        short = {"vocab_size": 64, "n_positions": 32} if tiny else {}
+        config = GPT2Config(use_cache=False, n_embd=width, n_layer=depth, n_head=heads, **short)
+        tokens = torch.randint(0, config.vocab_size, (config.n_positions,), generator=made)
+        return (lambda: GPT2LMHeadModel(config)), {"input_ids": tokens, "labels": tokens}  # type: ignore[no-untyped-call]
     given = (
         {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64} if tiny else {}
     )
@@ -106,11 +111,11 @@ def build(case: Case, tiny: bool) -> tuple[nn.Module, Sample]:
         large = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
         vision = ViTConfig(**(given or large))
         vision.num_labels = 1000
-        return ViTForImageClassification(vision), {"pixel_values": torch.randn(3, 224, 224), "labels": torch.tensor(1)}
+        pixels = torch.randn(3, 224, 224, generator=made)
+        return (lambda: ViTForImageClassification(vision)), {"pixel_values": pixels, "labels": torch.tensor(1)}
     words = BertConfig(**given)
-    tokens = torch.randint(0, words.vocab_size, (64 if tiny else 512,))
-    bert: nn.Module = BertForMaskedLM(words)  # type: ignore[no-untyped-call]
-    return bert, {"input_ids": tokens, "labels": tokens}
+    tokens = torch.randint(0, words.vocab_size, (64 if tiny else 512,), generator=made)
+    return (lambda: BertForMaskedLM(words)), {"input_ids": tokens, "labels": tokens}  # type: ignore[no-untyped-call]
 
 
 class Rows(Dataset[Any]):
@@ -136,7 +141,9 @@ def training(case: Case, tiny: bool, device: str, num_steps: int, after: Callabl
         recompute=blocks if case.recompute else (),
     )
     torch.manual_seed(0)
-    model, sample = build(case, tiny)
+    make, sample = build(case, tiny)
+    with torch.device(device) if device == "cuda" else nullcontext():  # drawn there: a CPU takes most of a minute
+        model = make()
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
     optimizer: Any = kind(model.parameters(), lr=1e-4)
     loader = DataLoader(Rows(sample, case.batch * num_steps), batch_size=case.batch)
@@ -156,6 +163,7 @@ def measure(case: Case, tiny: bool) -> tuple[float, float]:
     """Peak bytes and seconds a step on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     marks: list[float] = []
 
     def after(model: nn.Module, optimizer: Any) -> None:
@@ -166,13 +174,13 @@ def measure(case: Case, tiny: bool) -> tuple[float, float]:
 
     training(case, tiny, "cuda", WARM_UP + STEPS, after)
     times = [b - a for a, b in zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False)]
-    return float(torch.cuda.max_memory_allocated()), statistics.median(times)
+    return float(torch.cuda.max_memory_allocated() - before), statistics.median(times)
 
 
 def count(case: Case, tiny: bool) -> tuple[float, float]:
     """Bytes that a real step on the CPU keeps alive at most, and its seconds."""
-    model, sample = build(case, tiny)
-    model.train()
+    make, sample = build(case, tiny)
+    model = make().train()
     batch = {name: torch.stack([value] * case.batch) for name, value in sample.items()}
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
     optimizer: Any = kind(model.parameters(), lr=1e-4, foreach=True)
@@ -192,53 +200,107 @@ def count(case: Case, tiny: bool) -> tuple[float, float]:
     return held + max(map(sum, watch.seen.alive)), time.perf_counter() - start
 
 
+def trace_of(model: str, precision: PrecisionName, optimizer: str, tiny: bool) -> ModelTrace:
+    """The trace behind the predictions of all cases of this kind."""
+    case = Case(model, 2, precision, optimizer=optimizer)
+    return trace(lambda: training(case, tiny, "cpu", 1, lambda *_: None), model, (precision,))
+
+
+def traces_of(cases: Sequence[Case], tiny: bool) -> dict[tuple[str, str, str], ModelTrace | str]:
+    """The traces of all cases, each made by a process of its own; what went wrong stands in the place of a trace."""
+    keys = list(dict.fromkeys((case.model, case.precision, case.optimizer) for case in cases))
+    found: dict[tuple[str, str, str], ModelTrace | str] = {}
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    at_once = max(1, (os.cpu_count() or 1) // 2)
+    with tempfile.TemporaryDirectory() as folder:
+        waiting, running = list(enumerate(keys)), []
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, key = waiting.pop(0)
+                target = Path(folder) / f"{number}.json"
+                device = ["--device", "cpu" if tiny else "cuda"]
+                command = [sys.executable, __file__, "--trace", *key, str(target), *device]
+                process = subprocess.Popen(
+                    command, env={**os.environ, **hidden}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+                )
+                running.append((key, target, process))
+            key, target, process = running.pop(0)
+            said = process.communicate()[1].strip().splitlines()
+            if target.is_file():
+                found[key] = msgspec.json.decode(target.read_bytes(), type=ModelTrace)
+            else:
+                found[key] = f"no trace: {said[-1] if said else process.returncode}"
+    return found
+
+
+def compared(case: Case, traced: ModelTrace, gpu: str, tiny: bool, factor: float) -> dict[str, Any]:
+    """Prediction and measurement of one case; `factor` calibrates times, 0 for the case it is taken from."""
+    chosen = Candidate(
+        mesh=MeshSpec(),
+        sharded=case.sharded,
+        precision=case.precision,
+        recompute=case.recompute,
+        micro_batch=case.batch,
+    )
+    card = hardware.find(gpu)
+    expected, predicted = need(traced, chosen), predict(traced, chosen, card).total
+    peak, step = (count if tiny else measure)(case, tiny)
+    factor = factor or step / predicted
+    calibrated = replace(
+        card,
+        matmul_share=card.matmul_share / factor,
+        memory_share=card.memory_share / factor,
+        fp32_share=card.fp32_share / factor,
+        launch_us=card.launch_us * factor,
+    )
+    return {
+        "case": case.name,
+        "predicted_bytes": expected.peak,
+        "measured_bytes": peak,
+        "predicted_s": predicted,
+        "calibrated_s": predict(traced, chosen, calibrated).total,
+        "measured_s": step,
+        "factor": factor,
+    }
+
+
 def main() -> None:
-    """Predict all cases, measure all cases, write the table."""
+    """Trace all kinds, measure all cases, write the table."""
     parser = argparse.ArgumentParser(description="Predicted and measured memory and time of training steps.")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gpu", default="h200", help="the entry of the hardware table")
     parser.add_argument("--only", nargs="*", help="models to run")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which no further case begins")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--trace", nargs=4, metavar=("MODEL", "PRECISION", "OPTIMIZER", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     tiny = args.device == "cpu"
+    if args.trace:
+        model, precision, optimizer, target = args.trace
+        Path(target).write_bytes(msgspec.json.encode(trace_of(model, precision, optimizer, tiny)))
+        return
+    deadline = time.monotonic() + args.budget
     cases = [case for case in (TINY if tiny else CASES) if not args.only or case.model in args.only]
-    traces: dict[tuple[str, str, str], ModelTrace] = {}
-    for case in cases:  # before the device is touched: a trace forks
-        key = case.model, case.precision, case.optimizer
-        if key not in traces:
-            loop = lambda case=case: training(replace(case, sharded=False), tiny, "cpu", 1, lambda *_: None)  # noqa: E731
-            traces[key] = trace(loop, case.model, (case.precision,))
-    table, factor = [], 0.0
+    traces = traces_of(cases, tiny)
+    print(f"traced after {args.budget - (deadline - time.monotonic()):.0f} s", flush=True)
+    table: list[dict[str, Any]] = []
+    factor = 0.0
     for case in cases:
         traced = traces[case.model, case.precision, case.optimizer]
-        chosen = Candidate(
-            mesh=MeshSpec(),
-            sharded=case.sharded,
-            precision=case.precision,
-            recompute=case.recompute,
-            micro_batch=case.batch,
-        )
-        card = hardware.find(args.gpu)
-        peak, step = (count if tiny else measure)(case, tiny)
-        predicted = predict(traced, chosen, card).total
-        factor = factor or step / predicted
-        calibrated = replace(
-            card,
-            matmul_share=card.matmul_share / factor,
-            memory_share=card.memory_share / factor,
-            launch_us=card.launch_us * factor,
-        )
-        row = {
-            "case": case.name,
-            "predicted_bytes": need(traced, chosen).peak,
-            "measured_bytes": peak,
-            "predicted_s": predicted,
-            "calibrated_s": predict(traced, chosen, calibrated).total,
-            "measured_s": step,
-        }
+        try:
+            if isinstance(traced, str):
+                raise RuntimeError(traced)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not begun within {args.budget:.0f} s")
+            row = compared(case, traced, args.gpu, tiny, factor)
+            factor = factor or row["factor"]
+        except Exception as error:  # of any kind: the page names it, and the other cases run all the same
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            row = {"case": case.name, "error": f"{type(error).__name__}: {first}"}
         table.append(row)
         print(json.dumps(row), flush=True)
-    write(table, args.device, args.gpu, args.out)
+        write(table, args.device, args.gpu, args.out)
+    print((args.out / f"plan_accuracy_{args.device}.md").read_text())
 
 
 def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> None:
@@ -253,6 +315,9 @@ def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> N
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
+        if "error" in row:
+            lines.append(f"| {row['case']} | {row['error']} | | | | | | |")
+            continue
         memory = row["predicted_bytes"] / row["measured_bytes"] - 1
         step = row["calibrated_s"] / row["measured_s"] - 1
         lines.append(
@@ -262,7 +327,6 @@ def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> N
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"plan_accuracy_{device}.md").write_text("\n".join(lines) + "\n")
     (folder / f"plan_accuracy_{device}.json").write_text(json.dumps(table, indent=2) + "\n")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@
     python benchmarks/run_all.py --full     # the settings the committed results were made with
 
 A benchmark that fails is named with the end of what it printed, and the others run all the same; the exit status then is 1.
-Each script also writes its own page to benchmarks/results; the table of all is benchmarks/results/all.md.
+Each script also writes a page of its own beside the table of all, all.md: short runs to build/benchmarks, full ones to benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from pathlib import Path
 from loading import RESULTS, versions
 
 HERE = Path(__file__).parent
+SHORT = HERE.parent / "build" / "benchmarks"
+"""Pages of short runs, which do not replace the committed ones."""
 TIMEOUT_S = 900
 
 
@@ -44,18 +47,34 @@ PLANS = (
     Plan("gather.py", ("--quick",)),
     Plan("pipeline_bubble.py", ("--quick",)),
     Plan("launch_overhead.py", ("--rounds", "3")),
-    Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", str(RESULTS))),
-    Plan("checkpoint.py", ("--rounds", "1"), ("--cpu",), "checkpoint_cpu.md"),
+    Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", "{results}")),
+    Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",), "checkpoint_cpu.md"),
     Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu"), "trainer_overhead_cpu.md"),
     Plan("fp8.py", page="fp8_cpu.md"),
 )
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
+    "offload.py": "needs a GPU",
+    "offload_tokens.py": "needs a GPU",
+    "memory_picture.py": "needs a GPU",
+    "oom_recovery.py": "needs a GPU",
+    "lost_machine.py": "needs root for its network namespaces, and minutes",
+    "run_step_overhead.py": "needs the launcher: hasten launch",
+    "trust_overhead.py": "prints its numbers, no page",
+    "watch_overhead.py": "prints its numbers, no page",
+    "headline.py": "draws a picture of other pages",
+    "measuring.py": "shared by the others",
     "sharding.py": "needs a GPU",
+    "tuned.py": "needs a GPU",
+    "tuned_script.py": "the script that tuned.py tunes",
     "mesh_overhead.py": "needs a GPU",
+    "engines.py": "needs a GPU",
     "mrpc_seeds.py": "needs the MRPC pairs and a model",
     "mrpc_trainer.py": "needs the MRPC pairs and a model",
     "mrpc_pack.py": "packs files, measures nothing",
+    "dropin_clients.py": "needs the original package beside the drop-in",
+    "dropin_input_bound.py": "needs the original package beside the drop-in",
+    "either_package.py": "shared by the others",
     "loading.py": "shared by the others",
     "run_all.py": "this script",
 }
@@ -77,12 +96,19 @@ def tables(page: Path) -> list[tuple[str, str]]:
     return rows
 
 
-def run(plan: Plan, full: bool) -> tuple[float, str | None]:
+def unknown() -> list[str]:
+    """Scripts that are neither run nor left out for a reason."""
+    return sorted({path.name for path in HERE.glob("*.py")} - {plan.script for plan in PLANS} - set(NOT_HERE))
+
+
+def run(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
     """Seconds it took, and the end of what it printed when it failed."""
-    command = [sys.executable, str(HERE / plan.script), *plan.always, *(() if full else plan.short)]
+    always = [word.format(results=results) for word in plan.always]
+    command = [sys.executable, str(HERE / plan.script), *always, *(() if full else plan.short)]
     begun = time.perf_counter()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        env = {**os.environ, "BENCHMARK_RESULTS": str(results)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=env)
         failed = None if done.returncode == 0 else (done.stderr or done.stdout).strip().splitlines()[-1:]
     except subprocess.TimeoutExpired:
         failed = [f"took longer than {TIMEOUT_S} s"]
@@ -94,27 +120,26 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the settings of the committed results")
     parser.add_argument("--only", nargs="*", default=[], help="only these scripts")
     args = parser.parse_args()
-    here = {path.name for path in HERE.glob("*.py")}
-    missing = here - {plan.script for plan in PLANS} - set(NOT_HERE)
-    assert not missing, f"say in run_all.py how to run {sorted(missing)}, or why not"
+    assert not unknown(), f"say in run_all.py how to run {unknown()}, or why not"
+    results = (RESULTS if args.full else SHORT).resolve()
+    results.mkdir(parents=True, exist_ok=True)
     lines = ["# All benchmarks", "", ", ".join(f"{key} {value}" for key, value in versions().items()), ""]
     lines += [f"{'Full' if args.full else 'Short'} runs.", "", "| benchmark | what | numbers |", "|---|---|---|"]
     failures = 0
     for plan in PLANS:
         if args.only and plan.script not in args.only:
             continue
-        seconds, failed = run(plan, args.full)
+        seconds, failed = run(plan, args.full, results)
         print(f"{plan.script}: {f'failed: {failed}' if failed else 'done'} ({seconds:.0f} s)", flush=True)
         if failed:
             failures += 1
             lines.append(f"| {plan.script} | failed | {failed.replace('|', '/')} |")
             continue
-        page = RESULTS / (plan.page or f"{Path(plan.script).stem}.md")
+        page = results / (plan.page or f"{Path(plan.script).stem}.md")
         lines += [f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)]
     lines += [f"| {name} | not run | {why} |" for name, why in NOT_HERE.items() if why.startswith("needs")]
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "all.md").write_text("\n".join(lines) + "\n")
-    print(f"written: {RESULTS / 'all.md'}")
+    (results / "all.md").write_text("\n".join(lines) + "\n")
+    print(f"written: {results / 'all.md'}")
     sys.exit(1 if failures else 0)
 
 

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loading import RESULTS
 from measuring import computing
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten import __version__ as hasten_version
 
-RESULTS = Path(__file__).parent / "results"
 Step = Callable[[int], None]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FABRIC = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}

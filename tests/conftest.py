@@ -32,6 +32,7 @@ IGNORED_FILES: Final = (
     "/tmp/perf-",  # torch's matrix library keeps a map of the code it generates, open forever (Arm processors)
 )
 IGNORED_CHILDREN: Final = ("resource_tracker", "forkserver", "semaphore_tracker")
+NUM_MODULES: Final = pytest.StashKey[int]()
 WATCHED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
@@ -190,6 +191,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_device and not has_accelerator():
         for item in on_device:
             item.add_marker(pytest.mark.skip(reason="no accelerator on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave out of every later garbage collection what importing all test files has made: tests collect often."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def lean_collections(request: pytest.FixtureRequest) -> None:
+    """Do the same before each file with what the tests before it have imported."""
+    stash = request.config.stash
+    if len(sys.modules) > stash.get(NUM_MODULES, 0):
+        stash[NUM_MODULES] = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def has_accelerator() -> bool:

@@ -78,7 +78,7 @@ def reason(module: str) -> str | None:
 
 def state_of(module: str, name: str) -> str:
     """What becomes of a name: it works, or is left out with a reason."""
-    from accelerate.left_out import MARK
+    from accelerate._impl.surface.left_out import MARK
 
     why = reason(module) or LEFT_NAMES.get(name)
     try:

@@ -15,26 +15,15 @@ HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "golden" / "parity_1.json").read_text())
 MESSAGES = ("batch_size_search",)  # equal but for the words of an error
 SHARED = "small_loop"
-# About copies, attributes and habits that the drop-in has and hasten has not; migrate does not name them.
+# About attributes and habits that the drop-in has and hasten has not; migrate does not name them.
 OF_THE_DROP_IN = frozenset(
     [
-        "copy_optimizer",
-        "dispatch_map",
-        "hooks_order",
-        "log_before_state",
-        "log_lines",
-        "mesh_build",
         "mesh_numbers",
         "optimizer_alone",
         "optimizer_attributes",
         "optimizer_first",
-        "pickle_loader",
-        "pickle_optimizer",
-        "pickle_scheduler",
         "scheduler_alone",
-        "settings_deepspeed",
         "settings_defaults",
-        "settings_kwargs",
         "stateful_dispatch",
         "stateful_kinds",
     ]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accelerate import Accelerator, PartialState, quirks
+from accelerate import Accelerator, PartialState
+from accelerate._impl import quirks
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SeedableRandomSampler
 from accelerate.logging import get_logger
 from accelerate.scheduler import AcceleratedScheduler
@@ -65,8 +66,14 @@ def test_every_quirk_has_a_proof() -> None:
     assert all(quirk.reason for quirk in quirks.ALL)
 
 
+def test_every_quirk_marks_the_code_it_excuses() -> None:
+    rooms = Path(quirks.__file__).parent
+    marks = {name for file in rooms.rglob("*.py") for name in re.findall(r"# quirk: ([A-Z_]+)", file.read_text())}
+    assert marks == {name for name, value in vars(quirks).items() if isinstance(value, quirks.Quirk)}
+
+
 def test_states_are_process_wide() -> None:
-    assert quirks.kept(quirks.SINGLETONS)
+    # proves quirks.SINGLETONS
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     assert AcceleratorState().device == accelerator.device == PartialState().device
     assert GradientState().num_steps == 3
@@ -76,7 +83,7 @@ def test_states_are_process_wide() -> None:
 
 
 def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
-    assert quirks.kept(quirks.ZERO_GRAD_WAITS) and quirks.kept(quirks.SCHEDULER_COUNTS_MICRO_STEPS)
+    # proves quirks.ZERO_GRAD_WAITS, quirks.SCHEDULER_COUNTS_MICRO_STEPS
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, scheduler = _trained(accelerator)
     counts, rates = [], []
@@ -94,7 +101,7 @@ def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
 
 
 def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:
-    assert quirks.kept(quirks.LOGGER_NEEDS_STATE)
+    # proves quirks.LOGGER_NEEDS_STATE
     logger = get_logger("quirk")
     with pytest.raises(RuntimeError, match="initialize the accelerate state"):
         logger.warning("too early")
@@ -106,7 +113,7 @@ def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_streams_are_dispatched() -> None:
-    assert quirks.kept(quirks.STREAMS_ARE_DISPATCHED)
+    # proves quirks.STREAMS_ARE_DISPATCHED
 
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -118,7 +125,7 @@ def test_streams_are_dispatched() -> None:
 
 
 def test_numbering_and_blank_trackers_are_opt_in(tmp_path: Path) -> None:
-    assert quirks.kept(quirks.AUTOMATIC_NAMING_OPT_IN) and quirks.kept(quirks.MISSING_TRACKER_IS_BLANK)
+    # proves quirks.AUTOMATIC_NAMING_OPT_IN, quirks.MISSING_TRACKER_IS_BLANK
     accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
     with pytest.raises(TypeError):
         accelerator.save_state()
@@ -129,7 +136,7 @@ def test_numbering_and_blank_trackers_are_opt_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_position_is_opt_in_and_the_epoch_is_always_restored(tmp_path: Path, stateful: bool) -> None:
-    assert quirks.kept(quirks.POSITION_IS_OPT_IN)
+    # proves quirks.POSITION_IS_OPT_IN
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=4)
 
     def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:

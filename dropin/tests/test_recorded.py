@@ -40,7 +40,7 @@ def test_every_page_of_the_documentation_has_scripts(parity: ModuleType) -> None
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("client", sorted(NEEDED))
 def test_libraries_equal_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, client: str, processes: int

@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, ParallelismConfig, notebook_launcher, skip_first_batches
+from accelerate._impl.commands.launch_flags import words_of
 from accelerate.commands import env
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import convert
 from accelerate.data_loader import DataLoaderShard
-from accelerate.launch_flags import words_of
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration, write_basic_config
@@ -185,11 +185,12 @@ def test_a_tracker_without_its_package_is_left_out_with_a_warning(
     assert f"Tried adding logger {gone}, but package is unavailable in the system." in caplog.text
 
 
-def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(factor: int) -> tuple[int, int, str, str]:
-        accelerator = Accelerator()
-        return factor, accelerator.num_processes, accelerator.mixed_precision, AcceleratorState().mixed_precision
+def train(factor: int) -> tuple[int, int, str, str]:
+    accelerator = Accelerator()
+    return factor, accelerator.num_processes, accelerator.mixed_precision, AcceleratorState().mixed_precision
 
+
+def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     assert notebook_launcher(train, (3,), num_processes=1, mixed_precision="bf16") == (3, 1, "bf16", "bf16")
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
@@ -198,6 +199,11 @@ def test_precision_given_to_a_notebook_reaches_its_workers(monkeypatch: pytest.M
     AcceleratorState._reset_state(True)
     with pytest.raises(ValueError, match="Unknown mixed_precision mode: bf17"):
         notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf17")
+
+
+@pytest.mark.exhaustive
+def test_precision_given_to_a_notebook_reaches_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     assert notebook_launcher(train, (3,), num_processes=2, mixed_precision="bf16") == (3, 2, "bf16", "bf16")
 
 

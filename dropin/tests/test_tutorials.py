@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+LONG = (("accumulation", 1), ("course_mrpc_plain", 1), ("course_trainer", 1), ("notebook_vision", 1))
 FROM_HUB = ("course_mrpc", "course_mrpc_plain", "course_trainer", "notebook_vision")
 
 
@@ -30,7 +31,10 @@ def test_every_tutorial_is_recorded() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("name", "processes"), jobs())
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [pytest.param(*job, marks=pytest.mark.exhaustive if job in LONG else ()) for job in jobs()],
+)
 def test_prints_what_it_prints_on_the_original(
     tmp_path: Path, warm: Any, parity: ModuleType, name: str, processes: int
 ) -> None:
@@ -45,14 +49,16 @@ def test_prints_what_it_prints_on_the_original(
 
 
 @pytest.mark.timeout(300)
-def test_the_launcher_starts_the_course_on_two_processes(
-    tmp_path: Path, offline: dict[str, str], warm: Any, parity: ModuleType
+@pytest.mark.parametrize("name", ["accumulation", pytest.param("course_mrpc", marks=pytest.mark.exhaustive)])
+def test_the_launcher_starts_a_tutorial_on_two_processes(
+    tmp_path: Path, offline: dict[str, str], warm: Any, parity: ModuleType, name: str
 ) -> None:
     """Nothing is warm here but the Hub cache: the command, the launcher and the script as a user starts them."""
-    pytest.importorskip("evaluate")
+    if name in FROM_HUB:
+        pytest.importorskip("evaluate")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"]
     done = subprocess.run(
-        [*launch, str(HERE / "tutorials" / "course_mrpc.py")],
+        [*launch, str(HERE / "tutorials" / f"{name}.py")],
         cwd=tmp_path,
         env=offline,
         capture_output=True,
@@ -61,5 +67,5 @@ def test_the_launcher_starts_the_course_on_two_processes(
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    recorded = (HERE / "golden" / "tutorials" / "course_mrpc_2.txt").read_text()
+    recorded = (HERE / "golden" / "tutorials" / f"{name}_2.txt").read_text()
     assert parity.text_differences(recorded, done.stdout, parity.recorded_tolerance()) == []

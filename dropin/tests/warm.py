@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import importlib.util
 import json
@@ -94,6 +95,8 @@ def serve() -> None:
     for name in PRELOAD:
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # scripts collect often, and what was imported here stays
     for line in sys.stdin:
         answers.write(json.dumps(run(json.loads(line))) + "\n")
         answers.flush()

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from hasten.config.parallel import PipelineParallelConfig as PipelineParallelConfig
     from hasten.config.parallel import TorchContextParallelConfig as TorchContextParallelConfig
     from hasten.config.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from hasten.config.performance import PerformanceSettings as PerformanceSettings
     from hasten.config.precision import AORecipeKwargs as AORecipeKwargs
     from hasten.config.precision import AutocastKwargs as AutocastKwargs
     from hasten.config.precision import FP8Config as FP8Config
@@ -178,6 +179,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "PipelineParallelConfig": "hasten.config.parallel",
         "TorchContextParallelConfig": "hasten.config.parallel",
         "TorchTensorParallelConfig": "hasten.config.parallel",
+        "PerformanceSettings": "hasten.config.performance",
         "AORecipeKwargs": "hasten.config.precision",
         "AutocastKwargs": "hasten.config.precision",
         "FP8Config": "hasten.config.precision",

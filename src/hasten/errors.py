@@ -14,7 +14,7 @@
     │   ├── MismatchError                 ranks disagree on the operation, structure, shape or dtype
     │   ├── MissingRanksError             some ranks never arrived
     │   ├── PeerFailedError               another rank raised
-    │   └── StallError                    ranks waited for each other in vain
+    │   └── StallError                    a collective could not complete: some ranks never joined it
     ├── DeviceError                       the device is absent or cannot do what was asked
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run

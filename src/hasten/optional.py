@@ -39,7 +39,7 @@ def installed_version(module: str) -> str | None:
 
 def _distributions(module: str) -> Iterator[str]:
     """Names the distribution may have; what reads every installed package's files comes last."""
-    yield module
+    yield dict(_DISTRIBUTIONS).get(module, module)
     yield module.replace("_", "-")
     yield from metadata.packages_distributions().get(module, ())
 

@@ -68,20 +68,23 @@ def test_help_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
 
-def loaded_by(code: str, modules: tuple[str, ...]) -> list[str]:
-    """Return which of the modules a fresh process has loaded after running the code, beyond those torch loads."""
-    script = (
-        f"import sys, torch\nbefore = set(sys.modules)\n{code}\n"
-        f"print([m for m in {modules!r} if m in sys.modules and m not in before])"
+def loaded_by(*steps: tuple[str, tuple[str, ...]]) -> list[list[str]]:
+    """Return which of its modules a fresh process has loaded after each piece of code, beyond those torch loads."""
+    script = "import sys, torch\nbefore = set(sys.modules)\n" + "".join(
+        f"{code}\nprint('now', [m for m in {modules!r} if m in sys.modules and m not in before])\n"
+        for code, modules in steps
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    found: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
-    return found
+    return [ast.literal_eval(line[4:]) for line in done.stdout.splitlines() if line.startswith("now ")]
 
 
 def test_an_accelerator_loads_nothing_that_its_run_does_not_need() -> None:
-    assert loaded_by("from hasten import Accelerator", LATER) == []
-    assert loaded_by("from hasten import Accelerator\nAccelerator(cpu=True)", SHARDING) == []
+    """Sharding at the end, so that the steps before look at something that can be there."""
+    assert loaded_by(
+        ("from hasten import Accelerator", LATER),
+        ("Accelerator(cpu=True)", SHARDING),
+        ("Accelerator(cpu=True, strategy='fsdp')", SHARDING),
+    ) == [[], [], list(SHARDING)]
 
 
 def test_ddp_loads_nothing_of_sharding() -> None:
@@ -93,11 +96,4 @@ def test_ddp_loads_nothing_of_sharding() -> None:
         "from hasten.strategies import choose\n"
         "Replicate(DistributedDataParallelKwargs())"
     )
-    assert loaded_by(code, SHARDING) == []
-
-
-def test_sharding_is_loaded_when_it_is_asked_for() -> None:
-    """So that the tests above look at something that can be there."""
-    assert loaded_by("from hasten import Accelerator\nAccelerator(cpu=True, strategy='fsdp')", SHARDING) == list(
-        SHARDING
-    )
+    assert loaded_by((code, SHARDING)) == [[]]

@@ -6,28 +6,15 @@ the file `output`, its exit code to `output`.code.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import hasten.launch.elastic.agent  # noqa: F401 - what makes it warm
 from hasten.cli.main import main
-
-CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
-
-
-def become_host(namespace: str, name: str) -> None:
-    """Move this process into a network namespace and give it a host name of its own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if libc.setns(descriptor, CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
-        raise OSError(ctypes.get_errno(), "cannot enter the namespace")
-    os.close(descriptor)
-    socket.sethostname(name)
+from hasten.testing.machines import enter
 
 
 def run(order: dict[str, str], argv: list[str], variables: dict[str, str]) -> int:
@@ -39,7 +26,7 @@ def run(order: dict[str, str], argv: list[str], variables: dict[str, str]) -> in
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(order["folder"])
     if order["namespace"]:
-        become_host(order["namespace"], order["host"])
+        enter(f"/run/netns/{order['namespace']}", order["host"])
     os.environ.update(variables)
     return main(argv)
 

@@ -19,7 +19,7 @@ def stand_in(path: str, argv: list[str]) -> None:
     """Be the process that the launcher sees: ask for a fork, and end like it."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
-    order = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd()}).encode()  # noqa: PTH109 - pathlib costs time
+    order = json.dumps({"argv": argv, "env": dict(os.environ), "cwd": os.getcwd(), "pid": os.getpid()}).encode()  # noqa: PTH109 - pathlib costs time
     socket.send_fds(link, [len(order).to_bytes(4, "big")], [1, 2])
     link.sendall(order)
     pid = int(link.recv(16))
@@ -101,10 +101,15 @@ def be_rank(order: dict[str, object], fds: list[int]) -> None:
 
     from hasten.launch import worker
     from hasten.runtime import env
+    from hasten.testing.machines import enter
 
+    leave, system = os._exit, sys  # the script empties this module's names when it takes its place
     code = 1
     try:
         os.setsid()
+        network = f"/proc/{order['pid']}/ns/net"
+        if Path(network).readlink() != Path("/proc/self/ns/net").readlink():  # on another host
+            enter(network)
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
         env.replace(order["env"])  # type: ignore[arg-type]  # decoded JSON
@@ -119,14 +124,14 @@ def be_rank(order: dict[str, object], fds: list[int]) -> None:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException as error:
-            sys.last_value = error
-            sys.excepthook(type(error), error, error.__traceback__)
+            system.last_value = error
+            system.excepthook(type(error), error, error.__traceback__)
         threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does at its end
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        system.stdout.flush()
+        system.stderr.flush()
     finally:
-        os._exit(code)
+        leave(code)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_shards_load_on_another_number_of_processes(rank_pool: Pool, tmp_path: P
         assert {f"model_shard_{rank:05d}.safetensors" for rank in range(old - 1)} <= names  # the last may hold nothing
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 def test_a_subset_of_ranks_gets_an_error_that_names_the_missing(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)
@@ -164,7 +164,7 @@ def test_a_disk_that_fails_on_one_rank_fails_all_also_in_the_background(ctx: Pro
     assert list(tmp_path.iterdir()) == []
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_a_second_job_on_the_same_folder_is_told_of_the_first_on_every_rank(
     ctx: ProcessContext, tmp_path: Path
 ) -> None:

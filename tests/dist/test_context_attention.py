@@ -48,7 +48,7 @@ def spread(made: Accelerator, given: Inputs, seed: Tensor, **options: Any) -> li
         return [shards.gather(part, 2) for part in parts]
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("way", WAYS)
 def test_attention_and_its_gradients_equal_one_process(ctx: ProcessContext, way: Way) -> None:
     sizes: tuple[tuple[int, int, float | None], ...] = ((4, 4, None), (8, 2, 0.3), (4, 1, None))

@@ -69,7 +69,7 @@ def test_the_wire_carries_any_tree_and_grows_when_needed(ctx: ProcessContext) ->
         assert torch.equal(got["sparse"].to_dense(), torch.eye(3))
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 def test_dispatched_map_data_is_read_as_sharded_data_is(ctx: ProcessContext) -> None:
     for size, batch, shuffle in ((0, 1, False), (1, 4, True), (7, 1, True), (26, 4, False)):
         for drop_last, even, split in itertools.product((False, True), repeat=3):
@@ -139,7 +139,7 @@ def test_streams_of_varying_shapes_are_dispatched(ctx: ProcessContext) -> None:
         assert all(at_end for _, _, at_end in everyone)
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 def test_dispatched_streams_follow_the_laws_and_resume(ctx: ProcessContext) -> None:
     for size, drop_last, even in itertools.product((0, 1, 9, 16), (False, True), (False, True)):
 

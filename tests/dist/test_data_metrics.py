@@ -17,7 +17,7 @@ from hasten.testing.loaders import Numbers
 from hasten.testing.pool import Pool, ranks
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, exhaustive=(3,))
 def test_metrics_see_every_sample_once_and_in_order(ctx: ProcessContext) -> None:
     for dispatch, size, batch in itertools.product((False, True), (1, 2, 7, 12, 13), (1, 4)):
         config = DataLoaderConfiguration(dispatch_batches=dispatch)
@@ -44,7 +44,7 @@ def time_major(samples: list[int]) -> dict[str, torch.Tensor]:
     return {"steps": ids.repeat(3, 1), "ids": ids}
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_batches_that_are_not_batch_first_are_counted_by_the_plan(ctx: ProcessContext) -> None:
     for dispatch, stream, size in itertools.product((False, True), (False, True), (11, 13)):
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
@@ -93,7 +93,10 @@ def part_of_a_run(ctx: ProcessContext, folder: Path, stop: int, batch: int, resu
     return steps
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2), (1, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 2), (2, 4), *(pytest.param(*worlds, marks=pytest.mark.exhaustive) for worlds in ((2, 2), (4, 2)))],
+)
 def test_a_checkpoint_resumes_on_another_world_with_the_same_global_batches(
     rank_pool: Pool, tmp_path: Path, before: int, after: int
 ) -> None:

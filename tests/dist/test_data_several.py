@@ -46,7 +46,7 @@ def beside(first: Any, second: Any) -> Iterator[Any]:
         yield batch, other
 
 
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_windows_end_with_the_loader_that_leads_the_loop(ctx: ProcessContext) -> None:
     r = random.Random(1)
     for _ in range(40):
@@ -83,7 +83,7 @@ def test_a_loop_that_ends_unnoticed_is_refused() -> None:
         updates(accelerator, zip(long, short, strict=False))
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_padding_is_dropped_for_the_loader_that_is_named(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
     sizes = (7, 11)

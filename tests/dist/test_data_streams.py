@@ -77,14 +77,17 @@ def fork(num_workers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-@ranks(1, 2, 3, 4)
-def test_shuffle_buffers_lose_and_repeat_nothing(ctx: ProcessContext, dispatch: bool) -> None:
-    for size, shards in ((48, 1), (47, 4)):
+@pytest.mark.parametrize(
+    "sizes", [(24, 23), pytest.param((48, 47), marks=pytest.mark.exhaustive)], ids=["short", "long"]
+)
+@ranks(2, exhaustive=(1, 3, 4))
+def test_shuffle_buffers_lose_and_repeat_nothing(ctx: ProcessContext, dispatch: bool, sizes: tuple[int, int]) -> None:
+    for size, shards in zip(sizes, (1, 4), strict=True):
         count = after_every_stop(ctx, partial(buffered, size, shards), 4, dispatch_batches=dispatch)
         assert count >= size // (4 * ctx.world.size)
 
 
-@ranks(1, 2, timeout_s=110)
+@ranks(2, timeout_s=110, exhaustive=(1,))
 def test_shuffle_buffers_in_workers(ctx: ProcessContext) -> None:
     after_every_stop(ctx, partial(buffered, 23, 4), 3, **fork(2))
 
@@ -93,7 +96,7 @@ def unseeded(shards: int) -> DataLoader[Any]:
     return DataLoader(buffered(48, shards, seed=None), batch_size=4)
 
 
-@ranks(1, 2, 3)
+@ranks(1, 2, exhaustive=(3,))
 def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks_and_after_a_resume(ctx: ProcessContext) -> None:
     loader = prepared(unseeded(1), ctx=ctx)
     first = taken(loader, 2)
@@ -132,7 +135,7 @@ class Cut(IterableDataset[int]):
         return iter(self.elements[first : first + 3 * (self.part + 1)])
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_ranks_that_run_out_early_pad_with_the_epochs_first_batch(ctx: ProcessContext) -> None:
     elements = list(range(100, 200))
     count = after_every_stop(ctx, partial(Cut, elements), 2)
@@ -140,7 +143,7 @@ def test_ranks_that_run_out_early_pad_with_the_epochs_first_batch(ctx: ProcessCo
 
 
 @pytest.mark.parametrize("size", [9, 13, 14])
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_dispatched_streams_pad_with_the_epochs_first_batch(ctx: ProcessContext, size: int) -> None:
     for batch in (2, None):
         after_every_stop(ctx, partial(Drawing, size), batch, collate_fn=torch.as_tensor, dispatch_batches=True)
@@ -170,7 +173,7 @@ def test_reading_ahead_and_skipping_leave_the_training_random_states_alone(ctx: 
         after_every_stop(ctx, partial(Drawing, 17, own), 3, collate_fn=noisy, prefetch=prefetch)
 
 
-@ranks(1, 2, timeout_s=110)
+@ranks(2, timeout_s=110, exhaustive=(1,))
 def test_lasting_workers_resume_in_their_second_epoch(ctx: ProcessContext) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(Drawing(8, own=True), batch_size=2, collate_fn=noisy, persistent_workers=True, **fork(2))
@@ -225,7 +228,7 @@ class Counting(Stateful):
         self.read = 0
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 def test_a_state_taken_after_the_end_does_not_begin_the_epoch_anew(ctx: ProcessContext) -> None:
     for size in (19, 20, 24):
         after_every_stop(ctx, partial(Counting, size), 2)

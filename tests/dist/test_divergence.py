@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("name", CASES)
 def test_the_report_names_cause_tensor_ranks_and_update(ctx: ProcessContext, name: str) -> None:
     case = CASES[name]

@@ -43,6 +43,7 @@ def test_the_self_check_tells_which_rank_fails(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "FAILED  network      rank 0: RuntimeError: no route\n"
 
 
+@pytest.mark.exhaustive
 def test_hasten_test_checks_under_the_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

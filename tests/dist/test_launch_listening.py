@@ -101,6 +101,7 @@ def _from_a_notebook() -> list[str]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_notebook_listens_on_the_loopback_alone(folder: Path) -> None:
     found = notebook_launcher(_from_a_notebook, num_processes=2, cpu=True)
     loopback_only(f"LISTENING {found}", least=3)
@@ -278,7 +279,11 @@ def test_a_stranger_in_the_place_of_a_machine_gets_nothing_unpickled(folder: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(230)
 @pytest.mark.parametrize(
-    "flags", [("--num_machines=2",), ("--nnodes=2:3", "--max_restarts=0")], ids=["fixed", "elastic"]
+    "flags",
+    [
+        pytest.param(("--nnodes=2:3", "--max_restarts=0"), id="elastic"),
+        pytest.param(("--num_machines=2",), id="fixed", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
     folder: Path, network: list[str], flags: tuple[str, ...]
@@ -304,6 +309,7 @@ def test_a_stranger_who_writes_into_the_store_gets_nothing_unpickled(
 
 @pytest.mark.slow
 @pytest.mark.timeout(230)
+@pytest.mark.exhaustive
 def test_many_machines_listen_on_the_interface_where_they_meet(folder: Path, network: list[str]) -> None:
     script = LISTEN + VICTIM.replace("while True:", "print('LISTENING', listening(), flush=True)\nwhile True:")
     (folder / "victim.py").write_text(script)

@@ -109,6 +109,7 @@ ADDED: Final = frozenset(
         *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_SIGNALS_TO_HANDLE"),
         *("TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HASTEN_LAUNCHER_PID", "HASTEN_TOKEN"),
+        "HASTEN_MEMORY_FOLDER",  # drawn for each launch, like the token
     )
 )
 
@@ -287,6 +288,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_groups_form_anew_after_each_death(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch("-q", "--num_processes", "2", "--max_restarts", "2", write(folder, GLOO)) == 0
     assert capfd.readouterr().out.split() == ["sum", "2"] * 2

@@ -22,19 +22,26 @@ if sys.argv[1:] and matrix_run.__name__:
 """
 
 
-def test_ddp_equals_one_plain_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--matrix", "--cpu", "--only", "ddp-fp32", "--json"]) == 0
+@pytest.mark.parametrize(
+    ("name", "processes"), [("single-fp32", 1), pytest.param("ddp-fp32", 2, marks=pytest.mark.exhaustive)]
+)
+def test_a_cell_equals_one_plain_process(capsys: pytest.CaptureFixture[str], name: str, processes: int) -> None:
+    assert main(["--matrix", "--cpu", "--only", name, "--json"]) == 0
     out = capsys.readouterr()
     (row,) = json.loads(out.out)
-    assert (row["name"], row["processes"], row["status"]) == ("ddp-fp32", 2, "equal")
+    assert (row["name"], row["processes"], row["status"]) == (name, processes, "equal")
     assert 0 <= row["max_difference"] < 2e-5
     assert row["seconds"] > 0
     assert row["megabytes"] > 0
-    assert "[1/1] ddp-fp32" in out.err
+    assert f"[1/1] {name}" in out.err
 
 
 @pytest.mark.parametrize(
-    ("mode", "status", "note"), [("differ", "DIFFERS", "more than 2e-05"), ("fail", "FAILED", "cannot run")]
+    ("mode", "status", "note"),
+    [
+        pytest.param("differ", "DIFFERS", "more than 2e-05", marks=pytest.mark.exhaustive),
+        ("fail", "FAILED", "cannot run"),
+    ],
 )
 def test_a_difference_or_a_failure_is_exit_code_1(
     tmp_path: Path,

@@ -38,7 +38,14 @@ ROWS: Final = 8
 LENGTH: Final = 12
 VOCAB: Final = 33
 """Not divisible by 2: one tensor parallel rank holds rows that pad it."""
-LAYOUTS: Final = {"tp2": {"tp_degree": 2}, "pp2": {"pp_degree": 2}, "dp2": {}}
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "tp2": {"tp_degree": 2},
+    "pp2": {"pp_degree": 2},
+    "dp2": {},
+    "shared": {"use_distributed_optimizer": True},
+}
+DATA: Final = ("dp2", "shared")
+"""Layouts of two ranks that read different samples."""
 
 
 def on_cpu() -> AbstractContextManager[None]:
@@ -214,6 +221,7 @@ def assert_trains_alike(
         ("gpt2", "pp2"),
         ("llama", "pp2"),
         ("gpt2", "dp2"),
+        ("gpt2", "shared"),
         pytest.param("llama", "dp2", marks=pytest.mark.exhaustive),
     ],
 )
@@ -229,7 +237,7 @@ def test_two_ranks_train_as_plain_torch(ctx: ProcessContext, tmp_path: Path, fam
     [
         {"tp_degree": 2, "pp_degree": 2},
         {"tp_degree": 2, "sequence_parallelism": True, "recompute_granularity": "full"},
-        {"pp_degree": 2, "recompute_activations": True},
+        {"pp_degree": 2, "recompute_activations": True, "use_distributed_optimizer": True},
     ],
     ids=["tp2pp2", "tp2dp2", "pp2dp2"],
 )
@@ -279,23 +287,33 @@ def test_bf16_keeps_masters(ctx: ProcessContext) -> None:
 @pytest.mark.exhaustive
 @ranks(2, timeout_s=LONG)
 @pytest.mark.parametrize(
-    ("layout", "precision"), [("tp2", "no"), ("pp2", "bf16"), pytest.param("dp2", "no", marks=pytest.mark.exhaustive)]
+    ("layout", "precision"), [("tp2", "no"), ("pp2", "bf16"), ("dp2", "no"), ("shared", "no"), ("shared", "bf16")]
 )
 def test_a_run_goes_on_bit_for_bit(ctx: ProcessContext, tmp_path: Path, layout: str, precision: str) -> None:
     """Also with dropout, whose random numbers depend on the seed, the batch and the place alone."""
-    split = 2 if layout == "dp2" else 1
+    assert_goes_on(LAYOUTS[layout], precision, 2 if layout in DATA else 1, tmp_path)
+
+
+@pytest.mark.exhaustive
+@ranks(4, timeout_s=LONG)
+def test_shares_of_tensor_parallel_ranks_go_on_bit_for_bit(ctx: ProcessContext, tmp_path: Path) -> None:
+    assert_goes_on({"tp_degree": 2, "use_distributed_optimizer": True}, "bf16", 2, tmp_path)
+
+
+def assert_goes_on(layout: dict[str, Any], precision: str, split: int, folder: Path) -> None:
+    """A run that is saved and loaded goes on as the one that was not interrupted. Ranks: every rank."""
     with on_cpu():
-        first = Run(engine(LAYOUTS[layout], mixed_precision=precision), language_model("gpt2", dropout=0.2), split)
+        first = Run(engine(layout, mixed_precision=precision), language_model("gpt2", dropout=0.2), split)
         first.steps(4)
-        first.accelerator.save_state(tmp_path / "state")
+        first.accelerator.save_state(folder / "state")
         first.losses.clear()
         first.steps(4)
         torch.manual_seed(77)
         other = language_model("gpt2", seed=3, dropout=0.2)
-        second = Run(engine(LAYOUTS[layout], mixed_precision=precision), other, split)
+        second = Run(engine(layout, mixed_precision=precision), other, split)
         second.steps(2)  # state that loading must replace
         second.losses.clear()
-        second.accelerator.load_state(tmp_path / "state")
+        second.accelerator.load_state(folder / "state")
         second.steps(4)
         assert second.losses == first.losses
         for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
@@ -304,7 +322,7 @@ def test_a_run_goes_on_bit_for_bit(ctx: ProcessContext, tmp_path: Path, layout: 
 
 def save_some(ctx: ProcessContext, folder: Path, layout: str) -> list[float]:
     with on_cpu():
-        run = Run(engine(LAYOUTS[layout]), language_model("gpt2"), 2 if layout == "dp2" else 1)
+        run = Run(engine(LAYOUTS[layout]), language_model("gpt2"), 2 if layout in DATA else 1)
         run.steps(4)
         run.accelerator.save_state(folder / "state")
         run.accelerator.save_model(run.model, folder / "weights")
@@ -314,7 +332,7 @@ def save_some(ctx: ProcessContext, folder: Path, layout: str) -> list[float]:
 
 def load_some(ctx: ProcessContext, folder: Path, layout: str) -> list[float]:
     with on_cpu():
-        run = Run(engine(LAYOUTS[layout]), language_model("gpt2", seed=4), 2 if layout == "dp2" else 1)
+        run = Run(engine(LAYOUTS[layout]), language_model("gpt2", seed=4), 2 if layout in DATA else 1)
         run.accelerator.load_model(run.model, folder / "weights")
         weights = run.accelerator.get_state_dict(run.model)
         run.accelerator.load_state(folder / "state")
@@ -380,3 +398,21 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
         model = language_model("gpt2")
         with pytest.raises(ConfigError, match="one layout per process"):
             engine({"tp_degree": 2}).prepare(model, optimizer_of(model))
+
+
+@ranks(2, timeout_s=LONG)
+def test_shares_of_the_optimizer_state_are_refused_where_they_do_not_fit(ctx: ProcessContext, tmp_path: Path) -> None:
+    with on_cpu():
+        model = language_model("gpt2")
+        with pytest.raises(PrepareError, match="shares the state of Adam and AdamW only"):
+            engine(LAYOUTS["shared"]).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run = Run(engine(LAYOUTS["shared"]), language_model("gpt2"), 2)
+        run.steps(1)
+        held = [slot for slot in run.optimizer.state_dict()["state"].values() if slot["exp_avg"].data.numel()]
+        everyone = ctx.world.all_gather_object(sum(slot["exp_avg"].data.numel() for slot in held))
+        assert sum(everyone) == sum(p.numel() for p in run.model.parameters())
+        assert max(everyone) < 0.6 * sum(everyone)  # each rank keeps its share of the moments
+        run.accelerator.save_state(tmp_path / "state")
+        whole = Run(engine(LAYOUTS["dp2"]), language_model("gpt2"), 2)
+        with pytest.raises(CheckpointError, match="use_distributed_optimizer=True, and this run has False"):
+            whole.accelerator.load_state(tmp_path / "state")

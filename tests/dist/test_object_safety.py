@@ -43,7 +43,7 @@ def with_credentials(ctx: ProcessContext, mine: Credentials) -> ProcessGroupComm
     return ProcessGroupComm(world.group, world.store, world.device, 60.0, mine)
 
 
-@ranks(2, 3, 4)
+@ranks(2, exhaustive=(3, 4))
 def test_objects_of_every_size_and_kind_arrive(ctx: ProcessContext) -> None:
     comm = ctx.world
     assert comm.session().proven
@@ -75,7 +75,7 @@ def test_groups_and_twins_have_sessions_of_their_own(ctx: ProcessContext) -> Non
         ctx.world.session().open(sealed, "1/0")
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_an_object_that_cannot_be_sent_is_an_error_on_every_rank(ctx: ProcessContext) -> None:
     comm = ctx.world
     bad: Callable[[], Any] = threading.Lock

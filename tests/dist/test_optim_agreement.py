@@ -71,7 +71,7 @@ def test_an_overflow_in_one_shard_skips_everywhere(ctx: ProcessContext) -> None:
     assert precision.step(optimizer).applied
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3, exhaustive=(1,))
 def test_local_sgd_averages_every_few_updates(ctx: ProcessContext) -> None:
     size, rank = ctx.world.size, ctx.world.rank
     accelerator = Accelerator(context=ctx, gradient_accumulation_steps=2)
@@ -101,7 +101,7 @@ def test_local_sgd_averages_every_few_updates(ctx: ProcessContext) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 def test_ranks_try_the_same_batch_size(ctx: ProcessContext) -> None:
     accelerator = Accelerator(context=ctx)
     seen = []

@@ -103,13 +103,13 @@ def train_windows(
     assert_same(model, reference, (size, every, rows, weighted, max_norm, dtype))
 
 
-@ranks(1, 2, 3, 4)
+@ranks(2, exhaustive=(1, 3, 4))
 def test_mean_losses_equal_the_big_batch(ctx: ProcessContext) -> None:
     for every, max_norm in ((1, None), (1, 0.05), (2, 0.05), (3, None), (5, 0.05)):
         train_windows(ctx, every, rows=[3], weighted=False, max_norm=max_norm)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(2, exhaustive=(1, 3, 4))
 def test_in_float64_nothing_but_rounding_is_left(ctx: ProcessContext) -> None:
     """What float32 cannot show because of its noise: the updates are the same to 1e-12, for every element."""
     for every, max_norm in ((1, None), (2, 0.05), (3, None)):
@@ -117,13 +117,13 @@ def test_in_float64_nothing_but_rounding_is_left(ctx: ProcessContext) -> None:
         train_windows(ctx, every, rows=[1, 7, 3], weighted=True, max_norm=max_norm, dtype=torch.float64)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(2, exhaustive=(1, 3, 4))
 def test_weighted_losses_equal_the_big_batch_for_any_share(ctx: ProcessContext) -> None:
     for every, max_norm in ((1, None), (1, 0.05), (2, 0.05), (4, None)):
         train_windows(ctx, every, rows=[1, 7, 3], weighted=True, max_norm=max_norm)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, exhaustive=(4,))
 def test_short_last_windows_of_a_prepared_loader_count_fully(ctx: ProcessContext) -> None:
     size = ctx.world.size
     for every, per_rank in ((2, 5), (3, 4), (4, 3)):

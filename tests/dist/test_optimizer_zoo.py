@@ -121,7 +121,7 @@ CASES = [
 ]
 
 
-@ranks(2, 3)
+@ranks(2, exhaustive=(3,))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_optimizers_train_as_in_plain_torch(ctx: ProcessContext, strategy: str) -> None:
     """A sample of the cases below, another one for every number of ranks and strategy."""

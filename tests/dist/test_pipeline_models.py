@@ -125,7 +125,7 @@ def lm_loss(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return next_token_loss(net(batch["tokens"]), batch["labels"])
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
 def test_a_call_without_gradients_runs_through_the_pipeline(ctx: ProcessContext, schedule: Any) -> None:
     """Batches of any size, also smaller than the number of micro-batches; the output is on every rank."""

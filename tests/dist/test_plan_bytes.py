@@ -37,7 +37,7 @@ def planned(net: nn.Module, facts: OptimizerFacts) -> ModelTrace:
     return ModelTrace(name="toy", parameters=found.parameters, optimizer=facts, variants=())
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", ["adamw", "momentum", "sgd"])
 def test_each_rank_holds_exactly_what_is_planned(ctx: ProcessContext, strategy: str, kind: str) -> None:

@@ -64,7 +64,7 @@ def prepared(ctx: ProcessContext, folder: Path, count: int) -> tuple[str, Path]:
     return name, folder / "data.jsonl"
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, exhaustive=(4,))
 def test_every_row_has_its_line_in_order(ctx: ProcessContext, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -140,7 +140,7 @@ def test_another_number_of_results_is_an_error_on_every_rank(ctx: ProcessContext
             predict_file(Accelerator(), f"{name}:nothing", data, tmp_path / "out.jsonl", 2)
 
 
-@ranks(1, 2, timeout_s=110)  # importing transformers takes long on a busy machine
+@ranks(2, timeout_s=110, exhaustive=(1,))  # importing transformers takes long on a busy machine
 def test_a_saved_classifier_scores_as_the_trainer_does(ctx: ProcessContext, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -165,7 +165,8 @@ def test_a_saved_classifier_scores_as_the_trainer_does(ctx: ProcessContext, tmp_
 
 
 @pytest.mark.timeout(240)
-def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path, processes: int) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     write_rows(tmp_path, 40)
     words = [
@@ -178,7 +179,7 @@ def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path) -> 
         "2",
         "--cpu",
         "--num_processes",
-        "2",
+        str(processes),
     ]
     command = [sys.executable, "-m", "hasten.cli.main", *words]
     with subprocess.Popen(
@@ -193,7 +194,7 @@ def test_killed_and_started_again_it_ends_with_the_same_file(tmp_path: Path) -> 
     assert not (tmp_path / "out.jsonl").exists()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert "out.jsonl: 40 rows on 2 processes; " in done.stdout
+    assert f"out.jsonl: 40 rows on {processes} processes; " in done.stdout
     assert "of 20 parts were there already" in done.stdout
     assert [json.loads(line)["prediction"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
         number**2 for number in range(40)

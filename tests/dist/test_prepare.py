@@ -68,7 +68,7 @@ def test_any_order_comes_back_in_call_order_as_real_types(ctx: ProcessContext) -
     optimizer = AdamW(model.parameters())
     scheduler = StepLR(optimizer, 1)
     out = accelerator.prepare(scheduler, data(), optimizer, None, model)
-    kinds = (LRScheduler, DataLoader, Optimizer, type(None), nn.Module)
+    kinds: tuple[type[Any], ...] = (LRScheduler, DataLoader, Optimizer, type(None), nn.Module)
     assert [isinstance(value, kind) for value, kind in zip(out, kinds, strict=True)] == [True] * 5
     assert accelerator.prepare(*out) == out  # preparing twice is harmless
     assert len(accelerator.prepared.models) == 1

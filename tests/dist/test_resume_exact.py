@@ -134,7 +134,7 @@ def interrupted_equals_uninterrupted(ctx: ProcessContext, folder: Path, case: Ca
         second.accelerator.end_training()
 
 
-@ranks(1, 2, 4)
+@ranks(2, exhaustive=(1, 4))
 def test_any_interruption_point_with_accumulation_and_shuffling(ctx: ProcessContext, tmp_path: Path) -> None:
     stops = list(range(1, 13)) if ctx.world.size == 2 else [1, 5, 10, 11]
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=3), stops)
@@ -142,23 +142,23 @@ def test_any_interruption_point_with_accumulation_and_shuffling(ctx: ProcessCont
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_low_precision_with_its_scaler(ctx: ProcessContext, tmp_path: Path, every: int, precision: str) -> None:
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=every, precision=precision), [2, 7])
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, exhaustive=(4,))
 def test_streams(ctx: ProcessContext, tmp_path: Path) -> None:
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=2, data="stream"), [3, 8])
 
 
 @pytest.mark.parametrize("data", ["shuffled", "stream"])
-@ranks(1, 2, timeout_s=110)
+@ranks(2, timeout_s=110, exhaustive=(1,))
 def test_workers(ctx: ProcessContext, tmp_path: Path, data: str) -> None:
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(data=data, workers=2, steps=12), [3, 8])
 
 
-@ranks(2, 4, mesh={"dp_shard": -1})
+@ranks(2, mesh={"dp_shard": -1}, exhaustive=(4,))
 def test_sharded(ctx: ProcessContext, tmp_path: Path) -> None:
     interrupted_equals_uninterrupted(ctx, tmp_path, Case(every=3, sharded=True), [3, 7])
 

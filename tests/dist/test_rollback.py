@@ -128,7 +128,7 @@ def bad_windows(ctx: ProcessContext, batches: list[list[int]], every: int, per_e
     return [n for n in range(len(batches)) if (n // per_epoch, n % per_epoch // every) in hit]
 
 
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 @pytest.mark.parametrize(
     ("every", "save_at", "epochs", "data"),
     [(1, 1, 1, Rows), (2, 3, 1, Rows), (1, 5, 2, Rows), (1, 1, 1, Stream)],
@@ -237,7 +237,7 @@ class SaveAt(TrainerCallback):
         control.should_save = state.global_step == 2
 
 
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_a_trainer_goes_back(ctx: ProcessContext, tmp_path: Path) -> None:
     """It ends as one that is resumed from that checkpoint with these batches left out, its log included."""
 

@@ -174,7 +174,7 @@ def check(ctx: ProcessContext, case: Case, atol: float = 1e-6) -> None:
     torch.testing.assert_close(torch.tensor(our_losses), torch.tensor(losses), rtol=0, atol=20 * atol)
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_weights_equal_the_run_that_fits(ctx: ProcessContext, strategy: str) -> None:
     for every, weighted in ((1, False), (3, True)):
@@ -182,7 +182,7 @@ def test_weights_equal_the_run_that_fits(ctx: ProcessContext, strategy: str) -> 
 
 
 @ranks(2)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_half_precision_and_uneven_batches(ctx: ProcessContext, precision: str) -> None:
     """Halves round every sum over rows, so that sums over parts differ in the last of their 8 or 11 bits."""
     check(ctx, Case("auto", 3, True, precision, uneven=True), atol=2e-2)
@@ -195,9 +195,17 @@ def test_shards_and_replicas(ctx: ProcessContext) -> None:
     check(ctx, Case("fsdp", 3, True, uneven=True, options={"parallelism_config": replicated}))
 
 
+WHERE = (("auto", "backward"), ("fsdp", "backward"), ("fsdp", "forward"))
+
+
 @ranks(2)
-def test_one_sample_that_does_not_fit_is_an_error_on_every_rank(ctx: ProcessContext) -> None:
-    for strategy, where in (("auto", "backward"), ("fsdp", "backward"), ("fsdp", "forward")):
+@pytest.mark.parametrize(
+    "cases", [WHERE[:2], pytest.param(WHERE[2:], marks=pytest.mark.exhaustive)], ids=["some", "others"]
+)
+def test_one_sample_that_does_not_fit_is_an_error_on_every_rank(
+    ctx: ProcessContext, cases: tuple[tuple[str, str], ...]
+) -> None:
+    for strategy, where in cases:
         trouble = Trouble(0 if ctx.world.rank == 1 else 10**9, where)
         net = Net(trouble)
         accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2)

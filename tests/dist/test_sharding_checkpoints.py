@@ -18,6 +18,7 @@ from hasten.testing.pool import Pool, ranks
 from hasten.testing.resharding import Run, Trial, check_pairs, held
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
+FEW: Final = (("auto 1", 1), ("fsdp 2", 2), ("tp+fsdp", 4))
 MESHES: Final = (("auto 1", 1), ("auto 2", 2), ("fsdp 4", 4), ("tp+fsdp", 4), ("pp+tp", 4), ("cp+fsdp", 4))
 ALL: Final = (*MESHES, ("auto 4", 4), ("fsdp 1", 1), ("fsdp 2", 2), ("tp", 2), ("tp+ddp", 4))
 SETTINGS: Final = MappingProxyType(
@@ -51,7 +52,14 @@ def step(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> None
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layouts", [MESHES, pytest.param(ALL, marks=pytest.mark.exhaustive)], ids=["meshes", "all"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(FEW, id="few"),
+        pytest.param(MESHES, id="meshes", marks=pytest.mark.exhaustive),
+        pytest.param(ALL, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_every_pair_of_layouts_is_bitwise_equal(
     rank_pool: Pool, tmp_path: Path, layouts: tuple[tuple[str, int], ...]
 ) -> None:

@@ -64,7 +64,7 @@ def layout(kind: str, world: int) -> dict[str, Any]:
             return {"fsdp_plugin": FullyShardedDataParallelPlugin(cpu_offload=True)}
 
 
-@ranks(1, 2, 4)
+@ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "offload"])
 def test_every_layout_trains_like_plain_torch(ctx: ProcessContext, kind: str) -> None:
     if kind == "hsdp" and ctx.world.size == 1:

@@ -129,7 +129,7 @@ class Tempered(nn.Module):
         return self.linear(x) * self.temperature  # type: ignore[no-any-return]
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 def test_scalars_stay_whole_and_are_averaged(ctx: ProcessContext) -> None:
     def path(accelerator: Accelerator | None) -> Tensor:
         net: nn.Module = seeded(Tempered)
@@ -348,7 +348,7 @@ ELEMENTWISE_OPTIONS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, exhaustive=(4,))
 def test_optimizers_on_own_shards_equal_the_whole(ctx: ProcessContext) -> None:
     """Elementwise optimizers, uneven and empty shards: bitwise the whole update, and the state stays cut like before.
 

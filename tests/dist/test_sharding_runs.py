@@ -259,6 +259,7 @@ accelerator.print(accelerator.strategy.name, groups, fsdp.reshard_after_forward,
 """
 
 
+@pytest.mark.exhaustive
 def test_an_accelerate_file_of_fsdp1_launches_a_sharded_run(tmp_path: Path) -> None:
     """Its keys are translated, which is said once, and decide how the model is sharded."""
     (tmp_path / "theirs.yaml").write_text(HF_FILE)

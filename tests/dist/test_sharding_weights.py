@@ -23,7 +23,7 @@ def model(tied: bool = False) -> TinyLM:
     return seeded(lambda: TinyLM(vocab=17, width=8, heads=2, depth=2, context=6, tied=tied))
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("size", ["10GB", "2KB"])
 def test_meta_models_read_their_own_slices(ctx: ProcessContext, tmp_path: Path, size: str) -> None:
     """Exported from plain data parallel in one or many files, loaded into a sharded model built on meta."""

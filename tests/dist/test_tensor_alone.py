@@ -36,7 +36,7 @@ class OwnAdamW(torch.optim.AdamW):
     """A class that torch does not know, as of a package of optimizers."""
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, OwnAdamW, torch.optim.SGD])
 def test_weights_begin_as_those_of_rank_0_and_are_exported_whole(
     ctx: ProcessContext, kind: Callable[..., torch.optim.Optimizer]

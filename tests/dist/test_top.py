@@ -41,6 +41,7 @@ while not pathlib.Path(sys.argv[1]).exists():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_second_process_sees_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

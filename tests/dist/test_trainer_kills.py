@@ -83,7 +83,7 @@ def killed_equals_whole(pool: Pool, folder: Path, num_ranks: int, kills: int) ->
     assert done == kills
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_training_killed_at_random_batches_ends_as_the_whole_one(
     rank_pool: Pool, tmp_path: Path, num_ranks: int
 ) -> None:

@@ -138,7 +138,7 @@ def interrupted_equals_whole(folder: Path, stops: list[int], **changes: Any) -> 
         assert shown[0] == shown[1], f"stopped after batch {stop}"
 
 
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 def test_a_run_stopped_at_any_batch_ends_as_the_whole_one(ctx: ProcessContext, tmp_path: Path) -> None:
     last = 20 if ctx.world.size == 1 else 10
     chosen = sorted(random.Random(ctx.world.size).sample(range(1, last), 4))

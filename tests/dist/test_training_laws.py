@@ -83,7 +83,7 @@ def with_hasten(ctx: ProcessContext, rows: int, every: int, weighted: bool, max_
     return model
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 2, exhaustive=(3, 4))
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_many_processes_and_micro_steps_equal_one_big_batch(ctx: ProcessContext, every: int) -> None:
     rows = 12 * every
@@ -94,7 +94,7 @@ def test_many_processes_and_micro_steps_equal_one_big_batch(ctx: ProcessContext,
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2, exhaustive=(4,))
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_a_short_last_window_counts_as_what_it_is(ctx: ProcessContext, every: int) -> None:
     """Loader ends inside a window: the last update is the mean over the micro-steps there were."""
@@ -129,7 +129,7 @@ def test_a_short_last_window_counts_as_what_it_is(ctx: ProcessContext, every: in
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
 
 
-@ranks(1, 2, 3, 4)
+@ranks(2, exhaustive=(1, 3, 4))
 def test_every_metric_sample_once(ctx: ProcessContext) -> None:
     """For every size, batch and option the gathered labels are the dataset, no more and no less."""
     accelerator = Accelerator()
@@ -166,7 +166,7 @@ def train(accelerator: Accelerator, steps: int = 12) -> list[float]:
     return losses
 
 
-@ranks(1, 2, 4)
+@ranks(2, exhaustive=(1, 4))
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_every_precision_and_strategy_follows_plain_torch(ctx: ProcessContext, precision: str, strategy: str) -> None:

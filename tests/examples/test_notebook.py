@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 NOTEBOOK: Final = Path(__file__).parents[2] / "examples" / "two_processes.ipynb"
 DRIVER: Final = """
 import sys
@@ -22,6 +24,7 @@ nbformat.write(notebook, sys.argv[2])
 """
 
 
+@pytest.mark.exhaustive
 def test_it_trains_on_two_processes_and_draws_a_curve(tmp_path: Path) -> None:
     homes = {name: str(tmp_path / name) for name in ("HASTEN_HOME", "HF_HOME", "IPYTHONDIR", "MPLCONFIGDIR")}
     done = subprocess.run(

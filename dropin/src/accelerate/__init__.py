@@ -2,94 +2,42 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from accelerate.conflict import refuse_other_package
+from accelerate._impl.surface.conflict import refuse_other_package
+from accelerate._impl.surface.lazy import lazy
 
 __version__ = "1.15.0+hasten"
 
 refuse_other_package()
 
-_MODULES: Final = frozenset(
-    [
-        "accelerator",
-        "big_modeling",
-        "checkpointing",
-        "commands",
-        "data_loader",
-        "hooks",
-        "inference",
-        "launchers",
-        "local_sgd",
-        "logging",
-        "memory_utils",
-        "optimizer",
-        "parallelism_config",
-        "quirks",
-        "scheduler",
-        "state",
-        "test_utils",
-        "tracking",
-        "utils",
-    ]
-)
-_PUBLIC: Final = MappingProxyType(
+_HOMES: Final = MappingProxyType(
     {
-        "Accelerator": "accelerate.accelerator",
-        "PartialState": "accelerate.state",
-        "ParallelismConfig": "accelerate.parallelism_config",
-        "skip_first_batches": "accelerate.data_loader",
-        "debug_launcher": "accelerate.launchers",
-        "notebook_launcher": "accelerate.launchers",
-        "prepare_pippy": "accelerate.inference",
-        "is_rich_available": "accelerate.utils.imports",
-        "find_executable_batch_size": "accelerate.utils.memory",
-        "infer_auto_device_map": "accelerate.utils.modeling",
-        "load_checkpoint_in_model": "accelerate.utils.modeling",
-        "synchronize_rng_states": "accelerate.utils.random",
-        **dict.fromkeys(
-            (
-                "AutocastKwargs",
-                "DDPCommunicationHookType",
-                "DataLoaderConfiguration",
-                "DeepSpeedPlugin",
-                "DistributedDataParallelKwargs",
-                "DistributedType",
-                "FullyShardedDataParallelPlugin",
-                "GradScalerKwargs",
-                "InitProcessGroupKwargs",
-                "ProfileKwargs",
-            ),
-            "accelerate.utils.dataclasses",
+        "": (
+            "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging "
+            "memory_utils optimizer parallelism_config scheduler state test_utils tracking utils"
         ),
-        **dict.fromkeys(
-            (
-                "cpu_offload",
-                "cpu_offload_with_hook",
-                "disk_offload",
-                "dispatch_model",
-                "init_empty_weights",
-                "init_on_device",
-                "load_checkpoint_and_dispatch",
-            ),
-            "accelerate.big_modeling",
+        "accelerate.accelerator": "Accelerator",
+        "accelerate.big_modeling": (
+            "cpu_offload cpu_offload_with_hook disk_offload dispatch_model init_empty_weights init_on_device "
+            "load_checkpoint_and_dispatch"
         ),
+        "accelerate.data_loader": "skip_first_batches",
+        "accelerate.inference": "prepare_pippy",
+        "accelerate.launchers": "debug_launcher notebook_launcher",
+        "accelerate.parallelism_config": "ParallelismConfig",
+        "accelerate.state": "PartialState",
+        "accelerate.utils.dataclasses": (
+            "AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin "
+            "DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs "
+            "InitProcessGroupKwargs ProfileKwargs"
+        ),
+        "accelerate.utils.imports": "is_rich_available",
+        "accelerate.utils.memory": "find_executable_batch_size",
+        "accelerate.utils.modeling": "infer_auto_device_map load_checkpoint_in_model",
+        "accelerate.utils.random": "synchronize_rng_states",
     }
 )
-
-__all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __dir__() -> list[str]:
-    return sorted({*__all__, *_MODULES, "__version__"})
-
-
-def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
-    if name in _MODULES:
-        return import_module(f"accelerate.{name}")
-    if (module := _PUBLIC.get(name)) is None:
-        raise AttributeError(f"module 'accelerate' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
-    return value
+__all__ = [name for home, names in _HOMES.items() if home for name in names.split()]  # pyright: ignore[reportUnsupportedDunderAll]
+__getattr__, __dir__ = lazy(__name__, _HOMES)

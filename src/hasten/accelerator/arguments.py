@@ -69,10 +69,10 @@ def check_kind(value: object, kind: type, call: str) -> None:
         refuse(call, value, f"it needs a {kind.__name__}(...), or nothing for the settings of this run")
 
 
-def check_callable(value: object, call: str) -> None:
+def check_callable(value: object, call: str, when: str = "in each step") -> None:
     """Refuse what cannot be called."""
     if not callable(value):
-        refuse(call, value, "it needs a function, which is called at each save or load")
+        refuse(call, value, f"it needs a function, which is called {when}")
 
 
 def _shown(value: object) -> str:

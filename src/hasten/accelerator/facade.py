@@ -22,6 +22,7 @@ from torch.profiler import profile as TorchProfile  # a class torch spells in lo
 
 from hasten.accelerator import arguments, metrics, profile
 from hasten.accelerator.accumulation import Accumulation
+from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
@@ -142,6 +143,8 @@ class Accelerator:
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
+        if parts.config.checkpoint_in_memory is not None:
+            self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
         watch(self, parts.watchdog)
         self._watch_values(parts)
 
@@ -163,7 +166,8 @@ class Accelerator:
                 self.saving.newest,
             )
             self._preparer.on_model = self._numbers.follow
-            self.clock.before_update = self._numbers.before_update
+            if parts.numbers.then != "report":
+                self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
         if self._sentinel is not None:
             self.clock.after_update = self._sentinel.updated
@@ -344,11 +348,14 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        arguments.check_modules(models, "accumulate(models)")
         self.clock.cursors.followed = None if loader is None else loader.cursor
-        known = self._accumulations.get(models)
+        try:
+            known = self._accumulations.get(models)
+        except TypeError:  # not hashable, so not a module: refused below
+            known = None
         if known is not None and not known.entered:
             return known
+        arguments.check_modules(models, "accumulate(models)")
         key = tuple(self.prepared.index_of(model) for model in models)
         each = self.config.gradient_accumulation.sync_each_batch
         made = Accumulation(self.clock, self.strategy, models or tuple(self.prepared.models), key, each)
@@ -393,8 +400,12 @@ class Accelerator:
             self._progress.pulse.reached()
         if self.run_log is not None:
             self.run_log.backward_begins()
-        weighed = self.precision.scale(self.clock.weigh(loss, weight))
-        weight = self.clock.weight_of(weight)
+        clock = self.clock
+        weighed = clock.weigh(loss, weight)
+        if self.precision.scaler is not None:
+            weighed = self.precision.scale(weighed)
+        if clock.part is not None or clock.share is not None:
+            weight = clock.weight_of(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
         if weight is None:
@@ -434,6 +445,16 @@ class Accelerator:
         """
         arguments.check_callable(fn, "run_step(fn)")
         return self.retrying.run(fn, batch, split)
+
+    def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
+        """Decorate a whole training step (forward, `backward()`, `step()`, `zero_grad()`) to run as one CUDA graph where it can.
+
+        With `performance="auto"` on one GPU, after a few plain calls, the step is captured for each set of input shapes and replayed.
+        It must do the same work in every call: numbers that Python reads or changes are frozen, except learning rates. Elsewhere
+        the function itself runs, and the reason is logged. Tensors are returned without gradients.
+        """
+        arguments.check_callable(fn, "capture_step(fn)")
+        return CapturedStep(fn, self.prepared, self.clock, self._numbers, self._preparer.performance.no_step_graph())
 
     def context_parallel(
         self,
@@ -683,6 +704,13 @@ class Accelerator:
         with Noted(self.run_log, "loaded"):
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
+    def resume(self) -> bool:
+        """Load the newest state there is, in memory or on the disk, as `load_state` does; False when there is none yet.
+
+        Ranks: every rank.
+        """
+        return self.saving.resume()
+
     def roll_back(self) -> bool:
         """Go back to the newest checkpoint if `numbers="rollback"` has decided so; whether it did. Ranks: every rank.
 
@@ -705,12 +733,12 @@ class Accelerator:
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """Call `hook(models, weights, folder)` before each save; it may edit what is written."""
-        arguments.check_callable(hook, "register_save_state_pre_hook(hook)")
+        arguments.check_callable(hook, "register_save_state_pre_hook(hook)", "at each save")
         return self.saving.register_save_state_pre_hook(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
         """Call `hook(models, folder)` before each load; models it removes from the list are not loaded."""
-        arguments.check_callable(hook, "register_load_state_pre_hook(hook)")
+        arguments.check_callable(hook, "register_load_state_pre_hook(hook)", "at each load")
         return self.saving.register_load_state_pre_hook(hook)
 
     @property

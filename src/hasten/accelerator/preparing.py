@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from hasten.accelerator.performance import Performance
 from hasten.bundle import Bundle, Item
 from hasten.config.root import Config
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
-from hasten.errors import PrepareError
+from hasten.errors import PrepareError, StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
@@ -78,11 +79,13 @@ class Preparer:
         self.done = Prepared()
         self.on_model: Callable[[nn.Module], None] | None = None
         """Told of each model that is prepared."""
+        self.performance = Performance(config, ctx, precision)
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
     def reconfigure(self, config: Config, strategy: Strategy) -> None:
         """Prepare by other settings from now on."""
         self._config, self._strategy = config, strategy
+        self.performance = Performance(config, self._ctx, self._precision)
 
     def prepare(
         self, objects: tuple[Any, ...], placement: Sequence[bool] | None = None, train: bool = True
@@ -155,6 +158,7 @@ class Preparer:
         return made
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        self.performance.optimizer(optimizer)
         prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
@@ -185,9 +189,17 @@ class Preparer:
         place = self._config.device_placement if placement is None else placement
         return self.loader(loader, place, int(self._ctx.world.broadcast_object(torch.initial_seed())), slice_fn)
 
-    @contextmanager
-    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
+        if self._config.checkpoint_in_memory is not None:
+            raise StepError(
+                "join_uneven_inputs() does not go with checkpoint_in_memory: all ranks make the copies together, and here some have no batch left "
+                "after which to make one. Use even_batches=True, or leave checkpoint_in_memory out."
+            )
+        return self._joined(joinables, even_batches)
+
+    @contextmanager
+    def _joined(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.done.loaders:

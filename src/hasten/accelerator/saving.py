@@ -12,41 +12,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from hasten.accelerator.memory_copies import Machine, MemoryCopies, memory_root
 from hasten.accelerator.preemption import FinishFirst, Preemption
 from hasten.accelerator.rank_state import with_own_state
 from hasten.accelerator.restore import plan_restore
 from hasten.accelerator.run_state import RunParts, collect, num_updates, settle_loops
-from hasten.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
+from hasten.accelerator.sources import automatic_root, find_source
+from hasten.accelerator.state_hooks import HookHandle, LoadHook, SaveHook, run_load_hooks, run_save_hooks
 from hasten.accelerator.undo import Undo
 from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import CheckpointStore, Format, StateTree
 from hasten.checkpoint.gathering import gathered
 from hasten.checkpoint.layout import Sizes
+from hasten.checkpoint.local_store import LocalStore
+from hasten.checkpoint.machine_owners import MachineOwners
 from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.model_state import LoadReport
 from hasten.checkpoint.places import (
     check_naming,
     join_place,
     locate,
-    locate_existing,
-    newest,
     next_number,
     number_of,
     numbered,
     open_store,
-    tell_passed_over,
 )
-from hasten.checkpoint.reader import Checkpoint, open_checkpoint
+from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.reshard import owned_by_axes
 from hasten.checkpoint.retention import Retention
 from hasten.checkpoint.stages import over_stages
 from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
 from hasten.comm.base import Comm
 from hasten.config.checkpoint import ProjectConfiguration
-from hasten.errors import CheckpointError, ConfigError, MismatchError
+from hasten.errors import ConfigError, MismatchError
 from hasten.runtime.axes import AXES, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
@@ -87,6 +87,9 @@ class Saving:
         self.last_saved: str | None = None
         """Where the latest finished save lies."""
         self._newest: str | None = None
+        self.memory: MemoryCopies | None = None
+        """Copies of the newest state in the memory of machines, if they are kept."""
+        self._machine_owners = MachineOwners()
 
     # -- what is saved --------------------------------------------------------------------------------------------
     @property
@@ -171,6 +174,28 @@ class Saving:
                     self._write_in_background(tree, group, work, place, together)
                 return place
 
+    def keep_in_memory(self, every: int) -> None:
+        """Copy the state into the memory of this machine and its neighbour, every so many updates."""
+        project, updates = self._project, partial(num_updates, self._parts)
+        root = memory_root(self._ctx, every)
+        self.memory = MemoryCopies(self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s)
+        self.memory.follow(self._parts.clock.cursors)
+
+    def _write_copy(
+        self, store: LocalStore, name: str, machine: Machine, together: Agreement, told: Callable[[int], None]
+    ) -> None:
+        """Write the state of this machine's ranks; `told` hears this rank's bytes before. Ranks: every rank."""
+        self.wait_for_saves()
+        settle_loops(self._parts, together)
+        group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
+        with group.discarding(self._ctx.rank):
+            together.label = f"collecting the state for {name!r}"
+            tree = collect(self._parts, "safetensors", self._run_save_hooks(group))
+            tree = self._machine_owners.owned(tree, machine.ranks, together)
+            prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self._sizes)
+            told(sum(blob.size for blob in prepared.blobs.values()))
+            finish(prepared, group, self._ctx.world, self._header(name, None))
+
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
         weights = self._run_save_hooks(group)
         fmt: Format = "safetensors" if safe_serialization else "torch"
@@ -226,32 +251,13 @@ class Saving:
         check_naming(output_dir, self._project.automatic_checkpoint_naming)
         if output_dir is not None:
             return locate(output_dir)
-        store = open_store(self._automatic_root())
+        store = open_store(automatic_root(self._project))
         together.label = f"looking for checkpoints in {store.address}"
         number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
         return store, numbered(together.share(number)[0])
 
-    def _automatic_root(self) -> str:
-        if self._project.project_dir is None:
-            raise ConfigError(
-                "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
-                'save_state("folder"), or set project_dir (in ProjectConfiguration or the Accelerator).'
-            )
-        return join_place(self._project.project_dir, "checkpoints")
-
     def _run_save_hooks(self, group: DiskGroup) -> list[Mapping[str, Any] | None]:
-        models = list(self._parts.objects.models)
-        if not self._save_hooks:
-            return [None] * len(models)
-        given: list[dict[str, Any]] = [dict(model.state_dict()) for model in self._parts.plain_models()]
-        weights = list(given)
-        folder = group.draft.folder
-        for hook in list(self._save_hooks.values()):
-            hook(list(models), weights, str(folder))
-        if len(weights) == len(given):
-            return list(weights)
-        left = {id(weight) for weight in weights}
-        return [weight if id(weight) in left else {} for weight in given]
+        return run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder))
 
     def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
         return Manifest(
@@ -316,18 +322,38 @@ class Saving:
     ) -> list[LoadReport]:
         """Put the run back to where a checkpoint was saved; what did not match, per model, when not strict.
 
-        Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is taken. Everything is
-        verified on every rank before anything in memory changes.
+        Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is taken, or the copy that
+        `checkpoint_in_memory` has kept if that is newer. All is verified on every rank before anything in memory changes.
         Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
         """
+        return self._load(input_dir, strict, allow_pickle, verify) or []
+
+    def resume(self) -> bool:
+        """Load the newest state there is, in memory or on the disk, as load_state does; False when there is none yet.
+
+        Ranks: every rank. Raises: CheckpointError, as load_state.
+        """
+        return self._load(None, must=False) is not None
+
+    def _load(
+        self,
+        input_dir: str | Path | None,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        verify: bool = True,
+        must: bool = True,
+    ) -> list[LoadReport] | None:
         world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
         with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
             undo = outside.enter_context(Undo())  # also when the ranks fail to leave the block together
             self.wait_for_saves()
-            store, name = self._source(together, input_dir)
+            if (source := find_source(self._project, self.memory, together, input_dir, must)) is None:
+                return None
+            store, name, from_memory = source
+            verify = verify and not from_memory  # then it is verified already
             with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
                 together.label = f"checking {name!r} against this run"
-                models = self._run_load_hooks(checkpoint)
+                models = run_load_hooks(self.load_hooks, self._parts, str(checkpoint.folder))
                 ctx = self._ctx
                 mesh = self._mesh_sizes()
                 plan = plan_restore(self._parts, models, checkpoint, ctx.rank, ctx.world.size, strict, mesh)
@@ -335,8 +361,12 @@ class Saving:
                 together.label = f"loading {name!r}"
                 plan.apply(together, undo)
                 number = checkpoint.manifest.number
-            log.info("loaded %s", place := join_place(store.address, name))
+            log.info("loaded %s%s", place := join_place(store.address, name), " from memory" if from_memory else "")
             reports, iteration = plan.reports, self._iteration
+        if self.memory is not None:
+            self.memory.loaded(number if from_memory else None)
+        if from_memory:
+            return reports
         if number is not None and input_dir is None:
             self._iteration = max(iteration, number + 1)
         self._newest = place
@@ -348,40 +378,9 @@ class Saving:
             self.wait_for_saves()
         return self._newest
 
-    def _source(self, together: Agreement, input_dir: str | Path | None) -> tuple[CheckpointStore, str]:
-        if input_dir is not None:
-            together.label = f"looking for {input_dir}"
-            return locate_existing(input_dir)
-        together.label = "looking for the newest checkpoint"
-        store = open_store(self._automatic_root())
-        name = newest(store)
-        seen: list[str] = together.share(name)
-        if len(set(seen)) > 1:  # machines with disks of their own: take the newest that all of them have
-            name = min(seen, key=lambda item: number_of(item) or 0)
-            if not all(together.share(store.complete(name))):
-                raise CheckpointError(
-                    f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
-                    "everywhere. Give the path of one that every machine has."
-                )
-            log.warning(
-                "ranks see different newest checkpoints (%s); %s is loaded, which all have", sorted(set(seen)), name
-            )
-        if self._ctx.is_main:
-            tell_passed_over(store, name)
-        return store, name
-
     def reconfigure(self, strategy: Strategy) -> None:
         """Save and load what another strategy prepares."""
         self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
-
-    def _run_load_hooks(self, checkpoint: Checkpoint) -> list[nn.Module | None]:
-        plain = self._parts.plain_models()
-        models = list(self._parts.objects.models)
-        given = list(models)
-        for hook in list(self.load_hooks.values()):
-            hook(models, str(checkpoint.folder))
-        left = {id(model) for model in models}
-        return [module if id(model) in left else None for module, model in zip(plain, given, strict=True)]
 
     # -- preemption -----------------------------------------------------------------------------------------------
     @property

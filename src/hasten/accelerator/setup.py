@@ -183,7 +183,13 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
             f"numbers_spike={config.numbers_spike:g} with numbers={config.numbers} cannot be honoured under mixed_precision='fp16': the scaler "
             "decides which updates are skipped, and looks at overflow only. Use numbers=stop or report, or 'bf16'."
         )
-    return NumbersSettings(config.numbers, config.numbers_spike, strategy.caps.sharded_state, config.numbers_rollbacks)
+    return NumbersSettings(
+        config.numbers,
+        config.numbers_spike,
+        strategy.caps.sharded_state,
+        config.numbers_rollbacks,
+        precision.scaler is not None,
+    )
 
 
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:

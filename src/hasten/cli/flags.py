@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
+from hasten.config.absent import is_absent
 from hasten.config.established import SWITCHES
 from hasten.config.layers import nearest
 from hasten.config.legacy import OLD_NAMES
@@ -222,7 +223,8 @@ class SettingsParser(argparse.ArgumentParser):
 
 def _add(group: Any, info: FieldInfo) -> None:
     default = "" if info.default in (None, (), {}, False) else f" (default: {_plain(info.default)})"
-    help_text = (info.meta.help + default).replace("%", "%%")
+    absent = " [not in this version]" if is_absent(info.path) else ""
+    help_text = (info.meta.help + default + absent).replace("%", "%%")
     _add_action(group, spellings(info), info.path, help_text, info.is_bool, metavar(info.type), info.meta.short)
 
 

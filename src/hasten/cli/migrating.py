@@ -28,6 +28,20 @@ NOTES: Final = MappingProxyType(
     }
 )
 """Methods whose result is not what it was, and how."""
+ELSEWHERE: Final = MappingProxyType(
+    {
+        "hf_device_map": "hasten writes no hf_device_map on a model; keep the map that you gave or were given",
+        "_hf_hook": "hasten's hooks are not kept as _hf_hook of a module",
+        "build_device_mesh": "hasten's ParallelismConfig builds no mesh; prepare() does",
+        "to_kwargs": "settings of hasten are plain dataclasses without to_kwargs; use dataclasses.asdict",
+        "deepspeed_config_process": "hasten's DeepSpeedPlugin fills its configuration in prepare(), not by hand",
+    }
+)
+"""Attributes of other objects that hasten's do not have, and what there is instead."""
+_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before there is an Accelerator"
+_COPIES: Final = (
+    "hasten's prepared loaders, optimizers and schedulers are not copied or pickled; save their state_dict()"
+)
 _SHUFFLE: Final = (
     "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
 )
@@ -141,6 +155,7 @@ class _Script:
                 self._attribute(node, objects)
             elif isinstance(node, ast.Call):
                 self._call(node, objects)
+                self._habits(node)
 
     def _accelerators(self) -> Iterator[str]:
         """Names that hold an Accelerator."""
@@ -162,6 +177,8 @@ class _Script:
         return None
 
     def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
+        if node.attr in ELSEWHERE:
+            self._note(node, ELSEWHERE[node.attr])
         if isinstance(node.value, ast.Name) and node.value.id in objects:
             if (
                 not hasattr(hasten.Accelerator, node.attr)
@@ -217,6 +234,14 @@ class _Script:
             self._note(node, f"prepare {_SCHEDULER}")
         if (found := getattr(hasten.Accelerator, method, None)) is not None:
             self._keywords(node, f"Accelerator.{method}", found)
+
+    def _habits(self, node: ast.Call) -> None:
+        """Note calls of other functions that rely on what hasten does not do."""
+        text = ast.unparse(node)
+        if self._name(node.func) == "get_logger":
+            self._note(node, _LOGGER)
+        if text.startswith(("pickle.dump", "copy.deepcopy(optim", "copy.deepcopy(sched", "copy.deepcopy(loader")):
+            self._note(node, _COPIES)
 
     def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten's
         try:

@@ -28,6 +28,10 @@ class Comm(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def scratch(self) -> dict[Any, Any]:
+        """What collectives on trees keep for this group between two calls."""
+        ...
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         """The elementwise sum, mean, min or max over the members. Booleans sum to int64 counts; means are floats."""
@@ -35,6 +39,10 @@ class Comm(Protocol):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every member's tensor, stacked as `(size, *x.shape)`. Shapes must be equal."""
+        ...
+
+    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
+        """Every member's bytes, written to `out` one after the other. Both lie in host memory."""
         ...
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
@@ -54,6 +62,10 @@ class Comm(Protocol):
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The object of member `src`."""
+        ...
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send and receive dense tensors in host memory between pairs of members: `(position, tensor)`, in the same order on both sides."""
         ...
 
     def session(self) -> Session:

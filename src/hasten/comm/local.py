@@ -21,6 +21,7 @@ class LocalComm:
         self.size = 1
         self.ranks = (rank,)
         self.device = torch.device(device)
+        self.scratch: dict[Any, Any] = {}  # Any: whatever collectives on trees keep
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if kind == "mean" and not (x.is_floating_point() or x.is_complex()):
@@ -31,6 +32,9 @@ class LocalComm:
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0).clone()
+
+    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         _only_member(src)
@@ -51,6 +55,12 @@ class LocalComm:
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
         _only_member(src)
         return obj
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        for member, _ in (*sends, *receives):
+            _only_member(member)
+        for (_, source), (_, target) in zip(sends, receives, strict=True):
+            target.copy_(source)
 
     def session(self) -> Session:
         return Session(None, pickle_unproven=True)  # nobody else is there

@@ -12,7 +12,6 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -29,6 +28,8 @@ _HEADER_SIZES = 14
 _ENVELOPE_BYTES = 1024  # the same in every operation: ranks that call different ones still exchange equal sizes
 _PLAIN = (Tensor, torch.nn.Parameter)
 _ROOM = _ENVELOPE_BYTES - _HEADER.size
+_FORMS: Final = 256
+"""Shapes of small tensors whose envelopes a group keeps at most."""
 
 
 def gather(tree: Tree, comm: Comm) -> Tree:
@@ -45,27 +46,48 @@ def gather(tree: Tree, comm: Comm) -> Tree:
 
 def _gather_small(x: Tensor, comm: Comm) -> Tensor | None:
     """What `gather` gives for one small tensor, the common metric, in few steps; None where it takes more of them."""
-    num_bytes = x.nbytes
-    if not 0 < num_bytes <= _ROOM or x.is_complex() or x.layout != torch.strided:
+    form: _Form | None = comm.scratch.get((x.shape, x.dtype))
+    if form is None:
+        if not 0 < x.nbytes <= _ROOM or x.is_complex() or len(comm.scratch) >= _FORMS:
+            return None
+        form = comm.scratch[x.shape, x.dtype] = _form_of(x.shape, x.dtype, comm)
+    if x.layout != torch.strided:
         return None
-    header = _header_of(x.shape, x.dtype)
-    envelope = bytearray(_ENVELOPE_BYTES)
-    end = _HEADER.size + num_bytes
-    envelope[: _HEADER.size] = header
-    envelope[_HEADER.size : end] = _raw(x).numpy().data
-    everyone = comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8))
-    if any(row[: _HEADER.size].tobytes() != header for row in everyone.numpy()):
-        _refuse_differences("gather", x, [_HEADER.unpack_from(row) for row in everyone.numpy()], comm)
+    form.slot.copy_(x.detach())
+    comm.all_gather_bytes(form.envelope, form.everyone)
+    if not (form.headers == form.header).all():
+        _refuse_differences("gather", x, [_HEADER.unpack_from(row) for row in form.headers], comm)
         return comm.all_gather(_rows(x)).flatten(0, 1)  # a rank has it on an accelerator
-    rows = everyone[:, _HEADER.size : end].reshape(-1).view(x.dtype)
-    return rows.view(comm.size * x.shape[0], *x.shape[1:]) if x.ndim else rows
+    return form.rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-@lru_cache(maxsize=256)  # headers depend on nothing but their arguments
-def _header_of(shape: torch.Size, dtype: torch.dtype) -> bytes:
-    """The header of a gather of one tensor that travels inside its envelope."""
-    digest = _digest(_describe("gather", torch.empty(shape, dtype=dtype, device="meta"), None))
-    return _HEADER.pack(digest, True, 1, *[0] * (_HEADER_SIZES - 1))
+class _Form(NamedTuple):
+    """An envelope for tensors of one shape and dtype, used again and again, and where they lie in the envelopes of all ranks."""
+
+    envelope: Tensor
+    slot: Tensor
+    """The part of the envelope that holds the tensor."""
+    header: Any  # Any: an array of numpy, as below
+    """What every envelope must begin with."""
+    everyone: Tensor
+    """The envelopes of all ranks: one buffer for all forms, which grows with the ranks and not with the shapes."""
+    headers: Any
+    rows: Tensor
+    """The tensors of all ranks in `everyone`."""
+
+
+def _form_of(shape: torch.Size, dtype: torch.dtype, comm: Comm) -> _Form:
+    ranks, like = comm.size, torch.empty(shape, dtype=dtype, device="meta")
+    digest = _digest(_describe("gather", like, None))
+    header = _HEADER.pack(digest, True, 1, *[0] * (_HEADER_SIZES - 1))
+    envelope = torch.frombuffer(bytearray(header.ljust(_ENVELOPE_BYTES, b"\0")), dtype=torch.uint8)
+    everyone: Tensor = comm.scratch.setdefault("everyone", torch.zeros(ranks * _ENVELOPE_BYTES, dtype=torch.uint8))
+    begin, end = _HEADER.size, _HEADER.size + like.nbytes
+    rows = everyone.view(ranks, -1)[:, begin:end].view(dtype).view(ranks, *(shape or (1,)))
+    headers = everyone.numpy().reshape(ranks, -1)[:, :begin]
+    return _Form(
+        envelope, envelope[begin:end].view(dtype).view(shape), envelope.numpy()[:begin], everyone, headers, rows
+    )
 
 
 def gather_ragged(tree: Tree, comm: Comm) -> Tree:

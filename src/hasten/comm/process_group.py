@@ -44,11 +44,14 @@ class ProcessGroupComm:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device
         self.group = group
+        self.scratch: dict[Any, Any] = {}  # Any: whatever collectives on trees keep
         self.store = store
         self.credentials = credentials or Credentials()
         self.trail = trail or Trail()
         self._timeout_s = timeout_s
         self._objects = Objects(self, self.credentials)
+        self._wire: dist.ProcessGroup | None = None
+        """The group that moves tensors in host memory."""
         self._device_types = _device_types(group)
         me = self.ranks[self.rank]
         # Communicators are made in the same order on every member, so a per-rank count numbers them alike.
@@ -88,6 +91,14 @@ class ProcessGroupComm:
         self.trail.ended()
         return _from_bytes(out, x.dtype, (self.size, *x.shape)).to(x.device)
 
+    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
+        if "cpu" not in self._device_types:
+            out.copy_(self.all_gather(x).flatten())
+            return
+        self._begin("all_gather", x)
+        _GATHER(out, x, group=self.group)
+        self.trail.ended()
+
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
         self._begin("broadcast", x)
         raw = self._bytes(x).clone()
@@ -110,6 +121,19 @@ class ProcessGroupComm:
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:  # Any: the caller's objects
         self._member(src)
         return self._objects.broadcast(obj, src)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        self.trail.note("exchange")
+        if self._wire is None:
+            same = "cpu" in self._device_types
+            limit = timedelta(seconds=self._timeout_s)
+            self._wire = self.group if same else dist.new_group(list(self.ranks), backend="gloo", timeout=limit)
+        ways = ((dist.isend, sends), (dist.irecv, receives))
+        begun = [begin(x, self._member(at), group=self._wire) for begin, list_ in ways for at, x in list_]
+        for work in begun:
+            if work is not None:
+                work.wait()
+        self.trail.ended()
 
     def session(self) -> Session:
         return self._objects.session()

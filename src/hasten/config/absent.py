@@ -32,6 +32,7 @@ _MEGATRON: Final = (
     "hidden_dropout",
     "attention_softmax_in_fp32",
     "seq_length",
+    "use_distributed_optimizer",
 )
 """Options of Megatron-LM that act."""
 
@@ -97,10 +98,9 @@ ABSENT: Final[tuple[Absent, ...]] = (
                 ("pipeline_model_parallel_split_rank", "encoder_seq_length", "decoder_seq_length"),
             ),
             (
-                "sharding or offloading optimizer state with Megatron",
-                _FSDP,
+                "sharding parameters or offloading optimizer state with Megatron",
+                "use_distributed_optimizer shards masters and moments, and " + _FSDP,
                 (
-                    "use_distributed_optimizer",
                     "use_custom_fsdp",
                     "use_precision_aware_optimizer",
                     "optimizer_cpu_offload",
@@ -136,6 +136,11 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "schedulers step once per update; leave it out",
     ),
 )
+
+
+def is_absent(path: Path) -> bool:
+    """Whether no value of this setting but its default is in this version."""
+    return any(path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values for row in ABSENT)
 
 
 def refused(entries: Mapping[Path, Entry]) -> list[ConfigError]:

@@ -15,6 +15,7 @@ from hasten.config.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
 from hasten.config.launch import InitProcessGroupKwargs, LaunchConfig
 from hasten.config.optim import GradientAccumulationPlugin
 from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.performance import PerformanceSettings
 from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.config.tracking import ProfileKwargs, TrackingConfig
@@ -37,6 +38,7 @@ class Keywords(TypedDict, total=False):
     numbers: str | None
     numbers_rollbacks: int | None
     numbers_spike: float | None
+    checkpoint_in_memory: int | None
     step_scheduler_with_optimizer: bool | None
     recompute: Sequence[str] | None
     rng_types: Sequence[str] | None
@@ -67,6 +69,7 @@ class Keywords(TypedDict, total=False):
     scaler: GradScalerKwargs | Fields | None
     fp8: FP8Config | Fields | None
     dynamo: TorchDynamoPlugin | Fields | None
+    performance: PerformanceSettings | Fields | str | None
     dataloader: DataLoaderConfiguration | Fields | None
     project: ProjectConfiguration | Fields | None
     tracking: TrackingConfig | Fields | None

@@ -38,6 +38,9 @@ ARGUMENTS: Final = MappingProxyType[str, Path](
 )
 """Arguments of the Accelerator whose names differ from the schema's."""
 
+SHORT: Final = MappingProxyType[Path, str]({("performance",): "mode"})
+"""Sections that may be given as one word, which is the value of this field."""
+
 HANDLERS: Final = MappingProxyType[type[Section], Path](
     {
         AutocastKwargs: ("autocast",),
@@ -136,7 +139,9 @@ def _flatten(tree: Marked, file: str, path: Path, problems: Problems) -> Iterato
     for key, item in tree.value.items():
         here, place = (*path, key), f"{file}:{item.line}"
         if section_at(here):
-            if isinstance(item.value, Mapping):
+            if here in SHORT and isinstance(item.value, str):
+                yield Entry((*here, SHORT[here]), item.plain(), Source("file", place))
+            elif isinstance(item.value, Mapping):
                 yield from _flatten(item, file, here, problems)
             elif item.value is not None:
                 problems.add(_not_a_section(place, here, item))
@@ -203,6 +208,8 @@ def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
 def _from_value(path: Path, value: Any, source: Source) -> list[Entry]:
     if path in BY_PATH:
         return [Entry(path, value, source)]
+    if path in SHORT and isinstance(value, str):
+        return [Entry((*path, SHORT[path]), value, source)]
     cls = section_at(path)
     if cls is None:
         raise unknown(str(source), path)

@@ -10,6 +10,7 @@ from hasten.config.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
 from hasten.config.launch import InitProcessGroupKwargs, LaunchConfig
 from hasten.config.optim import GradientAccumulationPlugin
 from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.performance import PerformanceSettings
 from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs, MasterWeights, PrecisionType
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.config.tracking import ProfileKwargs, TrackingConfig
@@ -58,6 +59,12 @@ class Config(Section):
         None, "a loss of more than so many times the median of the last ones counts as well", minimum=1
     )
     numbers_rollbacks: int = setting(5, "times a run may go back with numbers=rollback before it stops", minimum=1)
+    checkpoint_in_memory: int | None = setting(
+        None,
+        "updates between two copies of the run's state in the memory of its machines, each at its neighbour as well: a lost machine costs "
+        "no more than those (needs `hasten launch --max_restarts`)",
+        minimum=1,
+    )
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")
@@ -75,6 +82,7 @@ class Config(Section):
     scaler: GradScalerKwargs = setting(factory=GradScalerKwargs, help="loss scaling")
     fp8: FP8Config = setting(factory=FP8Config, help="fp8")
     dynamo: TorchDynamoPlugin = setting(factory=TorchDynamoPlugin, help="torch.compile")
+    performance: PerformanceSettings = setting(factory=PerformanceSettings, help="choices for speed")
     dataloader: DataLoaderConfiguration = setting(factory=DataLoaderConfiguration, help="data")
     project: ProjectConfiguration = setting(factory=ProjectConfiguration, help="project and checkpoints", prefix="")
     tracking: TrackingConfig = setting(factory=TrackingConfig, help="trackers", prefix="")

@@ -204,6 +204,8 @@ class Loader(DataLoader[Any]):
                 cursors.go_back(cursor)
             if cursors.times_back != times:
                 return
+            if cursors.before_next is not None:
+                cursors.before_next(cursor)
             if marks is not None:
                 marks.asked()
         if track.start is here:

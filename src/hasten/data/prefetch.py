@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from hasten import trees
 from hasten.data.plan import Padding
 from hasten.data.source import Item, ReadAhead
+from hasten.runtime.devices import kind_of
 
 # Any in this file: batches are the user's own objects.
 _IN_LINE_BYTES: Final = 1 << 16
@@ -30,7 +31,7 @@ class InLine:
 
     def __init__(self, device: torch.device, skip_keys: Collection[str] = (), limit: int = _IN_LINE_BYTES) -> None:
         self._device = device
-        self._skip_keys = skip_keys
+        self.skip_keys = skip_keys
         # CUDA has read pageable memory when the call returns; other devices are not known to
         self._non_blocking = device.type == "cuda"
         self._limit = limit
@@ -45,9 +46,9 @@ class InLine:
     def copy(self, batch: Any) -> Any:
         """The batch on the device."""
         if self._timed >= _TIMED_COPIES:
-            return trees.to_device(batch, self._device, self._non_blocking, self._skip_keys)
+            return trees.to_device(batch, self._device, self._non_blocking, self.skip_keys)
         begun = time.perf_counter()
-        moved = trees.to_device(batch, self._device, self._non_blocking, self._skip_keys)
+        moved = trees.to_device(batch, self._device, self._non_blocking, self.skip_keys)
         self._fastest_s = min(self._fastest_s, time.perf_counter() - begun)
         self._timed += 1
         if self._timed == _TIMED_COPIES and self._fastest_s > _PATIENCE_S:
@@ -184,23 +185,78 @@ class Prefetch:
 
     def _ahead(self, first: Item, items: Iterator[Item], in_line: InLine) -> Iterator[Item]:
         """The first large batch and those after it; small ones among them keep their place and are copied in line."""
-        lane = Lane(self._device, self._depth, self._skip_keys)
-        queue: deque[tuple[Any, bool, Padding | None, bool, Any]] = deque()
-
-        def handed() -> Item:
-            batch, sent, real, last, mark = queue.popleft()
-            return (lane.hand_over(batch) if sent else in_line.copy(batch)), real, last, mark
-
-        try:
+        queue: deque[tuple[Padding | None, bool, Any]] = deque()
+        with Queue(self._device, self._depth, in_line) as batches:
             for batch, real, last, mark in _chained(first, items):
-                small = in_line.takes(batch)
-                queue.append((batch if small else lane.send(batch), not small, real, last, mark))
+                batches.append(batch)
+                queue.append((real, last, mark))
                 if len(queue) > self._depth:
-                    yield handed()
+                    yield batches.popleft(), *queue.popleft()
             while queue:
-                yield handed()
-        finally:
-            lane.close()
+                yield batches.popleft(), *queue.popleft()
+
+
+class Queue:
+    """Batches in their order: large ones are on their way to the device, small ones are copied when they are taken out."""
+
+    def __init__(self, device: torch.device, depth: int, in_line: InLine) -> None:
+        self._device = device
+        self._depth = depth
+        self._in_line = in_line
+        self._lane: Lane | None = None
+        self._batches: deque[tuple[Any, bool]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def append(self, batch: Any) -> None:
+        """Put a batch at the end; the copy of a large one begins."""
+        small = self._in_line.takes(batch)
+        if not small and self._lane is None:
+            self._lane = Lane(self._device, self._depth, self._in_line.skip_keys)
+        self._batches.append((batch if small or self._lane is None else self._lane.send(batch), small))
+
+    def popleft(self) -> Any:
+        """The first batch, on the device."""
+        batch, small = self._batches.popleft()
+        return self._in_line.copy(batch) if small or self._lane is None else self._lane.hand_over(batch)
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
+
+def one_ahead(
+    batches: Iterable[Any], device: torch.device | None, non_blocking: bool = False
+) -> Iterator[tuple[Any, bool]]:
+    """Each batch on the device, and whether it is the last; the batch after it has been read, and its copy begun if large.
+
+    No batch is read earlier than that: datasets that draw from the process's random generators draw as they do in any
+    loop that looks one batch ahead. With `device=None` batches stay where they are.
+    """
+    if device is None or not kind_of(device).side_streams:
+        waiting: deque[Any] = deque()
+        for batch in batches:
+            waiting.append(batch)
+            if len(waiting) > 1:
+                yield _put(waiting.popleft(), device, non_blocking), False
+        if waiting:
+            yield _put(waiting.popleft(), device, non_blocking), True
+        return
+    with Queue(device, 1, InLine(device)) as queue:
+        for batch in batches:
+            queue.append(batch)
+            if len(queue) > 1:
+                yield queue.popleft(), False
+        if len(queue):
+            yield queue.popleft(), True
+
+
+def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:
+    return batch if device is None else trees.to_device(batch, device, non_blocking)
 
 
 class LookAhead:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
@@ -16,6 +16,7 @@ Cause = Literal[
     "gone",
     "stopped",
     "silent",
+    "unreachable",
     "other call",
     "other shape",
     "same call",
@@ -47,8 +48,11 @@ class Diagnosis:
     cure: str
 
 
-def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0) -> Diagnosis | None:
-    """The cause of a wait; None while nobody waits, or all who are waited for may take their time."""
+def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
+    """The cause of a wait; None while nobody waits, or all who are waited for may take their time.
+
+    `lost_hosts` are those that do not answer the launcher either.
+    """
     states = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
     ahead = _ahead(states)
     waiting = tuple(rank for rank, state in states.items() if state.waits or (ahead[rank] and state.kind == "device"))
@@ -57,10 +61,12 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0) -> Diagnosis | 
     lost = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
     if lost:
         return _lost(waiting, lost)
+    silent = [seen for seen in world if seen.status == "silent"]
+    if unreachable := [seen for seen in silent if seen.note is not None and seen.note.host in lost_hosts]:
+        return _unreachable(waiting, unreachable)
     working = [state for rank, state in states.items() if rank not in waiting]
     if working:
         return _working(waiting, working, io_patience_s)
-    silent = [seen for seen in world if seen.status == "silent"]
     if silent:
         return _silent(waiting, silent)
     return _all_wait(states, ahead)
@@ -165,6 +171,23 @@ def _occupation(state: State) -> tuple[Cause, str, str]:
         f"is in user code at {where} in {state.function}(), {asleep},",
         "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
         "raise stall_after_s if it takes this long.",
+    )
+
+
+def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
+    ranks = tuple(seen.rank for seen in silent)
+    hosts = sorted({seen.note.host for seen in silent if seen.note is not None})
+    pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    return Diagnosis(
+        "unreachable",
+        waiting,
+        ranks,
+        ends="hardly",
+        sentence=(
+            f"{ranks_in_words(ranks)} ({pids}) does not answer, nor does the launcher on {', '.join(hosts)}: a lost machine, or the network "
+            "to it is down"
+        ),
+        cure="look at that machine and at the network between (`ping`, `dmesg`); with --max_restarts the job waits for its return.",
     )
 
 

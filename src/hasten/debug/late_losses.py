@@ -1,7 +1,6 @@
-"""Losses on their way to the host: gathered over several updates, copied together, and read once they have arrived.
+"""Losses on their way to the host: held over several updates, copied together, and read once they have arrived.
 
-A copy for every update would cost a tiny training step on a GPU some percent; one for many updates costs nothing that can be measured.
-On the CPU a loss is read at once.
+A copy for every update would cost a tiny training step on a GPU some percent. On the CPU a loss is read at once.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from torch import Tensor
 
 Origin = TypeVar("Origin")
 
-_UPDATES: Final = 64
-"""Updates gathered for one copy at most."""
+_HELD: Final = 64
+"""Losses held for one copy."""
 _SECONDS: Final = 0.25
-"""Seconds after which what was gathered is copied: a loop of slow steps is looked at after every update."""
-_MOST: Final = 4096
+"""Seconds after which what is held is copied: a loop of slow steps is looked at in every step."""
 
 
 @dataclass(slots=True)
@@ -35,66 +33,62 @@ class Update(Generic[Origin]):
 
 
 class LateLosses(Generic[Origin]):
-    """The losses of one rank. Called by the training thread."""
+    """The losses of one rank. Called by the training thread, once for every backward: code here is cold, and costs a tiny step most."""
 
     def __init__(self) -> None:
-        self._now: Update[Origin] = Update()
-        self._gathered: list[Update[Origin]] = []
-        self._travelling: tuple[list[Update[Origin]], Tensor, torch.Event] | None = None
+        self.held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = []
+        """Losses with their weights, origins and the numbers of their updates."""
+        self._travelling: tuple[list[Update[Origin]], Tensor, torch.Event | None] | None = None
         self._copied_at = time.monotonic()
 
-    def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin) -> None:
-        """A loss of the update that is being made."""
-        if len(self._now.losses) >= _MOST:  # a script whose optimizer was not prepared makes no updates here
-            self._now = Update()
+    def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
+        """Hold a loss of update number `step`; whether it is time to copy what is held."""
         # A view would keep the whole tensor alive that it is a part of.
-        self._now.losses.append((loss.detach().clone() if loss._is_view() else loss.detach(), weight, origin))
+        self.held.append((loss.detach().clone() if loss._is_view() else loss.detach(), weight, origin, step))
+        return len(self.held) >= _HELD or time.monotonic() - self._copied_at >= _SECONDS
 
     def take(self) -> Update[Origin]:
-        """The update that was being made; the next one begins."""
-        now, self._now = self._now, Update()
-        return now
-
-    def close(self, step: int) -> list[Update[Origin]]:
-        """End the update that is number `step`; those whose losses can be read now."""
-        now = self._now
-        if not now.losses:
-            return []
-        self._now = Update()
-        now.step = step
-        if now.losses[0][0].device.type == "cpu":
-            now.values = read(now)
-            return [now]
-        self._gathered.append(now)
-        if len(self._gathered) < _UPDATES and time.monotonic() - self._copied_at < _SECONDS:
-            return []
-        return self._copy()
+        """The losses held, as those of one update; none are held afterwards."""
+        held, self.held = self.held, []
+        return Update(losses=[(loss, weight, origin) for loss, weight, origin, _ in held])
 
     def rest(self) -> list[Update[Origin]]:
         """Everything that has not been read yet; waits for it."""
-        return [*self._copy(), *self._arrived()]
+        return [*self.copy(), *self._arrived()]
 
-    def _copy(self) -> list[Update[Origin]]:
-        """Start the copy of what was gathered; what the copy before it brought."""
+    def copy(self) -> list[Update[Origin]]:
+        """Start the copy of what is held; what the copy before it brought."""
         arrived, self._copied_at = self._arrived(), time.monotonic()
-        gathered, self._gathered = self._gathered, []
-        if gathered:
-            joined = _joined([(loss, weight) for update in gathered for loss, weight, _ in update.losses])
-            ready = torch.Event(joined.device)
+        held, self.held = self.held, []
+        if held:
+            joined = _joined([(loss, weight) for loss, weight, _, _ in held])
             values = joined.to("cpu", non_blocking=True)
-            ready.record()
-            self._travelling = (gathered, values, ready)
+            ready = None if joined.is_cpu else torch.Event(joined.device)
+            if ready is not None:
+                ready.record()
+            self._travelling = (_by_update(held), values, ready)
         return arrived
 
     def _arrived(self) -> list[Update[Origin]]:
         if self._travelling is None:
             return []
         (updates, values, ready), self._travelling = self._travelling, None
-        ready.synchronize()
+        if ready is not None:
+            ready.synchronize()
         numbers = iter(values.tolist())
         for update in updates:
             update.values = [next(numbers) for _ in update.losses]
         return updates
+
+
+def _by_update(held: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]) -> list[Update[Origin]]:
+    """Losses in the same order, joined where they are of one update."""
+    updates: list[Update[Origin]] = []
+    for loss, weight, origin, step in held:
+        if not updates or updates[-1].step != step:
+            updates.append(Update(step))
+        updates[-1].losses.append((loss, weight, origin))
+    return updates
 
 
 def read(update: Update[Origin]) -> list[float]:

@@ -10,7 +10,8 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 from weakref import ref
@@ -36,6 +37,7 @@ _RECENT: Final = 64
 _ENOUGH: Final = 16
 """Losses that must have been seen before one can be called a spike."""
 _SHOWN: Final = 16
+_MOST: Final = 4096
 _FINE, _GRADIENT, _LOSS = 0, 1, 2
 """How bad a rank's numbers are. A bad loss makes the averaged gradients of all ranks bad, so it comes first."""
 _WHY: Final = (
@@ -64,6 +66,8 @@ class NumbersSettings:
     """A forward needs every rank: parameters are divided."""
     rollbacks: int = 0
     """How often the run may go back to a checkpoint."""
+    scaled: bool = False
+    """Losses are scaled, and overflow is looked after."""
 
 
 Batches = list[tuple[Loader, Place]]
@@ -105,7 +109,9 @@ class NumbersWatch:
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        self._told = False
+        self._later = settings.then == "report"
+        # A scaler skips updates that overflow, and stops when it skips too many.
+        self._quiet = self._later and settings.scaled
 
     def follow(self, model: nn.Module) -> None:
         """Remember the calls of a prepared model, to be able to repeat the last one."""
@@ -114,14 +120,42 @@ class NumbersWatch:
 
     def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """A loss is about to be backpropagated. One that weighs nothing may be a mean over nothing, and is not looked at."""
-        if not self._told:
-            self._losses.add(loss, weight, self._batches())
+        if self._quiet:
+            return
+        if self._later and loss.is_cpu:  # reading costs nothing
+            if self._settings.spike is not None or loss.numel() != 1 or not math.isfinite(loss.item()):
+                self._read_now(loss, weight)
+            return
+        watched = self._clock.cursors.watched
+        if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
+            batches = [(loader, loader.place())]  # the loop goes on over the same loader
+        else:
+            batches = self._batches()
+        due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
+        if self._later:
+            if due and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._report(self._losses.copy())
+        elif len(self._losses.held) > _MOST:  # a script whose optimizer was not prepared makes no updates here
+            self._losses.take()
+
+    def _read_now(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        update = Update(self._clock.num_updates + 1, [(loss.detach(), weight, self._batches())])
+        update.values = read(update)
+        self._report([update])
+
+    @contextmanager
+    def apart(self) -> Iterator[list[Tensor]]:
+        """Context manager in which losses are not watched, but put into the list it yields when it ends."""
+        held, self._losses.held = self._losses.held, []
+        losses: list[Tensor] = []
+        try:
+            yield losses
+        finally:
+            losses += [loss for loss, *_ in self._losses.held]
+            self._losses.held = held
 
     def _batches(self) -> Batches:
         """The batches in the user's hands."""
-        watched = self._clock.cursors.watched
-        if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
-            return [(loader, loader.place())]  # the hot path: the loop goes on over the same loader
         found: Batches = []
         for cursor in self._clock.cursors.active():
             for one in self._prepared.loaders:
@@ -138,14 +172,7 @@ class NumbersWatch:
         if self.rollback is not None and self.rollback.target is not None:  # what comes now will be undone
             self._losses.take()
             return not optimizer.scaled
-        step = self._clock.num_updates + 1
-        if self._settings.then != "report":
-            return self._look(self._losses.take(), step, optimizer)
-        if optimizer.scaled:  # the scaler skips updates that overflow, and stops when it skips too many
-            self._losses.take()
-        elif not self._told:
-            self._report(self._losses.close(step))
-        return False
+        return self._look(self._losses.take(), self._clock.num_updates + 1, optimizer)
 
     def finish(self) -> None:
         """Look at the losses that have not been looked at yet."""
@@ -162,9 +189,9 @@ class NumbersWatch:
     # -- some updates later, alone ----------------------------------------------------------------------------------
     def _report(self, updates: Sequence[Update[Batches]]) -> None:
         for update in updates:
-            if self._told or not (what := self._judge(update.values)):
+            if self._quiet or not (what := self._judge(update.values)):
                 continue
-            self._told = True
+            self._quiet = True
             text = "\n".join(
                 [
                     f"{what} in update {update.step} on rank {self._ctx.rank}",

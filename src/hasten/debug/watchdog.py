@@ -28,6 +28,7 @@ from hasten.debug.diagnose import Diagnosis, diagnose
 from hasten.debug.observe import Observer
 from hasten.debug.reception import Reception
 from hasten.debug.state import Note, Seen, State, Status
+from hasten.runtime import env, lost_machines
 from hasten.runtime.topology import Topology
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,9 @@ class Watchdog:
             self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, peers))
             if self._takes_the_word(now):
                 notes, states = self._bulletin.notes(self._ranks), self._fresh(self._bulletin.states(self._ranks), now)
-                self._judge(_world(self._ranks, notes, states))
+                lost = lost_machines.read(env.snapshot())
+                states = {rank: state for rank, state in states.items() if state.host not in lost}
+                self._judge(_world(self._ranks, notes, states), lost)
         except LOST as error:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
 
@@ -202,8 +205,8 @@ class Watchdog:
         """Seconds between two looks: ever longer, the longer the wait."""
         return min(max(self._tick, 0.1 * (now - self._quiet_since)), 10.0)
 
-    def _judge(self, world: list[Seen]) -> None:
-        found = diagnose(world, io_patience_s=self.after_s)
+    def _judge(self, world: list[Seen], lost: frozenset[str]) -> None:
+        found = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost)
         key = () if found is None else (found.cause, found.waiting, found.missing)
         if found is None or key != self._suspect:  # the second look must agree with the first
             self._suspect = key
@@ -211,24 +214,25 @@ class Watchdog:
         waited = max(seen.state.quiet_s for seen in world if seen.rank in found.waiting and seen.state is not None)
         limit = {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
         ends = self._settings.then == "abort" and waited >= limit
-        if ends or (key != self._reported and (waited >= self.after_s or found.ends == "never")):
+        sure = found.ends == "never" or found.cause == "unreachable"
+        if ends or (key != self._reported and (waited >= self.after_s or sure)):
             self._reported = key
-            self._tell(found, world, waited, ends)
+            self._tell(found, world, waited, ends, limit)
 
-    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, ends: bool) -> None:
-        text = words.report(found, world, waited_s, self._then(ends))
+    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, ends: bool, limit_s: float) -> None:
+        text = words.report(found, world, waited_s, self._then(ends, limit_s))
         path = _write(text, self._settings.folder)
         log.error("%s%s", text, f"\n  this report: {path}" if path else "")
         if ends:
             self._bulletin.set_verdict(found.sentence)
             self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
 
-    def _then(self, ends: bool) -> str:
+    def _then(self, ends: bool, limit_s: float) -> str:
         if ends:
             return f"the job ends (exit code {ending.STALLED}); stall=report would let it wait"
         if self._settings.then == "report":
             return "the job goes on waiting (stall=report)"
-        return f"the job goes on waiting, and ends after {self.patience_s:.0f} s"
+        return f"the job goes on waiting, and ends after {limit_s:.0f} s"
 
     def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
         """End this process, unless its training thread ends it first."""

@@ -28,6 +28,8 @@ class Failure:
     stopped: bool = False
     """Ended by the launcher because another rank had failed."""
     log: str = ""
+    echo: bool = False
+    """The rank raised what all ranks agreed on, and had no error of its own."""
 
     @property
     def exit_code(self) -> int:
@@ -114,7 +116,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 
 
 def _is_echo(failure: Failure) -> bool:
-    return bool(_SECONDARY.search(failure.summary))
+    return failure.echo or bool(_SECONDARY.search(failure.summary))
 
 
 def hint_for(failure: Failure, python: str = "python") -> str | None:
@@ -161,6 +163,7 @@ def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, 
         traceback=recorded.get("traceback", ""),
         stopped=code == -signal.SIGTERM,
         log=log,
+        echo=recorded.get("echo", False),
     )
 
 

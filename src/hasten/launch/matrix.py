@@ -59,10 +59,15 @@ def cells() -> tuple[Cell, ...]:
         ("tp", 2, ("--tp_size", "2"), full, ""),
         ("cp", 2, ("--cp_size", "2"), full, ""),
         ("pp", 2, ("--pp_size", "2"), full, ""),
+        ("tp_fsdp2", 4, ("--strategy", "fsdp", "--tp_size", "2", "--dp_shard_size", "2"), full, ""),
     ]
     for stage in range(4):
         flags = ("--strategy", "deepspeed", "--zero_stage", str(stage))
         kinds.append((f"zero{stage}", 2, flags, full, "deepspeed"))
+    for stage, parts in ((2, ("optimizer",)), (3, ("optimizer", "param"))):
+        offload = tuple(word for part in parts for word in (f"--offload_{part}_device", "cpu"))
+        more = ("--strategy", "deepspeed", "--zero_stage", str(stage), *offload)
+        kinds.append((f"zero{stage}_offload", 2, more, full, "deepspeed"))
     return tuple(
         Cell(backend, precision, processes, flags, package)
         for backend, processes, flags, precisions, package in kinds

@@ -12,9 +12,12 @@ from typing import Final
 from hasten.errors import LaunchError
 from hasten.launch.checkin import Store
 from hasten.launch.failure import PREEMPTED, Failure
+from hasten.runtime import env as environment
+from hasten.runtime import lost_machines
 
 _SILENCE_S: Final = 60.0
-_NO_ANSWER_S: Final = 30.0
+_SUSPECT_S: Final = 15.0
+_NO_ANSWER_S: Final = 25.0
 _LOOK_EVERY_S: Final = 1.0
 _LOST_S: Final = 10.0
 _STOPPING: Final = "stopping"
@@ -30,6 +33,10 @@ class PeerMachineFailed(LaunchError):
         self.code = code
 
 
+class MachineLost(LaunchError):
+    """Another machine does not answer any more; it may come back."""
+
+
 @dataclass(slots=True)
 class Peers:
     """The machines of one round, this one at `index`."""
@@ -39,6 +46,8 @@ class Peers:
     hosts: tuple[str, ...]
     round: int
     _beat: int = 0
+    suspects: tuple[str, ...] = ()
+    """Hosts that have been silent for some seconds, as of the last look."""
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def _key(self, what: str, machine: int) -> str:
@@ -47,14 +56,14 @@ class Peers:
     def look(self) -> None:
         """Tell the others that this machine lives, and hear what became of them.
 
-        Raises: PeerMachineFailed if one gave up; LaunchError if one has been silent for a minute.
+        Raises: PeerMachineFailed if one gave up; MachineLost if one has been silent for a minute.
         """
         self._beat += 1
         self.store.set(self._key("beat", self.index), str(self._beat))
         if failures := self.published():
             raise PeerMachineFailed(f"machine {failures[0].host} failed", failures)
         self._hear_of_ends()
-        now = time.monotonic()
+        now, suspects = time.monotonic(), []
         for machine, host in enumerate(self.hosts):
             if machine == self.index:
                 continue
@@ -63,11 +72,16 @@ class Peers:
             known, since = self._heard.setdefault(machine, (beat, now))
             if beat != known:
                 self._heard[machine] = (beat, now)
-            elif now - since > _SILENCE_S and not self.store.check([self._key("done", machine)]):
-                raise LaunchError(
+            elif now - since > _SUSPECT_S and not self.store.check([self._key("done", machine)]):
+                suspects.append(host)
+                if now - since < _SILENCE_S:
+                    continue
+                raise MachineLost(
                     f"machine {machine} ({host}) has been silent for {_SILENCE_S:g} s: it is down, or the network to it is. "
                     f"The job cannot go on without it; look there, then start again."
                 )
+
+        self.suspects = tuple(suspects)
 
     def _hear_of_ends(self) -> None:
         for machine, code in self._codes().items():
@@ -195,13 +209,13 @@ class Watch:
     def waiting(self) -> int:
         """Machines that want to start again, as of the last look.
 
-        Raises: PeerMachineFailed or LaunchError for what the look found, or if the look itself does not come back.
+        Raises: PeerMachineFailed for what the look found; MachineLost for that, too, or if the look itself does not come back.
         """
         if self._problem is not None:
             raise self._problem
         silent = time.monotonic() - self._last_word
         if silent > _NO_ANSWER_S:
-            raise LaunchError(f"{self._lost} (no answer for {silent:.0f} s)")
+            raise MachineLost(f"{self._lost} (no answer for {silent:.0f} s)")
         return self._waiting
 
     def wait_done(self) -> None:
@@ -223,9 +237,13 @@ class Watch:
 
     def _run(self) -> None:
         told = False
+        suspects: tuple[str, ...] = ()
         while not self._stop.is_set():
             try:
                 self._peers.look()
+                if self._peers.suspects != suspects:
+                    suspects = self._peers.suspects
+                    lost_machines.write(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
                 if self._finished and not told:
                     self._peers.say_done()
@@ -235,7 +253,7 @@ class Watch:
                 self._problem = error
                 return
             except RuntimeError as error:  # torch's network errors; this file does without torch
-                self._problem = LaunchError(f"{self._lost} ({str(error).strip().splitlines()[0][:200]})")
+                self._problem = MachineLost(f"{self._lost} ({str(error).strip().splitlines()[0][:200]})")
                 return
             self._last_word = time.monotonic()
             if self._all_done:

@@ -20,7 +20,7 @@ from hasten.errors import LaunchError
 from hasten.launch import network
 from hasten.launch.base import Meeting, Supervision
 from hasten.launch.checkin import Report, check_agreement, gather_reports, rank_table
-from hasten.launch.peers import Peers, Watch
+from hasten.launch.peers import MachineLost, Peers, Watch
 from hasten.runtime.store import join, serve
 
 _OPERATION_TIMEOUT: Final = timedelta(seconds=30)
@@ -101,13 +101,24 @@ class FixedRendezvous(RendezvousHandler):
         return "hasten-fixed"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet all machines, once more after each restart."""
-        self.round += 1
+        """Meet all machines, once more after each restart; one that was lost may come back, machine 0 as well."""
         self._stop_watch()
+        while True:
+            try:
+                return self._meet()
+            except DistError as error:
+                if self._hosting or not self._may_return:
+                    raise
+                self._check_in.say(f"machine 0 is lost ({_first_line(error)}); waiting for its return")
+                self._forget_machine_0()
+
+    def _meet(self) -> RendezvousInfo:
         control = self._connect()
-        control.add(f"arrivals/{self.round}", 1)
         if self._index is None:
             self._index = self._find_index(control)
+        control.set(self._place_key(), str(self._index))
+        self.round = self._next_round(control, self._index)
+        control.add(f"arrivals/{self.round}", 1)
         store = PrefixStore(f"round/{self.round}", control)
         reports = self._agreed_reports(control, store, self._index)
         self._peers = Peers(control, self._index, tuple(r.host for r in reports), self.round)
@@ -115,12 +126,45 @@ class FixedRendezvous(RendezvousHandler):
         address, port = self._serve_workers(store)
         return RendezvousInfo(store, self._index, len(reports), RendezvousStoreInfo(address, port))
 
+    def _next_round(self, control: Store, index: int) -> int:
+        """The next round in which this machine has not been yet: one that comes back was in some before it was lost."""
+        number, mine = self.round + 1, self._check_in.report
+        while control.check([f"round/{number}/report/{index}"]):
+            other = Report.decode(control.get(f"round/{number}/report/{index}"))
+            begun = control.check([f"round/{number}/report/{i}" for i in range(self._meeting.max_machines)])
+            if not begun and (other.host, other.address) != (mine.host, mine.address):
+                break  # two machines with one rank at the start: the check-in says so
+            number += 1
+        return number
+
+    @property
+    def _may_return(self) -> bool:
+        return self.round < self._check_in.supervision.max_restarts
+
+    def _forget_machine_0(self) -> None:
+        """Let go of its store: when it comes back it serves a new one, and the rounds begin anew."""
+        self._control = self._server = self._worker_store = self._peers = None
+        self.round = -1
+
+    def _place_key(self) -> str:
+        report = self._check_in.report
+        return f"place/{report.host} {report.address}"
+
     def num_nodes_waiting(self) -> int:
         """Machines that want to start again, as the watch last saw it; never on one machine alone.
 
-        Raises: LaunchError when another machine failed or fell silent.
+        A machine that is lost counts as well while there are restarts left: the others stop and wait for it at the next meeting.
+        Raises: LaunchError when another machine failed, or fell silent and none is left.
         """
-        return self._watch.waiting() if self._watch is not None else 0
+        if self._watch is None:
+            return 0
+        try:
+            return self._watch.waiting()
+        except MachineLost as error:
+            if not self._may_return:
+                raise
+            self._check_in.say(f"{error}. The processes are stopped until it is back")
+            return 1
 
     def wait_done(self) -> None:
         """Return when the ranks of all machines have finished.
@@ -175,8 +219,9 @@ class FixedRendezvous(RendezvousHandler):
             self._index = 0
         self._server.set_timeout(_OPERATION_TIMEOUT)
         self._control = PrefixStore(f"hasten/{meeting.run_id}", self._server)
-        if self._index is not None:
-            self._control.add(f"taken/{self._index}", 1)
+        if self._index is None and self._control.check([self._place_key()]):  # it was here before
+            self._index = int(self._control.get(self._place_key()))
+        elif self._index is not None and self._control.add(f"taken/{self._index}", 1) == 1:
             self._control.add("placed", 1)
         return self._control
 

@@ -24,6 +24,7 @@ from hasten.launch.checkin import Report
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
 from hasten.launch.host import Host
+from hasten.launch.memory_folder import memory_folder
 from hasten.launch.report import make_report
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
@@ -121,7 +122,9 @@ def _run_agent(plan: LaunchPlan, config: Config, host: Host) -> int:
     if plan.meeting.alone:
         # Machines that meet cannot be sent a secret: there the user gives one, or shares a home folder.
         variables |= secret.job_token(host.env)
-    with environment.restored():
+    with environment.restored(), memory_folder() as memory:
+        if memory is not None:
+            variables[environment.MEMORY_FOLDER] = str(memory)
         outside = environment.snapshot()
         # Torch reads its log level when imported: the launcher's own store would warn about every unnamed client.
         environment.replace({"TORCH_CPP_LOG_LEVEL": "WARNING" if config.debug else "ERROR", **outside})

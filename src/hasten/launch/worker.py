@@ -21,6 +21,7 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Final
 
+from hasten.errors import HastenError
 from hasten.launch.failure import PREEMPTED
 from hasten.launch.guard import SAVING
 from hasten.runtime import env as environment
@@ -96,7 +97,9 @@ def write_error(path: Path, error: BaseException, trace: TracebackType | None) -
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
-    last_words.write(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text)
+    # What all ranks raise together has a cause on those that failed themselves.
+    echo = isinstance(error, HastenError) and error.agreed and error.__cause__ is None
+    last_words.write(path, "".join(traceback.format_exception_only(type(error), error)).strip(), text, echo=echo)
 
 
 def _enable_faulthandler() -> None:

@@ -66,6 +66,8 @@ class StepClock:
     inside: list[tuple[Key, Sequence[object]]] = field(default_factory=list)
     """The accumulate() blocks that are entered now, outermost first: their keys and models."""
     _holders: list[weakref.ref[Holder]] = field(default_factory=list)
+    alone: bool = True
+    """There is one optimizer at most."""
     marks: StepMarks | None = None
     """Told where a step stands, when somebody measures its parts."""
     apart: bool = False
@@ -112,7 +114,7 @@ class StepClock:
     @property
     def crowded(self) -> bool:
         """Whether several optimizers have a part in windows of several micro-steps."""
-        return len(self._holders) > 1 and self._current.micro > 0 and self._current.every > 1
+        return not self.alone and self._current.micro > 0 and self._current.every > 1
 
     @property
     def shared(self) -> bool:
@@ -123,6 +125,7 @@ class StepClock:
         """Make an optimizer known to the clock."""
         self._holders = [known for known in self._holders if known() is not None]
         self._holders.append(weakref.ref(holder))
+        self.alone = len(self._holders) < 2
 
     def holders(self) -> Iterator[Holder]:
         """The optimizers that are alive."""
@@ -148,12 +151,9 @@ class StepClock:
         self._current = window
         self.interrupted = False
         at_end = self.cursors.tick(window.micro > 1)
-        if window.micro >= window.every:
-            window.closed = self.boundary = True
-        else:
-            window.closed = self.boundary = at_end and self.sync_with_dataloader
+        window.closed = self.boundary = window.micro >= window.every or (at_end and self.sync_with_dataloader)
         self.pending = self.boundary and self.correction_due()
-        if self.boundary and self.shared:
+        if self.boundary and not self.alone and self.shared:
             for holder in self.holders():
                 holder.note_gradients()
         return self.boundary
@@ -268,7 +268,7 @@ class StepClock:
         self.num_updates += 1
         if self.marks is not None:
             self.marks.optimizer_done()
-        if len(self._holders) == 1 or not self._waiting():
+        if self.alone or not self._waiting():
             window.losses = window.before = 0
         if self.after_update is not None:
             self.after_update()
@@ -334,7 +334,7 @@ class StepClock:
 
     def _open(self, key: Key | None) -> Window:
         self._serial += 1
-        if len(self._holders) > 1:
+        if not self.alone:
             for holder in self.holders():
                 holder.clear_late()
         last = self._windows.get(key)

@@ -66,6 +66,8 @@ class Cursors:
     """The loader that the caller named for this step."""
     go_back: Callable[[LoaderCursor], None] | None = None
     """Called with a loader before it gives its next batch, while the run is to go back to a checkpoint."""
+    before_next: Callable[[LoaderCursor], None] | None = None
+    """Called with a loader before it gives its next batch, or ends."""
     times_back: int = 0
     """How often the run has gone back: an iteration that began before goes on from the loader's new position."""
     _now: int = 0
@@ -143,7 +145,10 @@ class Cursors:
         """
         if self._cut_short is not None:
             self._check_cut(within_window)
-        leader = self.followed if self.followed is not None else self._lead()
+        if self.followed is not None:
+            leader: LoaderCursor | None = self.followed
+        else:
+            leader = self.watched[0] if len(self.watched) == 1 else self._lead()
         self._leader, self._ticked = leader, self._now
         return leader is not None and leader.at_end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -53,6 +54,17 @@ def refuse_late_backward() -> NoReturn:
         "backward() came after this window's gradients were clipped or corrected; its share would be lost. Call "
         "backward() for every loss of the window first."
     )
+
+
+def put_where_used(key: str, value: Any, group: Mapping[str, Any], device: torch.device) -> Any:  # Any: a stored value
+    """A copy of a stored value on the device where an optimizer with the group's options looks for it.
+
+    torch counts steps in host memory, but for kernels that read the count on the device.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return value.detach().to("cpu" if on_host else device, copy=True)
 
 
 class Placeholder(torch.optim.Optimizer):

@@ -130,7 +130,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.called_at = clock.num_updates
         if not clock.boundary:
             self.last = None
-            if clock.crowded:
+            if not clock.alone and clock.crowded:
                 self._mark()
             return None
         if clock.marks is not None:
@@ -165,10 +165,31 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if self._clock.marks is not None and not result.applied:
             self._clock.marks.skipped()
 
+    def replayed(self) -> None:
+        """Count an update that a CUDA graph has made, and cleared the gradients of."""
+        clock = self._clock
+        self.called_at = clock.num_updates
+        if clock.marks is not None:
+            clock.marks.optimizer_begins()
+        if clock.before_update is not None:
+            clock.before_update(self)
+        self._close(APPLIED)
+        self.spent = False
+
+    def counts(self) -> tuple[StepResult | None, int, int, int, bool]:
+        """What is counted of updates on the host."""
+        return self.last, self.num_attempts, self.num_updates, self.called_at, self.spent
+
+    def restore_counts(self, counts: tuple[StepResult | None, int, int, int, bool]) -> None:
+        """Put the counts back."""
+        self.last, self.num_attempts, self.num_updates, self.called_at, self.spent = counts
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window that is still open needs them."""
         clock = self._clock
         self.called_at = clock.num_updates
+        if clock.alone and not (self.spent or clock.boundary or clock.interrupted):
+            return  # the common case: the window is open
         if self.spent or clock.interrupted or (clock.may_clear and not clock.shared):
             self._clear(set_to_none)
             if clock.interrupted:

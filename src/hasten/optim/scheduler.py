@@ -28,7 +28,7 @@ class PreparedScheduler(LRScheduler):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule if the optimizer was updated since it last advanced."""
         optimizer = self._follows
-        if optimizer is not None and not optimizer.untouched:
+        if optimizer is not None and (optimizer.num_attempts or not optimizer.untouched):
             if optimizer.num_updates == self._seen:
                 return
             self._seen = optimizer.num_updates

@@ -37,7 +37,9 @@ class Accelerator:
     host_gb_s: float = 25.0
     """From and to host memory, per device."""
     matmul_share: float = 0.6
-    """Share of the peak that large matrix products reach."""
+    """Share of the peak that matrix products of a training step reach on matrix units."""
+    fp32_share: float = 0.75
+    """The same for products in float32 without TF32, which run outside of them."""
     memory_share: float = 0.75
     """Share of the memory's speed that other operations reach."""
     link_share: float = 0.75
@@ -60,7 +62,8 @@ class Accelerator:
             "fp8": self.tflops_fp8 or self.tflops_bf16,
             "fp32": (self.tflops_tf32 or self.tflops_fp32) if tf32 else self.tflops_fp32,
         }
-        return peaks.get(dtype, self.tflops_fp32) * 1e12 * self.matmul_share
+        plain = dtype not in peaks or (dtype == "fp32" and not tf32)
+        return peaks.get(dtype, self.tflops_fp32) * 1e12 * (self.fp32_share if plain else self.matmul_share)
 
 
 def _known(*entries: Accelerator) -> MappingProxyType[str, Accelerator]:
@@ -101,6 +104,9 @@ KNOWN: Final = _known(
         node_gb_s=450,
         network_gb_s=50,
         host_gb_s=50,
+        matmul_share=0.4,  # measured on an H200: benchmarks/results/plan_accuracy_cuda.md
+        memory_share=0.53,
+        fp32_share=0.72,
     ),
     Accelerator(
         name="h200",
@@ -113,6 +119,9 @@ KNOWN: Final = _known(
         node_gb_s=450,
         network_gb_s=50,
         host_gb_s=50,
+        matmul_share=0.4,  # measured on an H200: benchmarks/results/plan_accuracy_cuda.md
+        memory_share=0.53,
+        fp32_share=0.72,
     ),
     Accelerator(
         name="b200",

@@ -12,7 +12,7 @@ from hasten.config.parallel import ParallelismConfig, PipelineParallelConfig
 from hasten.config.root import Config
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.planner.candidate import Candidate
-from hasten.planner.search import Option, Plan
+from hasten.planner.search import SIMPLER, Option, Plan
 from hasten.runtime.axes import BATCH
 from hasten.runtime.bytes_plan import shown, size
 
@@ -24,12 +24,20 @@ def why(plan: Plan) -> list[str]:
     """One sentence for each choice of the best option: what the nearest option without it would cost."""
     best = plan.best
     lines = [f"{best.candidate.words}: {best.time.words()}; {best.need.words()}"]
+    if plan.fastest is not best:
+        lines.append(_simpler(plan))
     for title, alike in _alternatives(best.candidate):
         others = [option for option in plan.options if option is not best and alike(option.candidate)]
         if others:
             other = min(others, key=lambda option: (not option.usable, option.time.total))
             lines.append(f"{title}: {_compared(other, plan)}")
     return lines
+
+
+def _simpler(plan: Plan) -> str:
+    """Why the best is not the fastest."""
+    gain = plan.best.time.total / plan.fastest.time.total - 1
+    return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is taken"
 
 
 def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
@@ -115,8 +123,16 @@ def _row(plan: Plan, option: Option) -> dict[str, Any]:
         "step_s": total,
         "samples_per_s": chosen.global_batch / total,
         "mfu": option.time.mfu(plan.request.accelerator, chosen),
-        "why": option.time.words() if option.fits else f"needs {size(option.need.total)}",
+        "why": _reason(plan, option),
     }
+
+
+def _reason(plan: Plan, option: Option) -> str:
+    if not option.fits:
+        return f"needs {size(option.need.total)}"
+    if option is plan.best and plan.fastest is not option:
+        return f"{option.time.words()}; {_simpler(plan)}"
+    return option.time.words()
 
 
 def summary(plan: Plan) -> dict[str, Any]:

@@ -20,6 +20,8 @@ _MOST_CONTEXT: Final = 8
 _LEAST_TOKENS: Final = 2048
 """Of a sequence on each rank."""
 _MOST_GPUS: Final = 65_536
+SIMPLER: Final = 0.03
+"""A simpler layout is taken when it is slower by at most this share: predictions are no nearer, and simple things break less."""
 _LARGEST: Final = 2
 """Micro-batches whose time is predicted, of those that fit."""
 
@@ -65,7 +67,10 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The outcome: options from best to worst, those that can be used before all others."""
+    """The outcome: options from best to worst, those that can be used before all others.
+
+    The first one is the simplest of those that are nearly as fast as the fastest (`SIMPLER`).
+    """
 
     trace: ModelTrace
     request: Request
@@ -73,8 +78,13 @@ class Plan:
 
     @property
     def best(self) -> Option:
-        """The fastest option that fits and runs as the loop is."""
+        """The option to take: it fits and runs as the loop is."""
         return self.options[0]
+
+    @property
+    def fastest(self) -> Option:
+        """The fastest option that can be used; the best unless a simpler one is nearly as fast."""
+        return min((one for one in self.options if one.usable), key=_rank, default=self.best)
 
 
 def search(trace: ModelTrace, request: Request) -> Plan:
@@ -92,12 +102,22 @@ def search(trace: ModelTrace, request: Request) -> Plan:
     options.sort(key=_rank)
     if not options[0].fits:
         raise ConfigError(_nothing_fits(trace, request, options))
+    first = options[0]
+    if first.usable:
+        near = [one for one in options if one.usable and one.time.total <= first.time.total * (1 + SIMPLER)]
+        taken = min(near, key=lambda one: (_changed(one), _rank(one)))
+        options.sort(key=lambda one: one is not taken)
     return Plan(trace, request, tuple(options))
 
 
+def _changed(option: Option) -> int:
+    """How many things are done that a plain loop on copies does not do."""
+    chosen = option.candidate
+    return int(chosen.offload) + int(chosen.recompute) + int(chosen.sharded) + int(chosen.mesh.tp > 1)
+
+
 def _rank(option: Option) -> tuple[bool, bool, float, int]:
-    changed = int(option.candidate.offload) + int(option.candidate.recompute) + int(option.candidate.sharded)
-    return not option.usable, not option.fits, round(option.time.total, 6), changed
+    return not option.usable, not option.fits, round(option.time.total, 6), _changed(option)
 
 
 def _nothing_fits(trace: ModelTrace, request: Request, options: Sequence[Option]) -> str:

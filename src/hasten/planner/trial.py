@@ -24,11 +24,13 @@ from torch.utils.data import DataLoader, RandomSampler
 from hasten.accelerator import facade
 from hasten.accelerator.preparing import Preparer
 from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.debug.numbers import NumbersWatch
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.planner.tuning import Outcome
 from hasten.strategies.wrapping import blocks_to_recompute
 
-_OFTEN: Final = 3
+_OFTEN: Final = 10
+"""Updates between two looks whether a trial is hopeless."""
 
 
 class Spec(msgspec.Struct):
@@ -55,6 +57,8 @@ class Timed:
         self.rows = 0
         self.blocks: tuple[str, ...] = ()
         self.convolutions = False
+        self.precision = "no"
+        self.whole_step = False
         self.gave_up = False
         self._batch_size_done = False
 
@@ -62,10 +66,14 @@ class Timed:
         """What the script gave its Accelerator, with this trial's values in their place."""
         values, own = self.spec.values, dict(given)
         own |= {"log_with": None, "project_dir": None}
+        if own.get("numbers") == "off":
+            own["numbers"] = "report"  # what notes the losses
         if "mixed_precision" in values:
             own["mixed_precision"] = values["mixed_precision"]
         if values.get("recompute"):
             own["recompute"] = tuple(values["recompute"])
+        if values.get("step_graph"):
+            own["performance"] = {"mode": "auto", "compile": False}
         ways = {
             "regional": {"backend": "inductor", "use_regional_compilation": True},
             "whole": {"backend": "inductor"},
@@ -125,7 +133,7 @@ class Timed:
         self.marks.append(time.perf_counter())
         limit = self.spec.hopeless_s
         measured = self.marks[self.spec.warmup :]
-        if limit is not None and len(measured) > _OFTEN:
+        if limit is not None and measured and len(measured) % _OFTEN == 0:
             self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
         if done >= self.spec.warmup + self.spec.updates or self.gave_up:
             raise _Enough
@@ -145,6 +153,8 @@ class Timed:
             batch_size=self.rows,
             block_classes=self.blocks,
             convolutions=self.convolutions,
+            precision=self.precision,
+            whole_step=self.whole_step,
             error=error,
             gave_up=self.gave_up,
         )
@@ -153,11 +163,14 @@ class Timed:
 def _patch(timed: Timed) -> None:
     """Change hasten for the rest of this process, which is this trial's own."""
     build, prepare = vars(facade)["build"], Preparer.prepare
-    backward, step = facade.Accelerator.backward, PreparedOptimizer.step
+    seen, step, replayed = NumbersWatch.seen, PreparedOptimizer.step, PreparedOptimizer.replayed
+    capture = facade.Accelerator.capture_step
     loader = Preparer.loader
 
     def built(given: Mapping[str, Any], context: Any = None) -> Any:  # Any: as in the function it stands for
-        return build(timed.settings(given), context)
+        parts = build(timed.settings(given), context)
+        timed.precision = parts.precision.spec
+        return parts
 
     def prepared(self: Preparer, objects: tuple[Any, ...], *rest: Any, **named: Any) -> tuple[Any, ...]:
         return prepare(self, tuple(timed.changed(value) for value in objects), *rest, **named)
@@ -168,14 +181,23 @@ def _patch(timed: Timed) -> None:
             timed.rows = made.batch_size or 0
         return made
 
-    def sent(self: facade.Accelerator, loss: Tensor, *rest: Any, **named: Any) -> Any:  # Any: likewise
-        timed.loss(loss)
-        return backward(self, loss, *rest, **named)
+    def noted(self: NumbersWatch, loss: Tensor, weight: Any) -> None:  # Any: likewise
+        if not _capturing():
+            timed.loss(loss)
+        seen(self, loss, weight)
+
+    def captured(self: facade.Accelerator, fn: Any) -> Any:  # Any: likewise
+        timed.whole_step = True
+        return capture(self, fn)
+
+    def repeated(self: PreparedOptimizer) -> None:
+        replayed(self)
+        timed.updated()
 
     def stepped(self: PreparedOptimizer, closure: Any = None) -> Any:  # Any: likewise
         before = self._clock.num_updates
         out = step(self, closure)
-        if self._clock.num_updates != before or self._clock.boundary:
+        if (self._clock.num_updates != before or self._clock.boundary) and not _capturing():
             timed.updated()
         return out
 
@@ -183,10 +205,17 @@ def _patch(timed: Timed) -> None:
         (facade, "build", built),
         (Preparer, "prepare", prepared),
         (Preparer, "loader", loaded),
-        (facade.Accelerator, "backward", sent),
+        (NumbersWatch, "seen", noted),
+        (facade.Accelerator, "capture_step", captured),
         (PreparedOptimizer, "step", stepped),
+        (PreparedOptimizer, "replayed", repeated),
     ):
         setattr(holder, name, function)
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being recorded: nothing runs then, and its first replay counts."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def main(argv: list[str]) -> int:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any, Final
 
 from hasten.config.compiling import TorchDynamoPlugin
 from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.config.performance import PerformanceSettings
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 
@@ -16,6 +18,8 @@ SAME: Final = 1e-3
 """Relative difference of losses that rounding in the same precision may cause over some steps."""
 HALF: Final = 3e-2
 """The same between float32 and half precision."""
+ROUNDED: Final = 1e-2
+"""The same when the script itself computes in half precision, where another order of operations rounds more."""
 WORTH: Final = 0.02
 """A candidate is taken when it is faster by more than this share: less is noise."""
 HOPELESS: Final = 1.5
@@ -55,6 +59,9 @@ class Outcome:
     batch_size: int = 0
     block_classes: tuple[str, ...] = ()
     convolutions: bool = False
+    precision: str = "no"
+    whole_step: bool = False
+    """Whether the script gives its step to `capture_step()`."""
     error: str = ""
     gave_up: bool = False
 
@@ -152,28 +159,46 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
     return worst
 
 
-def knobs(machine: Machine, base: Outcome, precision: str = "no") -> list[Knob]:
+def knobs(machine: Machine, base: Outcome) -> list[Knob]:
     """The knobs that make sense on this machine for this script, the most promising first."""
+    same = SAME if base.precision == "no" else ROUNDED
     workers = tuple(n for n in (1, 2, 4, 8) if n <= machine.cores)
-    some = [Knob("num_workers", workers, advice="DataLoader(..., num_workers={})")]
-    some.append(Knob("fused", (True,), advice="the optimizer with fused=True"))
-    if base.convolutions:
-        some.append(Knob("channels_last", (True,), advice="model.to(memory_format=torch.channels_last)"))
-    if machine.cuda:
-        if precision == "no":
-            some.insert(0, Knob("mixed_precision", ("bf16",), HALF))
-        some.append(Knob("tf32", (True,), HALF, advice='torch.set_float32_matmul_precision("high")'))
-        some.append(Knob("prefetch", (0, 4)))
+    some = []
+    if machine.cuda and base.precision == "no":
+        some.append(Knob("mixed_precision", ("bf16",), HALF))
+    some.append(Knob("fused", (True,), same, advice="the optimizer with fused=True"))
     if machine.has_compiler or machine.cuda:
-        ways = ("regional", "whole", "cuda graph") if machine.cuda else ("whole",)
-        some.append(Knob("compile", ways))
+        ways = ("regional", "whole", "cuda graph") if machine.cuda else ("regional", "whole")
+        some.append(Knob("compile", ways, same))
+    if machine.cuda and base.whole_step:
+        some.append(Knob("step_graph", (True,), same))
+    some.append(Knob("num_workers", workers, advice="DataLoader(..., num_workers={})"))
+    if base.convolutions:
+        some.append(Knob("channels_last", (True,), same, advice="model.to(memory_format=torch.channels_last)"))
+    if machine.cuda:
+        if base.precision == "no":
+            some.append(Knob("tf32", (True,), HALF, advice='torch.set_float32_matmul_precision("high")'))
+        some.append(Knob("prefetch", (0, 4)))
     if machine.processes > 1:
-        some.append(Knob("bucket_cap_mb", (50, 100)))
+        some.append(Knob("bucket_cap_mb", (50, 100), same))
     if base.batch_size:
         some.append(Knob("batch_size", _batches(base.batch_size), advice="DataLoader(..., batch_size={})"))
     if base.block_classes and machine.cuda:
-        some.append(Knob("recompute", (True,)))
+        some.append(Knob("recompute", (True,), same))
     return some
+
+
+def chosen(some: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
+    """The knobs of these names, in the order they are given; all when none is.
+
+    Raises: ConfigError for a name that is no knob here.
+    """
+    known = {knob.name: knob for knob in some}
+    if unknown := next((name for name in only if name not in known), None):
+        near = get_close_matches(unknown, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
+        raise ConfigError(f"--only {unknown}: there is no such thing to try for this script on this machine; {hint}")
+    return [known[name] for name in only] or list(some)
 
 
 def _batches(own: int) -> tuple[int, ...]:
@@ -191,6 +216,8 @@ def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
         config = replace(config, recompute=blocks)
     if "bucket_cap_mb" in values:
         config = replace(config, ddp=DistributedDataParallelKwargs(bucket_cap_mb=values["bucket_cap_mb"]))
+    if values.get("step_graph"):
+        config = replace(config, performance=PerformanceSettings(mode="auto", compile=False))
     match values.get("compile"):
         case "regional":
             config = replace(config, dynamo=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))

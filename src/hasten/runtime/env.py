@@ -17,6 +17,8 @@ DEBUG: Final = "HASTEN_DEBUG"
 DEBUG_ALIAS: Final = "ACCELERATE_DEBUG_MODE"
 HOME: Final = "HASTEN_HOME"
 LOG_LEVEL: Final = "HASTEN_LOG_LEVEL"
+MEMORY_FOLDER: Final = "HASTEN_MEMORY_FOLDER"
+"""Set by the launcher: a folder in memory that outlives the processes it starts, and ends with it."""
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on", "y", "t"})
 _FALSE: Final = frozenset({"0", "false", "no", "off", "n", "f", ""})

@@ -11,8 +11,8 @@ ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 """The variable in which a launcher names the file."""
 
 
-def write(path: Path, summary: str, text: str) -> None:
-    """Write down why this rank ends: `summary` in a line, `text` at length.
+def write(path: Path, summary: str, text: str, *, echo: bool = False) -> None:
+    """Write down why this rank ends: `summary` in a line, `text` at length; `echo` if it was another rank that failed.
 
     Raises: OSError if the file cannot be written.
     """
@@ -20,5 +20,6 @@ def write(path: Path, summary: str, text: str) -> None:
     message = {"message": summary, "errorCode": 1, "extraInfo": {"py_callstack": text, "timestamp": str(int(now))}}
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps({"message": message, "hasten": {"time": now, "traceback": text, "summary": summary}}))
+    own = {"time": now, "traceback": text, "summary": summary, "echo": echo}
+    draft.write_text(json.dumps({"message": message, "hasten": own}))
     draft.replace(path)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import assert_never
 
 from hasten.config.base import given
+from hasten.config.performance import PerformanceSettings
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.runtime.axes import LOSS, Axis
@@ -62,6 +63,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             assert_never(other)
 
 
+def chooses_speed(asked: PerformanceSettings) -> bool:
+    """Whether choices for speed are made: with "auto", or when one of them was given and nothing said off."""
+    return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
+
+
 def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
     alone = ctx.mesh.size(*LOSS) == 1
     if (ctx.mesh.size(Axis.TP) > 1 or ctx.mesh.ep > 1) and config.strategy != "none":
@@ -77,9 +83,13 @@ def _replicated(config: Config, ctx: ProcessContext) -> Strategy:
             "to shard them; use strategy='fsdp', or set dp_shard_size=1."
         )
     transforms: list[Transform] = [Place(), Convert(config.master_weights), *_common(config)]
+    chooses = chooses_speed(config.performance)
+    if chooses and config.performance.compile and config.dynamo.backend == "no" and config.mixed_precision != "fp8":
+        ahead = import_module("hasten.strategies.compile_ahead")  # loads cloudpickle
+        transforms.append(ahead.CompileAhead())
     if alone:
         return NativeStrategy("single", Alone(), transforms, Caps(synchronises=False))
-    replicate = Replicate(config.ddp)
+    replicate = Replicate(config.ddp, by_size=chooses and config.performance.buckets)
     caps = Caps(gradients_s=replicate.gradients_s)
     return NativeStrategy("ddp", replicate, transforms, caps)
 

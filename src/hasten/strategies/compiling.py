@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -14,6 +14,9 @@ from hasten.strategies.base import Stage, Wish
 from hasten.strategies.blocks import repeated_blocks
 
 log = logging.getLogger(__name__)
+
+SETTLING: Final = "_hasten_settling"
+"""Attribute of a block that holds what waits for its compilation."""
 
 
 class CompileWhole:
@@ -73,6 +76,11 @@ def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile'
 def is_compiled(model: nn.Module) -> bool:
     """Whether calls of this module itself go through a compiled function."""
     return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def is_settling(model: nn.Module) -> bool:
+    """Whether blocks of the model may still be compiled in the background (`strategies.compile_ahead`)."""
+    return any(getattr(vars(part).get(SETTLING), "waits", False) for part in model.modules())
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

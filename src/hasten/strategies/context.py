@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,10 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.context_attention import Sharing
 from hasten.strategies.context_layout import SequenceLayout
-from hasten.strategies.context_masks import MaskReader, look
+from hasten.strategies.context_masks import IGNORED, Contents, MaskReader, look
 from hasten.strategies.context_ops import collect
 from hasten.strategies.context_patch import AttentionPatch
 from hasten.strategies.context_sdpa import SequenceAttention, Way
-
-IGNORED: Final = -100
-"""The label of tokens that take no part in the loss, as torch's cross entropy has it."""
 
 
 class SequenceShards:
@@ -97,8 +94,14 @@ class ContextParallel:
         group = comm.group
         kept = {id(tensor) for tensor in keep_sharded}
         wholes = [(tensor.data, dim) for tensor, dim in chosen]
-        padded = look(wholes)
-        counted = self._labels(chosen, labels)
+        read, counted = look(wholes), self._named(chosen, labels)
+
+        def begin() -> bool:
+            contents = read()
+            decisive = self._found(chosen, wholes, contents) if isinstance(labels, str) else counted
+            self._clock.share = None if decisive is None else self._share(decisive, comm)
+            return contents.padded
+
         try:
             for tensor, dim in chosen:
                 tensor.data = self._part(tensor.data, dim)
@@ -108,9 +111,10 @@ class ContextParallel:
                 self._way,
                 frozenset(tensor.shape[dim] for tensor, dim in chosen),
                 MaskReader(self._layout),
-                padded,
+                begin,
             )
-            self._clock.share = None if counted is None else self._share(counted, comm)
+            if all(whole.is_cpu for whole, _ in wholes):  # nothing to wait for
+                attention.start()
             self._clock.joined = True
             with self._patch.replaced(attention):
                 yield shards
@@ -169,37 +173,37 @@ class ContextParallel:
         chunks = whole.chunk(self._layout.num_chunks, dim)
         return torch.cat([chunks[place] for place in self._layout.chunks(self._rank)], dim)
 
-    def _labels(
-        self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None
-    ) -> tuple[Tensor, int] | None:
-        """The buffer whose ignored entries decide what a rank's loss weighs, before it is sharded."""
-        if labels is None:
+    def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
+        """The labels that were named, which decide what a rank's loss weighs."""
+        if not isinstance(labels, Tensor):
             return None
-        if isinstance(labels, Tensor):
-            for tensor, dim in chosen:
-                if tensor is labels:
-                    return tensor, dim
-            raise ConfigError(
-                "context_parallel(labels=...) is not one of the buffers, so it would stay whole while the loss sees a "
-                "part; add it to the buffers with its sequence dimension."
-            )
-        whole = [(t, d) for t, d in chosen if not t.is_floating_point() and t.dtype != torch.bool]
-        found = [(t, d) for t, d in whole if bool((t == IGNORED).any())]
-        if any(not torch.equal(self._real(t, d), self._real(*found[0])) for t, d in found[1:]):
+        if any(tensor is labels for tensor, _ in chosen):
+            return labels
+        raise ConfigError(
+            "context_parallel(labels=...) is not one of the buffers, so it would stay whole while the loss sees a "
+            "part; add it to the buffers with its sequence dimension."
+        )
+
+    def _found(
+        self, chosen: list[tuple[Tensor, int]], wholes: list[tuple[Tensor, int]], contents: Contents
+    ) -> Tensor | None:
+        """The buffer whose ignored entries decide what a rank's loss weighs."""
+        found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
+        if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
             raise ConfigError(
                 f"{len(found)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so nothing "
                 "says which of them the loss is the mean over. Name it: context_parallel(..., labels=shift_labels)."
             )
-        return found[0] if found else None
+        return chosen[found[0]][0] if found else None
 
     def _real(self, whole: Tensor, dim: int) -> Tensor:
         """The number of labels in each chunk that take part in the loss."""
         chunks = whole.chunk(self._layout.num_chunks, dim)
         return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
 
-    def _share(self, counted: tuple[Tensor, int], comm: ProcessGroupComm) -> Tensor:
+    def _share(self, counted: Tensor, comm: ProcessGroupComm) -> Tensor:
         """This rank's share of the labels, times the number of ranks: what its mean loss weighs in the mean of all."""
-        mine = (counted[0] != IGNORED).sum().to(comm.device, torch.float32)
+        mine = (counted != IGNORED).sum().to(comm.device, torch.float32)
         total = comm.all_reduce(mine.clone())
         return torch.where(total == 0, total, mine * self._layout.ranks / total)
 

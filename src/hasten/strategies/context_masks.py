@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from hasten.errors import StepError
 from hasten.strategies.context_layout import SequenceLayout
+
+IGNORED: Final = -100
+"""The label of tokens that take no part in the loss, as torch's cross entropy has it."""
 
 
 class MaskReader:
@@ -67,23 +72,57 @@ def _two_chunks(lower: Tensor) -> Tensor:
     return made
 
 
-def look(wholes: list[tuple[Tensor, int]]) -> bool:
-    """Whether there is a mask of zeros and ones that hides something.
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the buffers of a block hold, as far as it decides what the block does."""
 
-    Then models may make different masks on different ranks, or none where nothing is hidden, and ranks have to agree.
-    Raises: StepError for positions of packed sequences, whose parts would attend to each other.
+    padded: bool
+    """There is a mask of zeros and ones that hides something: models may make different masks on different ranks, or none where
+    nothing is hidden, and ranks have to agree."""
+    ignoring: tuple[bool, ...]
+    """For each buffer, whether it holds labels that the loss leaves out."""
+
+
+def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
+    """Start reading what the buffers hold; the function returned waits for it, the one time a block waits for the device.
+
+    Between the two a device has work: waiting here would leave it idle until the first layers are on their way to it.
     """
-    numbers = [(t, dim) for t, dim in wholes if not t.is_floating_point()]
-    if not numbers:
-        return False
-    found = torch.stack([torch.stack([_restarts(t, dim), _hides(t)]) for t, dim in numbers]).any(0)
-    packed, padded = found.tolist()  # the one time a block waits for the device
-    if packed:
+    whole = [not t.is_floating_point() for t, _ in wholes]
+    if not any(whole):
+        return lambda: Contents(False, tuple(whole))
+    pairs = zip(wholes, whole, strict=True)
+    seen = torch.stack([torch.stack([_restarts(t, d), _hides(t), _ignores(t)]) for (t, d), one in pairs if one])
+    if seen.is_cpu:
+        return lambda: _contents(whole, seen)
+    ready = torch.Event(seen.device)
+    copied = seen.to("cpu", non_blocking=True)
+    ready.record()
+
+    def arrived() -> Contents:
+        ready.synchronize()
+        return _contents(whole, copied)
+
+    return arrived
+
+
+def _contents(whole: list[bool], seen: Tensor) -> Contents:
+    """Raises: StepError for positions of packed sequences, whose parts would attend to each other."""
+    rows = iter(seen.tolist())
+    found = [next(rows) if one else (False, False, False) for one in whole]
+    if any(row[0] for row in found):
         raise StepError(
             "a buffer counts up from 0 and starts again, as the positions of several sequences do that are packed "
             "into one; context parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
         )
-    return bool(padded)
+    return Contents(any(row[1] for row in found), tuple(row[2] for row in found))
+
+
+def _ignores(whole: Tensor) -> Tensor:
+    """Whether there are labels that the loss leaves out."""
+    if whole.dtype == torch.bool:
+        return torch.zeros((), dtype=torch.bool, device=whole.device)
+    return (whole == IGNORED).any()
 
 
 def _hides(whole: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
@@ -34,9 +35,10 @@ class SequenceAttention:
     lengths: frozenset[int]
     """The lengths of this rank's parts of the sequences that were sharded."""
     masks: MaskReader
-    padded: bool
-    """Padding may give ranks different masks, or some of them none."""
-    calls: int = field(default=0)
+    begin: Callable[[], bool]
+    """Called once, at the first attention at the latest; whether padding may give ranks different masks, or some of them none."""
+    padded: bool | None = None
+    calls: int = 0
 
     def __call__(
         self,
@@ -49,6 +51,7 @@ class SequenceAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        self.start()
         self.calls += 1
         queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
         self._check_lengths(queries, keys)
@@ -78,6 +81,11 @@ class SequenceAttention:
         shape = query.shape
         query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
         return blockwise(query, key, value, self.sharing, manner).reshape(*shape[:-1], value.shape[-1])
+
+    def start(self) -> None:
+        """Wait for what the buffers hold, if nobody has yet."""
+        if self.padded is None:
+            self.padded = self.begin()
 
     def _read(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
         """This rank's part of a mask of keys, if any rank has one, and whether attention is causal."""

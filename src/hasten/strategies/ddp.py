@@ -25,11 +25,15 @@ from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import get_logger
 from hasten.strategies.base import LoopState, Stage, Wish, is_trainable
 from hasten.strategies.ddp_buckets import BucketOrders
 from hasten.strategies.ddp_retry import Replica
 from hasten.strategies.retry import Retry, Whole
 
+log = get_logger(__name__)
+
+_LEAST_MB, _MOST_MB = 25, 100  # torch's own size; more delays the first exchange
 _OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -119,8 +123,9 @@ class Replicate:
 
     stage = Stage.SPREAD
 
-    def __init__(self, config: DistributedDataParallelKwargs) -> None:
+    def __init__(self, config: DistributedDataParallelKwargs, by_size: bool = False) -> None:
         self._config = config
+        self._by_size = by_size
         self._buckets = BucketOrders()
         self._wrapped = WeakSet[Replicated]()
 
@@ -140,11 +145,17 @@ class Replicate:
             model,
             device_ids=[ctx.device.index] if indexed else None,
             process_group=comm.group,
-            **_ddp_options(self._config),
+            **self._options(model),
         )
         _add_hook(wrapped, self._config, comm.group)
         self._wrapped.add(wrapped)
         return wrapped
+
+    def _options(self, model: nn.Module) -> dict[str, Any]:  # Any: torch's own keywords
+        chosen = _ddp_options(self._config)
+        if self._by_size and "bucket_cap_mb" not in given(self._config):
+            chosen["bucket_cap_mb"] = _bucket_mb(model)
+        return chosen
 
     def gradients_s(self) -> float:
         """The time the last measured backward waited for gradients of other ranks; torch measures about one of a hundred."""
@@ -197,6 +208,20 @@ class Replicate:
             model.require_forward_param_sync = bool(flag)
         order = state.notes.get("bucket_order")
         return None if order is None else self._buckets.replay(model, order)
+
+
+def _bucket_mb(model: nn.Module) -> int:
+    """The size of a bucket in MiB by that of all gradients: a tenth, so that nine tenths may travel while the backward goes on."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
+    size = int(min(max(total / 10, _LEAST_MB), _MOST_MB))
+    log.info(
+        "performance: gradients of %s (%.0f MiB) are exchanged in buckets of %d MiB: ten or so, each large enough that its start "
+        "costs little; performance={'buckets': False} turns it off",
+        type(model).__name__,
+        total,
+        size,
+    )
+    return size
 
 
 def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's own keywords

@@ -15,7 +15,7 @@ from torch import Tensor
 from hasten.checkpoint.base import Slice, local_data
 from hasten.comm.base import Comm
 from hasten.optim import clip
-from hasten.optim.engine import EngineOptimizer, refuse_late_backward
+from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
 from hasten.strategies.deepspeed_order import GradientOrder
@@ -252,6 +252,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
+        options = [group for group in self.param_groups for _ in group["params"]]
         fresh: dict[Tensor, dict[str, Any]] = {}
         for number, shard in self._numbered().items():
             saved = dict(state_dict["state"].get(number, {}))
@@ -261,7 +262,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             elif not shard.whole:
                 shard.part(shard.flat).copy_(self._weights(shard))
             for key, value in saved.items():
-                _put(fresh.setdefault(shard.flat, {}), key, value, shard)
+                _put(fresh.setdefault(shard.flat, {}), key, value, shard, options[number])
         for flat in {shard.flat: None for shard in self._numbered().values()}:
             inner.pop(flat, None)
         inner.update(fresh)
@@ -305,14 +306,16 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
 
 
-def _put(room: dict[str, Any], key: str, value: Any, shard: Shard) -> None:  # Any: state is nested freely
+def _put(
+    room: dict[str, Any], key: str, value: Any, shard: Shard, group: Mapping[str, Any]
+) -> None:  # Any: state is nested freely
     """Put one stored value of a parameter into the state of the tensor its shard lies in."""
     if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):
         if key not in room:
             room[key] = torch.zeros_like(shard.flat, dtype=local_data(value).dtype, requires_grad=False)
         shard.part(room[key]).copy_(local_data(value))
     else:
-        room[key] = value.clone() if isinstance(value, Tensor) else value
+        room[key] = put_where_used(key, value, group, shard.flat.device)
 
 
 def _copied(value: Any) -> Any:  # Any: a nested state

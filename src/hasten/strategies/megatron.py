@@ -101,7 +101,7 @@ class MegatronStrategy:
             copy_from_rank_0(module, self._ctx)
         megatron_engine.join(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
-        built = megatron_engine.build(made, source is Source.NOBODY, seed)
+        built = megatron_engine.build(made, source is Source.NOBODY, seed, self._plugin.use_distributed_optimizer)
         peers = self._ctx.mesh.index(self._ctx.rank, *BATCH)
         model = MegatronModel(
             built,
@@ -119,7 +119,8 @@ class MegatronStrategy:
         self._cut(model)
         model.train(module.training)
         self.model, self._given = model, given
-        self.optimizer = MegatronOptimizer(model, given, self._plugin.gradient_clipping, seed)
+        shared = self._plugin.use_distributed_optimizer
+        self.optimizer = MegatronOptimizer(model, given, self._plugin.gradient_clipping, seed, shared)
         item.value, optimizer.value = model, self.optimizer
 
     def _cut(self, model: MegatronModel) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -69,6 +70,7 @@ def hushed() -> Iterator[None]:
         yield
 
 
+@cache  # steps ask for modules too, and reading the installed versions takes longer than a step
 def package(name: str = "") -> Any:  # Any: megatron-core is untyped here
     """megatron.core, or a module of it. Raises: MissingPackageError when it is absent or of another version."""
     with quiet():
@@ -129,7 +131,7 @@ class Built:
     """The number, in the whole model, of this rank's first layer."""
 
 
-def build(made: EngineArguments, initialise: bool, seed: int) -> Built:
+def build(made: EngineArguments, initialise: bool, seed: int, shared: bool) -> Built:
     """This rank's layers, with weights of megatron-core's own initialisation if asked for. Ranks: every rank."""
     state, random = package("parallel_state"), package("tensor_parallel.random")
     with quiet():
@@ -150,7 +152,7 @@ def build(made: EngineArguments, initialise: bool, seed: int) -> Built:
         if config.bf16:
             chunk = package("transformer.module").Float16Module(config, chunk)
         parallel = package("distributed")
-        options = parallel.DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        options = parallel.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shared)
         wrapper = parallel.DistributedDataParallel(config, options, chunk)
         offset = package("transformer.transformer_layer").get_transformer_layer_offset(config)
     inner = chunk.module if config.bf16 else chunk

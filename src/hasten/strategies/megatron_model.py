@@ -52,7 +52,10 @@ class MegatronModel(nn.Module):
         self.hub: dict[str, Tensor] | None = None
         """Whole weights in the Hub layout, while they may be written."""
         self.in_schedule = False
-        self._tp, self._owned, self._seq_length = tp, owned, seq_length
+        self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
+        self.tp = tp
+        """This rank's number among tensor parallel ranks, and how many there are."""
+        self._owned, self._seq_length = owned, seq_length
         self._through, self._draw = through, draw
         self.entries = {entry.name: entry for entry in entries(facts)}
         self.held = dict(self._named())
@@ -87,17 +90,17 @@ class MegatronModel(nn.Module):
 
     def place_of(self, parameter: Tensor, rank: int | None = None) -> Place:
         """Where this tensor parallel rank's part of a parameter, or that of another, lies in the whole tensor."""
-        own, ranks = self._tp
+        own, ranks = self.tp
         split = self.entries[self._names[id(parameter)]].split
         return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
 
     def split(self, parameter: Tensor) -> bool:
         """Whether tensor parallel ranks hold different parts of a parameter."""
-        return self._tp[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+        return self.tp[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank writes its part of a parameter into checkpoints."""
-        return self._owned and (self.split(parameter) or self._tp[0] == 0)
+        return self._owned and (self.split(parameter) or self.tp[0] == 0)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints see it
         """This rank's part of a parameter."""
@@ -168,11 +171,11 @@ class MegatronModel(nn.Module):
             if loss is None or not torch.is_grad_enabled():
                 gather = megatron_engine.package("tensor_parallel").gather_from_tensor_model_parallel_region
                 shown = gather(logits)[..., : self.facts.vocab]
-        return need("transformers.modeling_outputs").CausalLMOutputWithPast(loss=loss, logits=shown)
+        return self._output(loss=loss, logits=shown)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Logits in which the columns that pad the vocabulary have no weight."""
-        width, start = logits.shape[-1], logits.shape[-1] * self._tp[0]
+        width, start = logits.shape[-1], logits.shape[-1] * self.tp[0]
         real = max(0, min(width, self.facts.vocab - start))
         if real == width:
             return logits

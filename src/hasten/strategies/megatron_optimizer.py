@@ -11,23 +11,32 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice, local_data
-from hasten.optim.engine import EngineOptimizer, refuse_late_backward
+from hasten.errors import CheckpointError, PrepareError
+from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies import megatron_engine
 from hasten.strategies.megatron_model import MegatronModel
-from hasten.strategies.megatron_weights import slice_of
+from hasten.strategies.megatron_shards import Part, parts_of
 
 log = logging.getLogger(__name__)
 
 MASTER: Final = "master"
 """The key of the float32 weights beside those of an optimizer's own state."""
 _DROPOUT: Final = "dropout"
+_SHARED: Final = "shared_over_data"
 
 
 class MegatronOptimizer(EngineOptimizer):
     """Steps an engine when the loop's window ends; its groups hold this rank's parameters of the model."""
 
-    def __init__(self, model: MegatronModel, given: torch.optim.Optimizer, clipping: float | None, seed: int) -> None:
+    def __init__(
+        self,
+        model: MegatronModel,
+        given: torch.optim.Optimizer,
+        clipping: float | None,
+        seed: int,
+        shared: bool = False,
+    ) -> None:
         # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
         self.model = model
         self.param_groups = [{**group, "params": list(group["params"])} for group in given.param_groups]
@@ -37,7 +46,9 @@ class MegatronOptimizer(EngineOptimizer):
         """What dropout is drawn from: the run's seed, and the number of batches so far."""
         self._clipping = clipping
         self._told = self._final = self._clipped = self._overflow = False
-        self.inner = _wrapped(given, model.built.config.bf16)
+        self._shared = shared
+        """Data parallel ranks each keep and update a share of masters and moments."""
+        self.inner = _wrapped(given, model, shared)
 
     def __repr__(self) -> str:
         return f"MegatronOptimizer({self.inner.optimizer!r})"
@@ -64,7 +75,8 @@ class MegatronOptimizer(EngineOptimizer):
         """Hand the gradients to the inner optimizer, which must not be done twice."""
         self.finalize()
         if not self._clipped:
-            self._overflow = bool(self.inner.prepare_grads())
+            with megatron_engine.hushed():
+                self._overflow = bool(self.inner.prepare_grads())
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
@@ -76,7 +88,8 @@ class MegatronOptimizer(EngineOptimizer):
             log.info("the loop clips to %g; gradient_clipping=%g of Megatron is not used", max_norm, self._clipping)
         self._ready()
         self._clipped = True
-        norm = self.inner.get_grad_norm() if max_norm == 0 else self.inner.clip_grad_norm(max_norm)
+        with megatron_engine.hushed():
+            norm = self.inner.get_grad_norm() if max_norm == 0 else self.inner.clip_grad_norm(max_norm)
         if max_norm == 0:
             self.model.engine.scale_gradients(0.0)
         return torch.as_tensor(norm, device=device)
@@ -94,7 +107,8 @@ class MegatronOptimizer(EngineOptimizer):
         self._ready()
         for own, inner in zip(self.param_groups, self.inner.optimizer.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
-        applied = not self._overflow and bool(self.inner.step_with_ready_grads())
+        with megatron_engine.hushed():
+            applied = not self._overflow and bool(self.inner.step_with_ready_grads())
         self._opt_called = True  # what torch's schedulers look for
         self._clear()
         return StepResult(applied=applied)
@@ -111,22 +125,24 @@ class MegatronOptimizer(EngineOptimizer):
         self.model.engine.zero_grad_buffer()
 
     # -- state ----------------------------------------------------------------------------------------------------
-    def _numbered(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with the tensor that the inner optimizer updates for it."""
+    def _parts(self) -> list[Part]:
         params = [p for group in self.param_groups for p in group["params"]]
-        return [(p, getattr(p, "main_param", None) if p.dtype != torch.float32 else p) for p in params]  # type: ignore[misc]
-
-    def _stored(self, parameter: Tensor, value: Any) -> Any:  # Any: state is nested freely
-        if not isinstance(value, Tensor) or value.shape != parameter.shape or not value.ndim:
-            return value
-        return slice_of(value, self.model.place_of(parameter), self.model.owns(parameter))
+        return list(parts_of(self.model, params, self.inner, self._shared))
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        parts, inner = self._parts(), self.inner.optimizer.state
+        known: dict[str, Any] = next(
+            (inner[part.main] for part in parts if part.main is not None and inner.get(part.main)), {}
+        )
         state: dict[int, dict[str, Any]] = {}
-        for number, (parameter, main) in enumerate(self._numbered()):
-            values = {} if main is parameter else {MASTER: self._stored(parameter, main)}
-            values |= {k: self._stored(parameter, v) for k, v in self.inner.optimizer.state.get(main, {}).items()}
+        for number, part in enumerate(parts):
+            if part.main is None:
+                values = _nothing(part, known)
+            else:
+                values = {MASTER: part.stored(part.main)} if part.has_master else {}
+                for key, value in inner.get(part.main, {}).items():
+                    values[key] = part.stored(value) if part.laid_out(value) else value
             if values:
                 state[number] = values
         groups, count = [], 0
@@ -134,42 +150,45 @@ class MegatronOptimizer(EngineOptimizer):
             size = len(group["params"])
             groups.append({**group, "params": list(range(count, count + size))})
             count += size
-        return {"state": state, "param_groups": groups, _DROPOUT: list(self.draws)}
+        return {"state": state, "param_groups": groups, _DROPOUT: list(self.draws), _SHARED: self._shared}
 
     def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Memory for a stored tensor of a parameter: this rank's part of it."""
-        at = self.model.place_of(parameter)
-        if shape == () or shape != at.shape:
-            return torch.empty(shape, dtype=dtype)
-        return slice_of(torch.zeros_like(parameter, dtype=dtype, requires_grad=False), at, True)
+        (part,) = parts_of(self.model, [parameter], self.inner, self._shared)
+        room = part.room(shape, dtype)
+        if self._shared and shape and isinstance(room, Tensor):
+            raise CheckpointError(
+                f"{key} of a parameter was stored with shape {shape}, and this run's shares of the optimizer state "
+                f"(megatron.use_distributed_optimizer) are cut from {tuple(parameter.shape)} on each tensor parallel rank; they cannot be "
+                "put together from another tp_degree. Load with the tp_degree the checkpoint was saved with."
+            )
+        return room
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
         inner = self.inner.optimizer.state
-        for number, (parameter, main) in enumerate(self._numbered()):
-            saved = dict(state_dict["state"].get(number, {}))
-            master = saved.pop(MASTER, None)
-            if main is not parameter:
-                main.copy_(parameter)
-            if master is not None and main is not parameter:
-                self._part(parameter, main).copy_(local_data(master))
-            inner.pop(main, None)
-            if saved:
-                inner[main] = {key: self._fresh(parameter, value) for key, value in saved.items()}
+        if bool(state_dict.get(_SHARED, False)) != self._shared:
+            raise CheckpointError(
+                f"the optimizer state was saved with megatron.use_distributed_optimizer={not self._shared}, and this run has "
+                f"{self._shared}; shares and whole tensors are laid out differently. Load with the setting it was saved with."
+            )
         for own, kept in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in kept.items() if key != "params"})
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for number, part in enumerate(self._parts()):
+            if part.main is None:
+                continue
+            saved = dict(state_dict["state"].get(number, {}))
+            master = saved.pop(MASTER, None)
+            if part.has_master:
+                part.main.copy_(part.weights)
+                if master is not None:
+                    part.inside(part.main).copy_(local_data(master))
+            inner.pop(part.main, None)
+            if saved:
+                inner[part.main] = {key: _fresh(part, key, value, groups[number]) for key, value in saved.items()}
         self.draws = [int(number) for number in state_dict.get(_DROPOUT, self.draws)]
-
-    def _part(self, parameter: Tensor, like: Tensor) -> Tensor:
-        return slice_of(like, self.model.place_of(parameter), True).data
-
-    def _fresh(self, parameter: Tensor, value: Any) -> Any:  # Any: state is nested freely
-        if not isinstance(value, Slice):
-            return value.clone() if isinstance(value, Tensor) else value
-        room = torch.zeros_like(parameter, dtype=value.data.dtype, requires_grad=False)
-        self._part(parameter, room).copy_(value.data)
-        return room
 
     def keeping(self) -> Callable[[], None]:
         """What puts the state back as it is now: for a load that fails. Local."""
@@ -181,16 +200,72 @@ class MegatronOptimizer(EngineOptimizer):
         self.inner.reload_model_params()
 
 
-def _wrapped(given: torch.optim.Optimizer, half: bool) -> Any:  # Any: megatron-core is untyped
+def _wrapped(given: torch.optim.Optimizer, model: MegatronModel, shared: bool) -> Any:  # Any: megatron-core is untyped
     """megatron-core's own optimizer around the user's."""
+    half = bool(model.built.config.bf16)
     with megatron_engine.quiet():
         config = megatron_engine.package("optimizer").OptimizerConfig(
-            bf16=half, params_dtype=torch.bfloat16 if half else torch.float32, clip_grad=0.0
+            bf16=half,
+            params_dtype=torch.bfloat16 if half else torch.float32,
+            clip_grad=0.0,
+            use_distributed_optimizer=shared,
         )
         kinds = megatron_engine.package("optimizer.optimizer")
+        if shared:
+            return _sharing(given, config, model)
         if half:
             return kinds.Float16OptimizerWithFloat16Params(given, config, None, None)
         return kinds.FP32Optimizer(given, config, None)
+
+
+def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) -> Any:  # Any: megatron-core is untyped
+    """megatron-core's distributed optimizer around the user's. Raises: PrepareError for a kind that it cannot share."""
+    state = megatron_engine.package("parallel_state")
+    kind: Any = megatron_engine.package("optimizer.distrib_optimizer").DistributedOptimizer
+    if type(given) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise PrepareError(
+            f"megatron.use_distributed_optimizer=True was asked for with {type(given).__name__}, and megatron-core shares the state of "
+            "Adam and AdamW only; use torch.optim.AdamW, or leave the setting out."
+        )
+    made = kind(
+        given,
+        config,
+        None,
+        None,
+        model_chunks=[model.engine],
+        per_model_buffers={0: model.engine.buffers},
+        data_parallel_group=state.get_data_parallel_group(with_context_parallel=True),
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=0,
+        distributed_optimizer_instance_id=0,
+    )
+    made.grad_stats_parallel_group = state.get_intra_distributed_optimizer_instance_group()
+    return made
+
+
+def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: state is nested freely
+    """The state of a parameter that other data parallel ranks update: the same keys as the others', with empty shares."""
+    values: dict[str, Any] = {
+        key: value for key, value in known.items() if not isinstance(value, Tensor) or not value.ndim
+    }
+    device = part.parameter.device
+    if part.has_master:
+        values[MASTER] = part.stored(torch.empty(0, device=device))
+    values |= {
+        key: part.stored(torch.empty(0, dtype=value.dtype, device=device))
+        for key, value in known.items()
+        if isinstance(value, Tensor) and value.ndim
+    }
+    return values
+
+
+def _fresh(part: Part, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: state is nested freely
+    """A stored value as the inner optimizer keeps it."""
+    if not isinstance(value, Slice) or part.main is None:
+        return put_where_used(key, value, group, part.parameter.device)
+    room = torch.zeros_like(part.main, dtype=value.data.dtype, requires_grad=False)
+    part.inside(room).copy_(value.data)
+    return room
 
 
 def _copied(tree: Any) -> Any:  # Any: an optimizer's state dict

@@ -100,10 +100,10 @@ class Rowwise(_SplitForward):
                     "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
                 )
             out = self.region.scattered(F.linear(x, weight))
-            return out if bias is None else out + enter(bias, self.group)
+            return out if bias is None else out + enter(bias, self.group).to(out.dtype)
         self.apart.end()
         out = leave(F.linear(split(x, -1, self.group) if self.whole_input else x, weight), self.group)
-        return out if bias is None else out + bias
+        return out if bias is None else out + bias.to(out.dtype)
 
 
 class VocabularyRows(_SplitForward):

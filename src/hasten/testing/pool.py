@@ -340,13 +340,18 @@ def _name_of(fn: Callable[..., object]) -> str:
 
 
 def ranks(
-    *sizes: int, timeout_s: float = TIMEOUT_S, mesh: Mapping[str, int] = _NO_MESH, device: str = "cpu"
+    *sizes: int,
+    timeout_s: float = TIMEOUT_S,
+    mesh: Mapping[str, int] = _NO_MESH,
+    device: str = "cpu",
+    exhaustive: Sequence[int] = (),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a pytest test of a function `(ctx, ...)` that runs on every rank, once for each number of ranks in `sizes`.
 
     Further arguments are fixtures or parameters as for any test; their values travel to the workers, which are other
     processes: `tmp_path` works (one folder for all ranks), `monkeypatch` or `capsys` cannot. `mesh` has the sizes of axes
-    as MeshSpec.build takes them; `device` is a kind of device, whose devices the ranks share if there are too few.
+    as MeshSpec.build takes them; `device` is a kind of device, whose devices the ranks share if there are too few. Numbers
+    of ranks in `exhaustive` are run too, with the mark of that name, so that `-m 'not exhaustive'` leaves them out.
     """
     pytest = need("pytest", why="the ranks decorator")
 
@@ -383,7 +388,9 @@ def ranks(
         kind = inspect.Parameter.KEYWORD_ONLY
         wanted = ["rank_pool", "num_ranks", *names[1:]]
         test.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in wanted])  # type: ignore[attr-defined]
-        parametrize = pytest.mark.parametrize("num_ranks", sizes, ids=[f"{size}-ranks" for size in sizes])
+        worlds = [pytest.param(size, id=f"{size}-ranks") for size in sizes]
+        worlds += [pytest.param(size, id=f"{size}-ranks", marks=pytest.mark.exhaustive) for size in exhaustive]
+        parametrize = pytest.mark.parametrize("num_ranks", worlds)
         marked: Callable[..., None] = parametrize(test)
         return marked
 

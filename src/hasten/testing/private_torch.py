@@ -160,7 +160,7 @@ NAMES: Final = (
     Name(
         _MODULE,
         "_non_persistent_buffers_set",
-        ("src/hasten/modules/sizes.py", "dropin/src/accelerate/utils/modeling.py"),
+        ("src/hasten/modules/sizes.py", "dropin/src/accelerate/_impl/models/modeling.py"),
         "sizes of models cannot be computed",
     ),
     # data
@@ -168,7 +168,7 @@ NAMES: Final = (
     Name(
         "torch.utils.data:RandomSampler",
         "_num_samples",
-        ("src/hasten/data/order.py", "dropin/src/accelerate/data_loader.py"),
+        ("src/hasten/data/order.py", "dropin/src/accelerate/_impl/loaders/share.py"),
         "shuffled loaders fail",
     ),
     # the launcher
@@ -189,37 +189,37 @@ NAMES: Final = (
     Name(
         "torch",
         "_dynamo",
-        ("src/hasten/testing/worker.py", "dropin/src/accelerate/utils/other.py"),
+        ("src/hasten/testing/worker.py", "dropin/src/accelerate/_impl/models/other.py"),
         "test workers keep compiled code; is_compiled_module fails",
     ),
     Name(
         "torch.nn.modules.module",
         "_IncompatibleKeys",
-        ("dropin/src/accelerate/utils/fsdp_checkpoints.py",),
+        ("dropin/src/accelerate/_impl/checkpoints/fsdp_files.py",),
         "the drop-in's load_fsdp_model fails",
     ),
     Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
-        ("dropin/src/accelerate/utils/fsdp_policies.py",),
+        ("dropin/src/accelerate/_impl/settings/fsdp_policies.py",),
         "custom wrap policies of the drop-in fail",
     ),
     Name(
         "torch._dynamo.eval_frame:OptimizedModule",
         "_orig_mod",
-        ("dropin/src/accelerate/utils/modeling.py", "dropin/src/accelerate/utils/other.py"),
+        ("dropin/src/accelerate/_impl/models/modeling.py", "dropin/src/accelerate/_impl/models/other.py"),
         "the drop-in does not see through compiled modules",
     ),
     Name(
         "torch.optim.lr_scheduler:LRScheduler",
         "_step_count",
-        ("dropin/src/accelerate/scheduler.py",),
+        ("dropin/src/accelerate/_impl/optim/scheduler.py",),
         "the drop-in's scheduler counts wrongly",
     ),
     Name(
         "torch.distributed.device_mesh:DeviceMesh",
         "_flatten",
-        ("dropin/src/accelerate/parallelism_config.py",),
+        ("dropin/src/accelerate/_impl/settings/parallelism.py",),
         "the drop-in's device meshes have no joint axes",
     ),
     # fused attention that gives its log-sum-exp: the ring of context parallelism

@@ -179,6 +179,8 @@ class _Start:
     signals: Mapping[int, Any]  # Any: signal.getsignal returns a union that signal.signal does not take back
     handlers: tuple[logging.Handler, ...]
     level: int
+    num_modules: list[int]
+    """Modules that were loaded when the collector was last told to leave alone what is there."""
 
     @classmethod
     def remember(cls) -> _Start:
@@ -190,6 +192,7 @@ class _Start:
             signals={int(n): h for n in numbers if (h := signal.getsignal(n)) is not None},
             handlers=tuple(logging.root.handlers),
             level=logging.root.level,
+            num_modules=[0],
         )
 
     def restore(self) -> bool:
@@ -206,6 +209,10 @@ class _Start:
         logging.root.handlers[:] = self.handlers
         logging.root.setLevel(self.level)
         _restore_torch()
+        gc.collect()  # what the group held
+        if len(sys.modules) > self.num_modules[0]:
+            self.num_modules[0] = len(sys.modules)
+            gc.freeze()  # what the job imported stays: the next collections need not look at it
         return threading.active_count() == 1
 
 

@@ -91,7 +91,13 @@ class Trainer:
         self.callbacks.call("on_init_end")
 
     def _make_accelerator(self, **changes: Any) -> Accelerator:
-        return Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
+        made = Accelerator(**{**accelerator_settings(self.args, self.model), **changes})
+        if made.saving.memory is not None:
+            raise ConfigError(
+                f"checkpoint_in_memory={made.config.checkpoint_in_memory} is for loops of your own: the Trainer completes its state (sums of "
+                "losses, callbacks) only when it saves, and a copy would lack that. Leave it out, and set save_steps."
+            )
+        return made
 
     # -- callbacks ------------------------------------------------------------------------------------------------
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:

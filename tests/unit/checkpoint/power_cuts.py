@@ -1,6 +1,6 @@
 """A program that saves, dies at a chosen system call, and checks from outside what is left. Run as a script.
 
-For every change of the disk a save makes, and for several ways to die there, it forks a child that saves and dies, then
+For every change of the disk a save makes (or every so many-th), and for several ways to die there, it forks a child that saves and dies, then
 looks at the folder as the next run would: every checkpoint that was complete before must still load, whatever is chosen
 as the newest must be whole, and the next save must clear the leftovers away and succeed.
 """
@@ -180,9 +180,13 @@ def kill_everywhere(
     ready: Callable[[Path], None],
     scenario: Callable[[Path, Disk], None],
     judge: Callable[[Path], str | None],
+    stride: int,
     ways: Sequence[str] = WAYS,
 ) -> tuple[int, list[str]]:
-    """Die at every call of the scenario in every way; how often the child was killed, and what was wrong after it."""
+    """Die at every call of the scenario in every way; how often the child was killed, and what was wrong after it.
+
+    A stride takes every so many-th of these deaths; one that does not divide the number of ways meets them all.
+    """
     kills, problems = 0, []
     with tempfile.TemporaryDirectory(dir=FAST) as folder:
         before, root = Path(folder) / "before", Path(folder) / "now"
@@ -190,7 +194,7 @@ def kill_everywhere(
         shutil.copytree(before, root)
         counting = DeadlyDisk()
         scenario(root, counting)
-        for at, way in itertools.product(range(counting.calls), ways):
+        for at, way in itertools.islice(itertools.product(range(counting.calls), ways), 0, None, stride):
             shutil.rmtree(root)
             shutil.copytree(before, root)
             ended = in_child(functools.partial(scenario, root, DeadlyDisk(at, way)))
@@ -298,19 +302,25 @@ def save_appearing(root: Path, disk: Disk) -> None:
     finish(prepare(state(2), group, comm), group, comm, Manifest(number=2))
 
 
-def main(which: str) -> None:
-    torch.set_num_threads(1)
+def kill(which: str, stride: int) -> tuple[int, list[str]]:
+    """The kills of one kind of save, and what was wrong after them."""
     match which:
         case "numbered":
-            kills, problems = kill_everywhere(before_numbered, save_numbered, judge_numbered)
+            return kill_everywhere(before_numbered, save_numbered, judge_numbered, stride)
         case "overwriting":
-            kills, problems = kill_everywhere(before_overwriting, save_overwriting, judge_overwriting)
+            return kill_everywhere(before_overwriting, save_overwriting, judge_overwriting, stride)
         case _:
-            kills, problems = kill_everywhere(before_recovering, save_recovering, judge_recovering, ("after",))
-            more, others = kill_everywhere(before_appearing, save_appearing, judge_appearing, ("after",))
-            kills, problems = kills + more, problems + others
-    json.dump({"kills": kills, "problems": problems}, sys.stdout)
+            kills, problems = kill_everywhere(before_recovering, save_recovering, judge_recovering, stride, ("after",))
+            more, others = kill_everywhere(before_appearing, save_appearing, judge_appearing, stride, ("after",))
+            return kills + more, problems + others
+
+
+def main(stride: int, which: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    found = {one: kill(one, stride) for one in which}
+    problems = [problem for _, some in found.values() for problem in some]
+    json.dump({"kills": {one: kills for one, (kills, _) in found.items()}, "problems": problems}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -46,7 +46,7 @@ def stored(folder: Path, values: dict[str, Tensor], kind: str) -> dict[str, Piec
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
-@pytest.mark.parametrize("chunk", [64, 1000, 65_536, 16 * 1024**2])
+@pytest.mark.parametrize("chunk", [pytest.param(64, marks=pytest.mark.exhaustive), 1000, 65_536, 16 * 1024**2])
 def test_tensors_of_all_sizes_come_back(tmp_path: Path, kind: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(filling, "CHUNK_BYTES", chunk)
     for seed in range(3):

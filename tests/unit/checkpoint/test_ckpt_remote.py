@@ -108,6 +108,7 @@ def test_a_run_at_a_file_url_is_an_atomic_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not (available("moto") and available("s3fs")), reason="needs moto[s3], flask, flask-cors and s3fs")
 def test_a_run_on_an_s3_server() -> None:
     """In a process of its own, because clients and server keep threads and sockets."""

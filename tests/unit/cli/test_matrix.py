@@ -13,8 +13,8 @@ def test_every_backend_and_precision_is_a_cell_once() -> None:
     names = [cell.name for cell in cells()]
     assert len(set(names)) == len(names)
     assert {cell.backend for cell in cells()} == {
-        *("single", "ddp", "fsdp2", "hsdp", "tp", "cp", "pp"),
-        *("zero0", "zero1", "zero2", "zero3"),
+        *("single", "ddp", "fsdp2", "hsdp", "tp", "cp", "pp", "tp_fsdp2"),
+        *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
     }
     assert {cell.precision for cell in cells()} == {"fp32", "bf16", "fp16"}
 

@@ -240,6 +240,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_running_job_is_followed_until_ctrl_c(tmp_path: Path) -> None:
     """A real training grows its files beside a real `hasten report --live`, which was there first."""

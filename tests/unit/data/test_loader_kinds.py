@@ -326,7 +326,7 @@ def test_stateful_loaders_of_torchdata(num_workers: int) -> None:
         prepared(loaders[2], use_stateful_dataloader=True)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_streams_follow_their_laws_at_every_size(num_workers: int) -> None:
     sizes, batches, worlds = (
         ((0, 1, 2, 3, 5, 8, 11, 12, 25), (1, 2, 3), (1, 2, 3)) if not num_workers else ((1, 16), (2,), (3,))

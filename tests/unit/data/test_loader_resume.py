@@ -20,6 +20,7 @@ from hasten.errors import ConfigError, DataError
 from hasten.testing.loaders import Numbers, global_order, prepared, seen
 
 DATA = list(range(21))
+WORLDS = ((1, 1), (2, 2), (2, 4), (4, 2))  # before and after a crash
 Build = Callable[[], DataLoader[Any]]
 
 
@@ -46,8 +47,14 @@ def resumed(build: Build, world: int, states: list[dict[str, Any]], **settings: 
     return loaders
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "after", "num_workers"),
+    [
+        *((before, after, 0) for before, after in WORLDS),
+        (2, 2, 2),
+        *(pytest.param(*worlds, 2, marks=pytest.mark.exhaustive) for worlds in WORLDS if worlds != (2, 2)),
+    ],
+)
 def test_a_crash_after_every_batch_loses_and_repeats_nothing(before: int, after: int, num_workers: int) -> None:
     def build() -> DataLoader[Any]:
         return shuffled(num_workers)
@@ -146,7 +153,7 @@ def test_augmentation_in_workers_is_the_same_after_a_resume() -> None:
         assert seen(resumed(build, world, states)[-1]) == whole[2:]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_streams_resume_after_every_batch(num_workers: int) -> None:
     def build() -> DataLoader[Any]:
         return DataLoader(Numbers(13 if num_workers else 23), batch_size=2, num_workers=num_workers)

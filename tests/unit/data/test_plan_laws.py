@@ -61,7 +61,10 @@ def check_law(size: int, everyone: list[LoaderPlan]) -> None:
     assert max(steps) - min(steps) <= 1
 
 
-def test_every_index_once_for_all_sizes_batches_worlds_and_settings() -> None:
+@pytest.mark.parametrize(
+    "sizes", [range(73), pytest.param(range(73, 201), marks=pytest.mark.exhaustive)], ids=["small", "large"]
+)
+def test_every_index_once_for_all_sizes_batches_worlds_and_settings(sizes: range) -> None:
     checked: set[LoaderPlan] = set()
     for batch, world in itertools.product(range(1, 10), range(1, 9)):
         for drop_last, even, split in itertools.product((False, True), repeat=3):
@@ -71,7 +74,7 @@ def test_every_index_once_for_all_sizes_batches_worlds_and_settings() -> None:
             alike = replace(everyone[0], how="shard")  # a split plan is a sharded one of another batch size
             if alike not in checked:
                 checked.add(alike)
-                for size in range(201):
+                for size in sizes:
                     check_law(size, everyone)
 
 

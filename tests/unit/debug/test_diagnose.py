@@ -153,6 +153,16 @@ def test_a_silent_rank_is_named_with_its_pid() -> None:
     assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
 
 
+def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> None:
+    lost = Seen(2, "silent", None, Note(2, "node7", 4711, 1))
+    for others in (here(state(0), state(1)), here(state(0), state(1, kind="user"))):
+        found = diagnose([*others, lost], lost_hosts={"node7"})
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == ("unreachable", (2,), "hardly")
+        assert "launcher on node7" in found.sentence
+        assert (found := diagnose([*others, lost], lost_hosts={"node8"})) is None or found.cause != "unreachable"
+
+
 def test_ranks_that_do_the_same_share_a_line() -> None:
     world = here(*(state(rank) if rank != 5 else state(rank, "train.py:57", kind="user") for rank in range(64)))
     found = diagnose(world)

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hasten import PREEMPTED_EXIT_CODE
+from hasten.errors import CheckpointError
 from hasten.launch.failure import Failure, end_words, first_failure, hint_for, read_failure, render_failure
+from hasten.launch.worker import write_error
 
 GLOO_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:12962."
 
@@ -29,6 +31,20 @@ def test_the_cause_is_found_whatever_the_order() -> None:
     others = [failed(0, GLOO_LOST, time=1.0), failed(1, "", code=-15, stopped=True, time=0.5), failed(3, time=6.0)]
     for order in permutations([cause, *others]):
         assert first_failure(order) == cause
+
+
+def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_error_of_its_own(tmp_path: Path) -> None:
+    """The rank that only agreed may well be the first to write its error down."""
+
+    def agreeing(rank: int, cause: Exception | None) -> Failure:
+        error = CheckpointError("checking 'state': rank 1 raised ValueError: on purpose")
+        error.agreed, error.__cause__ = True, cause
+        write_error(path := tmp_path / f"{rank}.json", error, None)
+        return read_failure(rank, "host-a", 1, 7, error_file=str(path), time=0.0)
+
+    for order in permutations(range(3)):
+        found = {rank: agreeing(rank, ValueError("on purpose") if rank == 1 else None) for rank in order}
+        assert first_failure(found.values()) == found[1]
 
 
 def test_a_traceback_is_printed_once_and_last() -> None:

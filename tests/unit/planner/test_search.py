@@ -13,7 +13,7 @@ from hasten.errors import ConfigError
 from hasten.planner import hardware, report
 from hasten.planner.candidate import Candidate
 from hasten.planner.memory import held, local_numel, need
-from hasten.planner.search import Plan, Request, layouts, search
+from hasten.planner.search import SIMPLER, Option, Plan, Request, layouts, search
 from hasten.planner.traced import ParameterKind
 from hasten.planner.traffic import sent, weights
 from hasten.runtime.axes import MeshSpec, divisors
@@ -86,12 +86,29 @@ def test_the_best_is_the_fastest_that_fits_and_needs_no_change_of_the_loop(plans
     for plan in plans:
         usable = [option for option in plan.options if option.usable]
         assert plan.best in usable
-        assert plan.best.time.total <= min(option.time.total for option in usable) + 1e-6
+        assert plan.fastest.time.total <= min(option.time.total for option in usable) + 1e-6
+        assert plan.best.time.total <= plan.fastest.time.total * (1 + SIMPLER)
+        words = " ".join(report.why(plan))
+        assert ("simpler than" in words) == ("simpler than" in report.rows(plan, 1)[0]["why"])
+        assert ("simpler than" in words) == (plan.fastest is not plan.best)
         assert all(option.need.total <= plan.request.accelerator.memory_bytes for option in usable)
         assert not any(option.asks for option in usable)
         best = plan.best.time
         assert best.total == pytest.approx(best.compute + best.update + best.exposed + best.bubble)
         assert 0 < best.mfu(plan.request.accelerator, plan.best.candidate) < 1
+
+
+def test_copies_are_taken_where_shards_gain_next_to_nothing(plans: list[Plan]) -> None:
+    for plan in plans:
+        copies = [one for one in plan.options if one.usable and _is_plain(one)]
+        if copies and min(one.time.total for one in copies) <= plan.fastest.time.total * (1 + SIMPLER):
+            assert _is_plain(plan.best)
+    assert _is_plain(plans[0].best), "one GPU"
+
+
+def _is_plain(option: Option) -> bool:
+    chosen = option.candidate
+    return not (chosen.sharded or chosen.recompute or chosen.offload or chosen.mesh.tp > 1)
 
 
 def test_a_plan_for_4096_gpus_takes_seconds() -> None:

@@ -119,6 +119,7 @@ def test_the_command_plans_a_script_and_writes_settings(tmp_path: Path, capsys: 
     assert names["launch.num_processes"] == 8
 
 
+@pytest.mark.exhaustive
 def test_a_launch_chooses_its_strategy_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_knobs_are_those_that_make_sense() -> None:
     assert on_cpu == {"num_workers", "fused", "channels_last", "batch_size"}
     on_gpu = {knob.name for knob in tuning.knobs(Machine(cuda=True, cores=16, processes=2), BASE)}
     assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb", "recompute"}
-    assert "mixed_precision" not in {knob.name for knob in tuning.knobs(Machine(cuda=True), BASE, "bf16")}
+    assert "mixed_precision" not in {k.name for k in tuning.knobs(Machine(cuda=True), replace(BASE, precision="bf16"))}
 
 
 def test_values_become_settings_or_advice() -> None:
@@ -119,6 +120,7 @@ def test_budgets_are_durations() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(310)
 def test_the_digits_example_is_tuned_from_end_to_end(tmp_path: Path) -> None:
     """Real runs of a real script: the table has the script as it is and candidates, and the settings are written."""
     script = Path(__file__).parents[3] / "examples" / "digits.py"

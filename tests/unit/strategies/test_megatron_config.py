@@ -70,6 +70,7 @@ ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "attention_dropout": ({"attention_dropout": 0.5}, "attention_dropout"),
     "hidden_dropout": ({"hidden_dropout": 0.5}, "hidden_dropout"),
     "attention_softmax_in_fp32": ({"attention_softmax_in_fp32": True}, "attention_softmax_in_fp32"),
+    "use_distributed_optimizer": ({}, None),  # of the optimizer, not of the layers
     "num_micro_batches": ({}, None),
     "gradient_clipping": ({}, None),
     "seq_length": ({}, None),

@@ -23,7 +23,10 @@ HIDES_REPEATED: Final = ("jsonl", "tensorboard")
 NOT_RESUMED: Final = ("clearml",)  # an offline session cannot be opened again
 
 
-@pytest.mark.parametrize("name", [row.name for row in BUILTINS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(row.name, marks=() if row.name in HIDES_REPEATED else pytest.mark.exhaustive) for row in BUILTINS],
+)
 def test_a_resumed_run_is_read_back_as_one_curve(name: str, tmp_path: Path) -> None:
     row = next(row for row in BUILTINS if row.name == name)
     if row.needs and not available(row.needs):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
-from accelerate.utils.tqdm import tqdm as tqdm  # before the submodule of that name can take its place
+from accelerate._impl.surface.lazy import lazy
+from accelerate._impl.views.bars import tqdm
 
 _HOMES: Final = MappingProxyType(
     {
@@ -109,17 +109,5 @@ _HOMES: Final = MappingProxyType(
         "accelerate.utils.versions": ("compare_versions is_torch_version "),
     }
 )
-_PUBLIC: Final = MappingProxyType({name: module for module, names in _HOMES.items() for name in names.split()})
-
-__all__ = [*_PUBLIC]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
-def __getattr__(name: str) -> Any:  # Any: whatever the name stands for
-    if (module := _PUBLIC.get(name)) is None:
-        raise AttributeError(f"module 'accelerate.utils' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
-    return value
+__all__ = [name for names in _HOMES.values() for name in names.split()]  # pyright: ignore[reportUnsupportedDunderAll]
+__getattr__, __dir__ = lazy(__name__, _HOMES)

@@ -1,6 +1,6 @@
 """Rich tracebacks, where rich is installed."""
 
-from accelerate.utils.imports import is_rich_available
+from accelerate._impl.environment.packages import is_rich_available
 
 if is_rich_available():
     from rich.traceback import install

@@ -1,0 +1,239 @@
+"""transformers on the drop-in beside the original package: Trainer, and device_map="auto" with too little memory.
+
+    python benchmarks/dropin_clients.py                       # on the GPU if there is one; the original is installed here
+    python benchmarks/dropin_clients.py --original FOLDER     # or unpacked: pip install --target FOLDER
+    python benchmarks/dropin_clients.py --quick               # tiny models and fewer steps
+
+Each package runs in a process of its own, in an environment in which the other is not installed (either_package.py says
+how); models have random weights of one seed, so nothing is downloaded. Trainer trains GPT-2 and BERT with dropout, in
+float32 and bf16: every step's loss is compared. A GPT-2 is loaded with device_map="auto" and a max_memory of half of its
+weights, so that the rest is streamed from host memory (without a GPU: from disk): device map, logits and generated tokens
+are compared. Kernels are the deterministic ones, because the order of a sum would otherwise be the GPU's choice.
+
+Ends with an error when the numbers differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from either_package import PACKAGES, command, environment
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3}
+SEED, VOCABULARY = 11, 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--original", type=Path, help="folder with the original package, where it is not installed")
+    parser.add_argument("--quick", action="store_true", help="tiny models and fewer steps")
+    parser.add_argument("--steps", type=int, default=30, help="updates of each training")
+    parser.add_argument("--cpu", action="store_true", help="leave the GPU alone")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        inside(args)
+        return
+    from loading import RESULTS, versions
+    from measuring import write_results
+
+    device = "cpu" if args.cpu else _device()
+    with tempfile.TemporaryDirectory() as folder:
+        found = {package: measured(package, args, Path(folder) / package) for package in PACKAGES}
+    rows = compared(found)
+    known = {**versions(device), "transformers": metadata.version("transformers")}
+    known["accelerate"] = " and ".join(found[package]["version"] for package in PACKAGES)
+    result = {"versions": known, "rows": rows, "found": found}
+    write_results(RESULTS / f"dropin_clients_{device}", result, page(known, rows))
+    if not all(row["equal"] == "yes" for row in rows):
+        sys.exit("the drop-in's numbers differ from the original's")
+
+
+def measured(package: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What the clients did in a process that finds this package."""
+    place = environment(package, folder / "site", args.original)
+    options = ["--inside", str(folder), "--steps", str(args.steps)]
+    options += [flag for flag, given in (("--quick", args.quick), ("--cpu", args.cpu)) if given]
+    words, variables = command(place, __file__, *options)
+    variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or matrix products on a GPU are not repeatable
+    variables.setdefault("OMP_NUM_THREADS", "1")  # tiny models; threads that wait for each other would be measured
+    subprocess.run(words, env=variables, check=True)
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def compared(found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for every task: the largest difference, and both times."""
+    theirs, ours = (found[package]["tasks"] for package in PACKAGES)
+    rows = []
+    for name, task in theirs.items():
+        mine = ours[name]
+        same = all(task[key] == mine[key] for key in task if key not in ("numbers", "ms", "parts"))
+        pairs = list(zip(task["numbers"], mine["numbers"], strict=True)) if same else []
+        apart = max((abs(a - b) for a, b in pairs), default=float("inf"))
+        equal = same and apart <= TOLERANCE[name.rpartition(" ")[2]]
+        row = {"task": name, "compared": task["parts"], "largest difference": apart, "equal": "yes" if equal else "NO"}
+        rows.append(row | {"original (ms)": task["ms"], "drop-in (ms)": mine["ms"], "ratio": mine["ms"] / task["ms"]})
+    return rows
+
+
+def page(known: dict[str, str], rows: list[dict[str, Any]]) -> str:
+    """The table."""
+    lines = ["# transformers on the drop-in, beside the original", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in known.items()), ""]
+    lines += ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    for row in rows:
+        cells = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+# -- inside of one package's process ------------------------------------------------------------------------------
+def inside(args: argparse.Namespace) -> None:
+    """Run every task and leave the numbers in found.json."""
+    import torch
+
+    import accelerate
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    device = "cpu" if args.cpu else _device()
+    small = args.quick or device == "cpu"
+    tasks: dict[str, Any] = {}
+    for precision in ("fp32", "bf16"):
+        for name, make in (("GPT-2", gpt2), ("BERT", bert)):
+            label = f"Trainer, {name}, {args.steps} steps, {precision}"
+            tasks[label] = trained(make(small), args, precision == "bf16", small)
+            print(f"{label}: {tasks[label]['numbers'][-1]:.6f}, {tasks[label]['ms']:.1f} ms a step", flush=True)
+    tasks |= placed(args.inside, device, small)
+    found = {"version": accelerate.__version__, "tasks": tasks}
+    (args.inside / "found.json").write_text(json.dumps(found))
+
+
+def gpt2(small: bool, **options: Any) -> Any:
+    """A GPT-2 with random weights."""
+    import transformers
+
+    transformers.set_seed(SEED)
+    width, layers = (64, 2) if small else (768, 12)
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": max(width // 64, 2), "n_positions": 128}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes, **options)
+    )
+
+
+def bert(small: bool) -> Any:
+    """A BERT classifier with random weights."""
+    import transformers
+
+    transformers.set_seed(SEED)
+    width, layers = (64, 2) if small else (768, 12)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": max(width // 64, 2)}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, intermediate_size=4 * width, num_labels=2, **sizes)
+    return transformers.BertForSequenceClassification(config)
+
+
+def trained(model: Any, args: argparse.Namespace, bf16: bool, small: bool) -> dict[str, Any]:
+    """The loss and gradient norm of every step, and the median time of a step."""
+    import transformers
+
+    ends: list[float] = []
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = transformers.TrainingArguments(
+            folder, max_steps=args.steps, per_device_train_batch_size=4 if small else 16, learning_rate=1e-4, bf16=bf16,
+            logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, seed=SEED, use_cpu=args.cpu or _device() == "cpu",
+            gradient_accumulation_steps=2, warmup_steps=3, dataloader_pin_memory=not args.cpu and _device() == "cuda",
+        )  # fmt: skip
+        rows = sequences(model, 16 if small else 64)
+        trainer = transformers.Trainer(model=model, args=options, train_dataset=rows, callbacks=[Clock()])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    numbers = [float(row[key]) for row in logged for key in ("loss", "grad_norm")]
+    gaps = [b - a for a, b in itertools.pairwise(ends[4:])]
+    return {"numbers": numbers, "parts": "losses, gradient norms", "ms": statistics.median(gaps) * 1e3}
+
+
+def sequences(model: Any, length: int) -> list[dict[str, Any]]:
+    """Rows of random tokens; a GPT-2 learns them, a BERT the parity of their sum."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(1, VOCABULARY, (512, length), generator=generator)
+    classes = getattr(model.config, "model_type", "") == "bert"
+    return [{"input_ids": row, "labels": row.sum() % 2 if classes else row} for row in tokens]
+
+
+def placed(folder: Path, device: str, small: bool) -> dict[str, Any]:
+    """Logits and tokens of a GPT-2 that fits by half, in float32 and in bf16."""
+    import torch
+    import transformers
+
+    tasks = {}
+    model = gpt2(small)
+    model.generation_config.pad_token_id = 0
+    whole = sum(one.numel() * one.element_size() for one in model.parameters())
+    model.save_pretrained(folder / "model")
+    del model
+    prompt = torch.randint(1, VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(SEED))
+    for dtype, precision in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        room = whole * dtype.itemsize // 4 // 2
+        limits: dict[Any, Any] = {0: room, "cpu": 4 * whole} if device == "cuda" else {"cpu": room}
+        loaded = transformers.GPT2LMHeadModel.from_pretrained(
+            folder / "model", device_map="auto", max_memory=limits, dtype=dtype, offload_folder=str(folder / precision)
+        ).eval()
+        places = {name: str(place) for name, place in loaded.hf_device_map.items()}
+        inputs = prompt.to("cuda" if device == "cuda" else "cpu")
+        options = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": 12, "do_sample": False}
+        with torch.no_grad():
+            logits = loaded(inputs).logits.float().flatten()[:: 7 if small else 97].tolist()
+            forward = _timed(partial(loaded, inputs), device)
+            words = loaded.generate(inputs, **options).tolist()
+            tokens = _timed(partial(loaded.generate, inputs, **options), device)
+        common = {"map": places, "tokens": words, "numbers": logits}
+        tasks[f'device_map="auto", forward, {precision}'] = {**common, "parts": "map, logits", "ms": forward}
+        tasks[f'device_map="auto", 12 tokens, {precision}'] = {**common, "parts": "map, tokens", "ms": tokens}
+        print(f"device_map, {precision}: {forward:.1f} ms a forward, on {sorted(set(places.values()))}", flush=True)
+        del loaded
+    return tasks
+
+
+def _timed(run: Callable[[], Any], device: str) -> float:
+    import torch
+
+    times = []
+    for _ in range(6):
+        begun = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(times[1:])
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

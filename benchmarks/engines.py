@@ -1,0 +1,308 @@
+"""Engines beside the native path on one device: a GPT-2-small-sized model, its tokens a second and its losses.
+
+    PYTHONPATH=src python benchmarks/engines.py --device cuda      # one GPU, about three minutes
+    PYTHONPATH=src python benchmarks/engines.py                    # a tiny model on the CPU, to see that it runs
+
+Needs transformers and megatron-core 0.16 (an unpacked wheel on PYTHONPATH will do; it needs no package beyond torch, numpy and packaging).
+DeepSpeed takes part where it can be imported. Every contender trains the same transformers model from the same weights on the same
+batches: first its losses, alone, with its peak of memory; then it is saved, goes on, and is loaded and goes on again; then its
+speed in turns. A contender that fails is named with its traceback, and the others go on. Results go to benchmarks/results (or --out).
+
+On the CPU megatron-core runs through the stand-in for torch.cuda that the tests use, so its speed there means nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import statistics
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from fp8 import Size, floor, sequences
+from loading import RESULTS, versions
+from measuring import write_results
+from torch import Tensor
+
+from hasten import Accelerator
+
+SMALL = Size("GPT-2-small-sized", 50304, 1024, 768, 12, 12, 16, 24, 8)
+TINY = Size("tiny", 64, 16, 32, 2, 4, 4, 6, 2)
+TURN = 4
+STAND_IN = Path(__file__).parent.parent / "tests" / "dist" / "megatron_on_cpu.py"
+Step = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train the model."""
+
+    name: str
+    precision: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    package: str | None = None
+    """The distribution it needs beside torch and transformers."""
+    scheduled: bool = False
+    """Forward and backward are run by the engine's own schedule."""
+
+
+def contenders() -> list[Contender]:
+    found = []
+    for precision in ("bf16", "no"):
+        name = "fp32" if precision == "no" else precision
+        engine = {"strategy": "megatron", "megatron_lm_plugin": {"num_micro_batches": 1}}
+        again = {"strategy": "megatron", "megatron_lm_plugin": {"recompute_activations": True}}
+        zero = {"strategy": "deepspeed", "deepspeed_plugin": {"zero_stage": 1}}
+        found += [
+            Contender(f"native, {name}", precision, {"strategy": "none"}),
+            Contender(f"Megatron, {name}", precision, engine, "megatron-core", scheduled=True),
+            Contender(f"Megatron, {name}, attention recomputed", precision, again, "megatron-core", scheduled=True),
+            Contender(f"DeepSpeed ZeRO 1, {name}", precision, zero, "deepspeed"),
+        ]
+    return found
+
+
+# -- what is trained --------------------------------------------------------------------------------------------------
+def language_model(size: Size, device: torch.device) -> Any:  # Any: a model of transformers
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=size.vocabulary,
+        n_positions=size.length,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config).to(device)
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:  # Any: a model of transformers, a batch of its inputs
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def training(contender: Contender, size: Size, device: torch.device, fused: bool) -> tuple[Step, Accelerator]:
+    """One step of the contender, which takes a batch and gives its loss, and what it runs on."""
+    accelerator = Accelerator(
+        mixed_precision=contender.precision, cpu=device.type == "cpu" and not contender.scheduled, **contender.settings
+    )
+    model = language_model(size, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=fused)
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def step(tokens: Tensor) -> Tensor:
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, :-1]}
+        if contender.scheduled:
+            loss = accelerator.forward_backward(model, batch, loss_of)
+        else:
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, accelerator
+
+
+def resumed(step: Step, accelerator: Accelerator, batches: list[Tensor]) -> float:
+    """The largest distance of a loss after loading the state to the one after saving it; 0 is bit for bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator.save_state(Path(folder) / "state")
+        first = [step(batch) for batch in batches]
+        accelerator.load_state(Path(folder) / "state")
+        again = [step(batch) for batch in batches]
+    return float((torch.stack(first) - torch.stack(again)).abs().max())
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+def losses_of(
+    contender: Contender, size: Size, device: torch.device, batches: list[Tensor], fused: bool
+) -> tuple[Step, dict[str, Any]]:
+    """The contender's step, and its losses with the peak of memory that it added."""
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    begun = time.perf_counter()
+    step, accelerator = training(contender, size, device, fused)
+    values = torch.stack([step(batch) for batch in batches]).float().tolist()
+    row: dict[str, Any] = {"contender": contender.name, "first loss": values[0], "last loss": values[-1]}
+    row["losses"] = [round(value, 5) for value in values]
+    row["seconds with set-up"] = round(time.perf_counter() - begun, 1)
+    row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
+    row["resumed"] = resumed(step, accelerator, batches[:4])
+    return step, row
+
+
+def turns(steps: dict[str, Step], size: Size, batches: list[Tensor], failed: dict[str, str]) -> dict[str, list[float]]:
+    """Seconds a step of every round, contenders in turns and every other round in reverse order."""
+    sync = torch.cuda.synchronize if batches[0].is_cuda else (lambda: None)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(size.turns):
+        for name in list(steps)[:: -1 if number % 2 else 1]:
+            if name in failed:
+                continue
+            try:
+                sync()
+                begun = time.perf_counter()
+                for index in range(TURN):
+                    steps[name](batches[index % len(batches)])
+                sync()
+                times[name].append((time.perf_counter() - begun) / TURN)
+            except Exception:  # one contender's failure is its own; it is named in the results
+                failed[name] = traceback.format_exc()
+                print(f"{name} failed in turn {number}:\n{failed[name]}", flush=True)
+    return times
+
+
+def farthest(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """The largest distance of a loss to the native run's of the same precision."""
+    kind = row["contender"].split(", ")[1]
+    base = next((one for one in rows if one["contender"] == f"native, {kind}"), None)
+    if base is None:
+        return None
+    return max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
+
+
+def page(found: dict[str, Any]) -> str:
+    def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
+        return "" if value is None else f"{value * scale:.{digits}f}"
+
+    lines = [
+        f"# Engines beside the native path, {found['model']}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in found["versions"].items()),
+        "",
+        f"{found['parameters'] / 1e6:.0f} M parameters, {found['tokens']} tokens a step, AdamW{' (fused)' if found['fused'] else ''}, "
+        f"clipping, world of one; {found['steps']} losses from the same weights on the same batches (a model that knows the rule of "
+        f"the data reaches {found['floor']:.3f}). Speed: median of {found['turns']} interleaved turns of {TURN} steps, by the clock; the ratio "
+        "and its quartiles are those of single rounds, to the native run of the same precision. Peak memory is what the contender added.",
+        "",
+        "| | ktok/s | × native | quartiles | peak GiB | first loss | last loss | farthest from native | resumed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        quartiles = row.get("quartiles")
+        cells = [
+            row["contender"],
+            shown(row.get("tokens a second"), 1, 1e-3),
+            shown(row.get("ratio"), 3),
+            f"{quartiles[0]:.2f}–{quartiles[1]:.2f}" if quartiles else "",
+            shown(row["peak GiB"], 2),
+            shown(row["first loss"], 4),
+            shown(row["last loss"], 4),
+            shown(farthest(row, found["rows"]), 5),
+            "bit for bit" if row["resumed"] == 0 else f"{row['resumed']:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"Left out: {name} ({why})." for name, why in found["left out"].items())]
+    for name, text in found["failed"].items():
+        lines += ["", f"## {name} failed", "", "```", text.rstrip(), "```"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def with_speed(rows: list[dict[str, Any]], times: dict[str, list[float]], tokens: int) -> None:
+    """Add medians and ratios to the native run of the same precision, by rounds."""
+    for row in rows:
+        name = row["contender"]
+        mine = times.get(name, [])
+        base = times.get(f"native, {name.split(', ')[1]}", [])
+        if not mine:
+            continue
+        row["ms a step"] = statistics.median(mine) * 1e3
+        row["tokens a second"] = tokens / statistics.median(mine)
+        ratios = [theirs / ours for ours, theirs in zip(mine, base, strict=False)]  # a failed run has fewer rounds
+        if len(ratios) > 1:
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            row["ratio"], row["quartiles"] = middle, [low, high]
+
+
+def stand_in(stack: ExitStack) -> None:
+    """Let megatron-core run on the CPU until the stack is left."""
+    spec = importlib.util.spec_from_file_location("megatron_on_cpu", STAND_IN)
+    assert spec is not None, STAND_IN
+    assert spec.loader is not None, STAND_IN
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    stack.enter_context(module.megatron_on_cpu())
+
+
+def missing(contender: Contender) -> str | None:
+    """Why the contender cannot take part, or None."""
+    if contender.package is None:
+        return None
+    try:
+        metadata.version(contender.package)
+    except metadata.PackageNotFoundError:
+        return f"{contender.package} is not installed"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="contenders whose names hold this text")
+    parser.add_argument("--rows", type=int, default=None, help="sequences of a batch")
+    parser.add_argument("--not-fused", action="store_true", help="AdamW without torch's fused kernel")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = torch.device(args.device)
+    size = SMALL if args.device == "cuda" else TINY
+    if args.rows:
+        size = Size(**{**{name: getattr(size, name) for name in Size.__dataclass_fields__}, "rows": args.rows})
+    fused = args.device == "cuda" and not args.not_fused
+    batches = sequences(size, size.losses, device)
+    count = sum(p.numel() for p in language_model(size, torch.device("meta")).parameters())
+    found: dict[str, Any] = {"model": size.name, "versions": versions(args.device), "parameters": count}
+    found |= {"tokens": size.rows * size.length, "floor": floor(size), "steps": size.losses, "turns": size.turns}
+    found |= {"fused": fused, "rows": [], "left out": {}, "failed": {}}
+    for name in ("transformers", "megatron-core", "deepspeed"):
+        if not missing(Contender(name, "no", package=name)):
+            found["versions"][name] = metadata.version(name)
+    stem = args.out / f"engines_{args.device}"
+    steps: dict[str, Step] = {}
+    with ExitStack() as stack:
+        if args.device == "cpu":
+            torch.set_num_threads(1)
+            if "megatron-core" in found["versions"]:
+                stand_in(stack)
+        for contender in contenders():
+            if args.only not in contender.name:
+                continue
+            if (why := missing(contender)) is not None:
+                found["left out"][contender.name] = why
+                continue
+            try:
+                steps[contender.name], row = losses_of(contender, size, device, batches, fused)
+                found["rows"].append(row)
+                print(f"{contender.name}: loss {row['first loss']:.4f} to {row['last loss']:.4f}", flush=True)
+            except Exception:  # one contender's failure is its own; it is named in the results
+                found["failed"][contender.name] = traceback.format_exc()
+                print(f"{contender.name} failed:\n{found['failed'][contender.name]}", flush=True)
+            gc.collect()
+        write_results(stem, found, page(found))
+        with_speed(found["rows"], turns(steps, size, batches, found["failed"]), size.rows * size.length)
+    write_results(stem, found, page(found))
+
+
+if __name__ == "__main__":
+    main()

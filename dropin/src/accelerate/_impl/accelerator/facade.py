@@ -1,0 +1,321 @@
+"""The Accelerator with the established constructor and attributes, on top of hasten's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hasten
+from accelerate._impl import ambient
+from accelerate._impl import trackers as tracking
+from accelerate._impl.accelerator.mirrors import Mirrors
+from accelerate._impl.accelerator.process import ProcessFace
+from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.checkpoints.hooks import StateHooks
+from accelerate._impl.checkpoints.saving import SavingFace
+from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
+from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
+from accelerate._impl.loaders.share import skip_first_batches
+from accelerate._impl.models.other import extract_model_from_parallel
+from accelerate._impl.preparing import EstablishedPreparer
+from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
+from accelerate._impl.sharding.engines import FollowedEngine
+from accelerate._impl.sharding.followed import FollowedPlugin
+from accelerate._impl.surface import left_out
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.tensors import _checked, gather_object
+from accelerate._impl.trackers import GeneralTracker
+from accelerate._impl.views.gradient_state import GradientState
+from accelerate._impl.views.logging import get_logger
+from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_whole
+from hasten import trees
+from hasten.accelerator.accumulation import Accumulation
+from hasten.comm import ops
+from hasten.optim import clip
+from hasten.optim.window import Key
+from hasten.runtime.axes import BATCH
+
+logger = get_logger("accelerate.accelerator")
+# Any in this file: the user's objects, and settings of every type.
+
+
+class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
+    """Runs a plain training loop on any number of processes and devices."""
+
+    profile_handler: ProfileKwargs | None
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = UNSET,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Any = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Any = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        sorted_ = sort_arguments(given)
+        hasten.Accelerator.__init__(self, **sorted_.settings)
+        self._show(sorted_, given)
+        self._preparer = EstablishedPreparer(self)
+        self._sharding = FollowedPlugin(self, sorted_.fsdp)
+        self._engine = FollowedEngine(self, sorted_.deepspeed)
+        self._publish(sorted_, given)
+        if parallelism_config is not None:
+            parallelism_config._validate_accelerator(self)
+
+    def _show(self, sorted_: Arguments, given: dict[str, Any]) -> None:
+        """Keep what was given where scripts look for it."""
+        self.device_placement, self.dataloader_config = given["device_placement"], sorted_.data
+        self.project_configuration = sorted_.project
+        self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
+        types = given["rng_types"]
+        self.rng_types: list[str] = [str(kind) for kind in (types if types is not None else ["generator"])]
+        for name in HANDLERS.values():
+            setattr(self, name, sorted_.handlers.get(name))
+        self.flag_tensor, self.delayed_fp8_autocast, self._hooks = None, False, StateHooks()
+        self._trackers: list[Any] = []  # Any: users' own classes among them
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
+        return copy.copy(self)
+
+    def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
+        """Make this Accelerator what the process-wide views show."""
+        ambient.adopt(self.ctx)
+        AMBIENT.clock = self.clock
+        fill_partial(self.config.cpu, strategy=self.strategy.name)
+        plugins = {name: given[name] for name in ("torch_tp_plugin", "parallelism_config")}
+        fsdp = {"fsdp_plugin": self._sharding.plugin} if self._sharding.plugin is not None else {}
+        engine, precision = self._engine.plugins, self.config.mixed_precision
+        fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
+        self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
+        AMBIENT.plugin_kwargs.setdefault("num_steps", self.clock.every)
+        self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
+
+    def follow_plugins(self) -> None:
+        """Take over what was changed in plugins since the last prepare()."""
+        self._sharding.follow()
+        self._engine.follow()
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
+        prepared = self._preparer.prepare(args, device_placement)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """The loader, reading this process's share."""
+        place = self.device_placement if device_placement is None else device_placement
+        return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The loader without its first batches."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
+        """One micro-step over these models; models that were not prepared take part without a window of their own."""
+        known = [model for model in models if any(model is one for one in self.prepared.models)]
+        key: Key = tuple([self.prepared.index_of(model) for model in known])
+        each = self.config.gradient_accumulation.sync_each_batch
+        return Accumulation(self.clock, self.strategy, known or self.prepared.models, key, each)
+
+    def no_sync(self, model: Any) -> AbstractContextManager[None]:
+        """A block in which backward leaves this model's gradients unsynchronised."""
+        if any(model is one for one in self.prepared.models):
+            return self.strategy.no_sync(model)
+        return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """A block whose backward synchronises gradients of forwards made under no_sync."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:  # type: ignore[override]  # weight is a keyword, if given
+        """Backpropagate the loss, divided by the window's length."""
+        learning_rate = kwargs.pop("learning_rate", None)
+        if self.has_lomo_optimizer:
+            self.lomo_backward(loss, learning_rate)
+            return
+        if not kwargs.pop("scale_wrt_gas", True):  # the loss has been divided by the window's length already
+            loss = loss * self.clock.every
+        super().backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None = None) -> None:
+        """Backward fused with the update, by an optimizer that has one (LOMO)."""
+        if learning_rate is None:
+            raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
+        for one in self.prepared.optimizers:
+            fused: Any = getattr(one.optimizer, "fused_backward", None)
+            if fused is not None:
+                fused(loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer updates inside of backward."""
+        return any(hasattr(one.optimizer, "fused_backward") for one in self.prepared.optimizers)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
+        """A block that computes in this run's precision."""
+        return super().autocast(None if autocast_handler is None else autocast_handler.to_hasten())
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients to their final size."""
+        super().unscale_gradients(None if optimizer is None else optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
+        chosen = clip.as_list(parameters)
+        norm = super().clip_grad_norm_(chosen, max_norm, norm_type)
+        if norm is not None:
+            return norm
+        return clip.clip_norm(chosen, float("inf"), norm_type)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """A loader that splits sequences."""
+        left_out.refuse("Accelerator.deepspeed_ulysses_dl_adapter", left_out.LONG_SEQUENCES)
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+    def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
+        """Every process's tensors joined along the first dimension."""
+        if self.num_processes == 1:  # quirk: FLAT_RESULTS
+            return tensor
+        _checked("_gpu_gather_one", tensor)
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]  # other kinds
+        """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
+        _checked("_reduce_across_processes", tensor)
+        if reduction == "none" or self.num_processes == 1:  # quirk: FLAT_RESULTS
+            return tensor
+        # quirk: SCALE_IS_FOR_XLA
+        return super().reduce(tensor, reduction)  # type: ignore[arg-type]  # checked there
+
+    def pad_across_processes(  # type: ignore[override]  # no axes here
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors padded along `dim` to the largest size any process has."""
+        return tensor if self.num_processes == 1 else super().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(  # type: ignore[override] # the original names no loader
+        self, input_data: Any, use_gather_object: bool = False
+    ) -> Any:
+        """The results of every process for the current batch; the last batch is cut to the samples that are left."""
+        loader = self.gradient_state.active_dataloader
+        cut = loader is not None and loader.end_of_dataloader and loader.remainder > 0 and loader.even_batches
+        left = loader.remainder if cut else None  # quirk: LAST_BATCH_IS_CUT
+        if use_gather_object or not trees.tensors(input_data):
+            found = gather_object(input_data)
+            return found[:left] if isinstance(found, list | tuple) else found
+        if self.num_processes > 1:
+            input_data = ops.gather_ragged(input_data, self.ctx.groups(*BATCH))
+        return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
+
+    # -- trackers -------------------------------------------------------------------------------------------------
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Begin a run of every tracker. Ranks: every rank."""
+        self._trackers = tracking.begin(self.log_with, project_name, config, dict(init_kwargs or {}), self.logging_dir)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name, or its package's own object; a blank one away from the main process."""
+        for tracker in self._trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if self._trackers and self.is_main_process:
+            raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
+        # quirk: MISSING_TRACKER_IS_BLANK
+        return GeneralTracker(_blank=True)
+
+    @property
+    def trackers(self) -> Any:
+        """The trackers that run on this process."""
+        return self._trackers
+
+    def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
+        """Record values with every tracker."""
+        for tracker in self._trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Finish saves in flight and close the trackers. Ranks: every rank."""
+        for tracker in self._trackers:
+            tracker.finish()
+        self._trackers = []
+        super().end_training()
+
+    # -- models and memory ----------------------------------------------------------------------------------------
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The user's own module inside a prepared one."""
+        if any(model is one for one in self.prepared.models):
+            return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Every parameter and buffer of a model, whole. Ranks: every rank."""
+        if any(model is one for one in self.prepared.models):
+            return super().get_state_dict(model)
+        return (self.unwrap_model(model) if unwrap else model).state_dict()
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:  # type: ignore[override]  # this package's class
+        """A block under torch.profiler; with `output_trace_dir`, its trace is left there under PROFILE_PATTERN_NAME."""
+        chosen = profile_handler or self.profile_handler or ProfileKwargs()
+        with super().profile(replace(chosen.to_hasten(), output_trace_dir=None)) as running:
+            yield running
+        if chosen.output_trace_dir is not None:
+            folder = Path(chosen.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything prepared and hand cached memory back; a None for every argument."""
+        count = len(objects)
+        del objects
+        super().free_memory()
+        # quirk: FREE_MEMORY_GIVES_LIST
+        return [None] * count
+
+    clear = free_memory
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model was spread over devices by a device map."""
+        return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
+
+
+settle(__name__, "accelerate.accelerator")

@@ -1,0 +1,158 @@
+"""Attributes of the established Accelerator that mirror what hasten keeps elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.enums import DistributedType, FP8BackendType
+from accelerate._impl.surface.shown import shown
+from hasten.runtime.axes import BATCH, Axis
+
+if TYPE_CHECKING:
+    import hasten
+    from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
+    from accelerate._impl.views.state import AcceleratorState
+
+    Base = hasten.Accelerator
+else:
+    Base = object
+
+# Any in this file: plugins and the user's objects.
+
+
+class Mirrors(Base):
+    """Read-only views, and the few settable ones."""
+
+    if TYPE_CHECKING:
+        state: AcceleratorState
+        dataloader_config: DataLoaderConfiguration
+        project_configuration: ProjectConfiguration
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes work together."""
+        found: DistributedType = AMBIENT.whole["distributed_type"]
+        return found
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per update; GradientState shows what is set here."""
+        return self.clock.every
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self.clock.every = AMBIENT.plugin_kwargs["num_steps"] = value
+
+    mixed_precision = shown("config.mixed_precision", "Numbers of forward and backward.")
+    native_amp = shown(lambda self: self.config.mixed_precision in ("fp16", "bf16"), "Whether autocast is used.")
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several devices or CPU processes train together."""
+        return self.num_processes > 1
+
+    deepspeed_plugin = shown("state.deepspeed_plugin", "The DeepSpeed plugin in use, if any.")
+
+    @property
+    def parallelism_config(self) -> Any:
+        """The sizes of the mesh, if they were given."""
+        return AMBIENT.whole.get("parallelism_config")
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """Torch's mesh, if sizes were given."""
+        config = self.parallelism_config
+        return None if config is None else config.get_device_mesh(self.device.type)
+
+    is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
+    is_composable_parallelism_enabled = shown("is_fsdp2", "Whether axes of the mesh can be combined.")
+    should_save_model = shown(lambda self: True, "Whether this process writes weights.")
+    fp8_enabled = shown(lambda self: self.config.mixed_precision == "fp8", "Whether fp8 is used.")
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """What computes in fp8."""
+        if not self.fp8_enabled:
+            return FP8BackendType.NO
+        return (
+            FP8BackendType(self.config.fp8.backend.upper()) if self.config.fp8.backend != "auto" else FP8BackendType.AO
+        )
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether a recipe for fp8 was given."""
+        return any(getattr(self, f"{kind}_recipe_handler", None) for kind in ("te", "ao", "msamp", "fp8"))
+
+    scaler = shown("precision.scaler", "Torch's loss scaler, under fp16.")
+    step = shown("clock.micro", "Micro-steps of the current window.")
+
+    # -- data -----------------------------------------------------------------------------------------------------
+    split_batches = shown("dataloader_config.split_batches", "Whether a loader's batch size is the global one.")
+    dispatch_batches = shown("dataloader_config.dispatch_batches", "Whether the main process reads for all.")
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process sees equally many samples."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling is a function of seed and epoch."""
+        return self.dataloader_config.use_seedable_sampler
+
+    non_blocking = shown("dataloader_config.non_blocking", "Whether batches are copied without waiting.")
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether a loader's position is restored."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    # -- project --------------------------------------------------------------------------------------------------
+    project_dir = shown("project_configuration.project_dir", "The project's folder.")
+    logging_dir = shown("project_configuration.logging_dir", "The folder of logs.")
+    save_iteration = shown("project_configuration.iteration", "The number the next automatic checkpoint gets.")
+
+    # -- the mesh -------------------------------------------------------------------------------------------------
+    def _index(self, words: str, *axes: Axis) -> int:
+        if self.parallelism_config is None:
+            raise RuntimeError(f"{words} is not configured. Set `parallelism_config` first.")
+        return self.ctx.mesh.index(self.ctx.rank, *axes)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The place among processes that split layers."""
+        return self._index("Tensor parallelism", Axis.TP)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The place among processes that read different samples."""
+        return self._index("Data parallelism", *BATCH)
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The place among processes that share a model."""
+        return self._index("Shard-based data parallelism", Axis.DP_SHARD)
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The place among processes that split sequences."""
+        return self._index("Context parallelism", Axis.CP)
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The place among the stages of a pipeline."""
+        if self.ctx.mesh.size(Axis.PP) == 1:
+            raise NotImplementedError("this run has no pipeline; set pp_size in hasten's parallelism_config for one.")
+        return self.ctx.mesh.index(self.ctx.rank, Axis.PP)
+
+    # -- what was prepared ----------------------------------------------------------------------------------------
+    _models = shown("prepared.models", "As the original names it")
+    _optimizers = shown("prepared.optimizers", "As the original names it")
+    _schedulers = shown("prepared.schedulers", "As the original names it")
+    _dataloaders = shown("prepared.loaders", "As the original names it")
+    _custom_objects = shown("saving.registered", "As the original names it")

@@ -1,0 +1,81 @@
+"""The one ambient context of a process: what PartialState, AcceleratorState and GradientState are views of.
+
+Nothing below this distribution has such a thing; it exists because existing scripts ask for process-wide state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from hasten.accelerator.process import Process
+from hasten.optim.clock import StepClock
+from hasten.runtime import bootstrap, env
+from hasten.runtime.bootstrap import GroupSettings
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import choose_device
+from hasten.runtime.topology import Topology
+
+
+@dataclass(slots=True)
+class Ambient:
+    """What is known of this process; the latest Accelerator replaces what an earlier one had put here."""
+
+    partial: dict[str, Any] = field(default_factory=dict)  # Any: the attributes of PartialState
+    whole: dict[str, Any] = field(default_factory=dict)  # Any: the attributes of AcceleratorState
+    context: ProcessContext | None = None
+    process: Process | None = None
+    clock: StepClock | None = None
+    loaders: list[Any] = field(default_factory=list)  # Any: loaders being iterated, innermost last
+    plugin_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+AMBIENT = Ambient()  # quirk: SINGLETONS
+
+
+def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessContext:
+    """The context of this process, started from the environment on first use."""
+    if AMBIENT.context is None:
+        variables = env.snapshot()
+        topology = Topology.from_env(variables)
+        wants_cpu = cpu or env.flag(variables, "ACCELERATE_USE_CPU")
+        device = choose_device(topology.local_rank, wants_cpu, variables.get("ACCELERATE_TORCH_DEVICE") or None)
+        given = settings or GroupSettings()
+        # the original unpickles whatever peers send, also where no launcher has given the ranks a token
+        adopt(bootstrap.start(topology, device, settings=replace(given, pickle_unproven=True)))
+    assert AMBIENT.context is not None, "the context was just adopted"
+    return AMBIENT.context
+
+
+def adopt(context: ProcessContext) -> None:
+    """Make this the context the views show."""
+    AMBIENT.context = context
+    AMBIENT.process = Process(context)
+
+
+def process() -> Process:
+    """The helpers of this process."""
+    if AMBIENT.process is None:
+        start()
+    assert AMBIENT.process is not None, "starting adopts a process"
+    return AMBIENT.process
+
+
+def clock() -> StepClock:
+    """The clock of the latest Accelerator, or one that every step is a boundary of."""
+    if AMBIENT.clock is None:
+        AMBIENT.clock = StepClock()
+    return AMBIENT.clock
+
+
+def device() -> torch.device:
+    """The device of this process."""
+    return start().device
+
+
+def forget_process() -> None:
+    """Forget context and process; a process group that was started stays."""
+    AMBIENT.partial.clear()
+    AMBIENT.context = AMBIENT.process = None

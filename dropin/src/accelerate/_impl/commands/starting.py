@@ -1,0 +1,227 @@
+"""What the established launcher prepares for its processes: commands and environments, as data."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate._impl.commands.launch_flags import words_of
+from accelerate._impl.commands.launch_variables import settings_for, spelled, spelled_in_full
+from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate._impl.environment.packages import is_torch_xla_available
+from accelerate._impl.environment.variables import environment, str_to_bool
+from accelerate._impl.surface.homes import settle
+
+# Any in this file: values of flags, and the caller's function.
+_FP8 = {
+    "backend": None,
+    "use_autocast_during_eval": False,
+    "margin": 0,
+    "interval": 1,
+    "format": "HYBRID",
+    "amax_history_len": 1024,
+    "amax_compute_algo": "most_recent",
+    "opt_level": "O2",
+    "enable_fsdp_float8_all_gather": 1,
+    "pad_inner_dim": 1,
+}
+_PARALLEL = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
+_PORT = 29500
+
+
+class PrepareForLaunch:
+    """A function that reads its rank from its first argument, for multiprocessing."""
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = distributed_type
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(index)
+        os.environ["FORK_LAUNCHED"] = "1"
+        self.launcher(*args)
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """A variable of paths with one more."""
+    paths = [path for path in os.environ.get(env_var_name, "").split(":") if path]
+    return ":".join([*paths, str(path_to_add)])
+
+
+def _asked(args: argparse.Namespace, name: str, otherwise: Any = None) -> Any:
+    found = getattr(args, name, None)
+    return otherwise if found is None else found
+
+
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command that runs the script in one process, and its environment."""
+    if _asked(args, "no_python") and _asked(args, "module"):
+        raise ValueError("--module and --no_python cannot be used together")
+    python = [] if _asked(args, "no_python") else [sys.executable, *(["-m"] if _asked(args, "module") else [])]
+    env = {**environment(), **spelled_in_full(settings_for(words_of(args)))}
+    if _asked(args, "num_processes", 1) > 1:
+        env.setdefault("MASTER_ADDR", _asked(args, "main_process_ip", "127.0.0.1"))
+        env.setdefault("MASTER_PORT", str(_asked(args, "main_process_port", _PORT)))
+    return [*python, args.training_script, *args.training_script_args], env
+
+
+def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
+    """The environment of the processes of a launch; `args` gets the attributes that torch's launcher reads."""
+    _for_torchrun(args)
+    return {**environment(), **spelled_in_full(settings_for(words_of(args)))}
+
+
+def _for_torchrun(args: argparse.Namespace) -> None:
+    """Say in torch's words how many processes meet where."""
+    machines, port = _asked(args, "num_machines", 1), _asked(args, "main_process_port", _PORT)
+    args.nproc_per_node = str(max(_asked(args, "num_processes", 1) // machines, 1))
+    if machines == 1:
+        args.master_port = str(port)
+        return
+    args.nnodes, args.node_rank = str(machines), int(_asked(args, "machine_rank", 0))
+    args.rdzv_endpoint = f"{_asked(args, 'main_process_ip', '127.0.0.1')}:{port}"
+
+
+def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
+    """DeepSpeed's own command where it spans machines (else None: torch's launcher is used), and the environment."""
+    args.use_deepspeed = True
+    found = {
+        **environment(),
+        **spelled(settings_for(words_of(args))),
+        "ACCELERATE_MIXED_PRECISION": _asked(args, "mixed_precision", "no"),
+        "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())),
+    }
+    launcher = _asked(args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0])
+    if _asked(args, "num_machines", 1) == 1 or launcher == "standard":
+        _for_torchrun(args)
+        return None, found
+    return [*_deepspeed_words(args, str(launcher)), args.training_script, *args.training_script_args], found
+
+
+def _deepspeed_words(args: argparse.Namespace, launcher: str) -> list[str]:
+    """DeepSpeed's own launcher and its flags."""
+    words = [
+        "deepspeed",
+        "--hostfile",
+        str(_asked(args, "deepspeed_hostfile")),
+        "--no_local_rank",
+        "--launcher",
+        launcher,
+    ]
+    left_out, taken = _asked(args, "deepspeed_exclusion_filter"), _asked(args, "deepspeed_inclusion_filter")
+    each = str(_asked(args, "num_processes", 1) // args.num_machines)
+    chosen = ["--exclude", left_out] if left_out else ["--include", taken] if taken else ["--num_gpus", each]
+    words += [str(one) for one in chosen]
+    for flag, name in (("--master_addr", "main_process_ip"), ("--master_port", "main_process_port")):
+        words += [flag, str(getattr(args, name))] if _asked(args, name) is not None else []
+    return words + (["--module"] if _asked(args, "module") else ["--no_python"] if _asked(args, "no_python") else [])
+
+
+def prepare_tpu(
+    args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """The arguments and the environment of a job on TPUs."""
+    if _asked(args, "mixed_precision") == "bf16" and is_torch_xla_available():
+        current_env["XLA_DOWNCAST_BF16" if _asked(args, "downcast_bf16") else "XLA_USE_BF16"] = "1"
+    if _asked(args, "debug"):
+        current_env["ACCELERATE_DEBUG_MODE"] = "true"
+    if pod:
+        args.vm, args.tpu = _asked(args, "tpu_vm"), _asked(args, "tpu_name")
+    return args, current_env
+
+
+def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """The environment with the options of fp8."""
+    for name, otherwise in _FP8.items():
+        current_env[f"ACCELERATE_FP8_{name.upper()}"] = str(_asked(args, f"fp8_{name}", otherwise))
+    parts = _asked(args, "fp8_override_linear_precision", (False, False, False))
+    if isinstance(parts, str):
+        parts = tuple(str_to_bool(one.strip()) for one in parts.split(","))
+    for name, value in zip(("FPROP", "DGRAD", "WGRAD"), parts, strict=True):
+        current_env[f"ACCELERATE_FP8_OVERRIDE_{name}"] = str(value)
+    return current_env
+
+
+def prepare_extend_env_parallelism_config(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """The environment with the sizes of the mesh."""
+    otherwise = {"cp_backend": "torch", "sp_backend": "deepspeed"}
+    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    for name in _PARALLEL:
+        value = _asked(args, f"parallelism_config_{name}", otherwise.get(name, 1))
+        current_env[f"PARALLELISM_CONFIG_{name.upper()}"] = str(value)
+    return current_env
+
+
+def prepare_sagemager_args_inputs(
+    sagemaker_config: Any, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """What an estimator of Amazon's SDK is given for this script, and the data channels of the job."""
+    script = Path(args.training_script)
+    if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
+        raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
+    variables = {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        "ACCELERATE_MIXED_PRECISION": str(sagemaker_config.mixed_precision),
+    }
+    channels = _table(sagemaker_config.sagemaker_inputs_file)
+    measured = _table(sagemaker_config.sagemaker_metrics_file)
+    estimator = {
+        "image_uri": sagemaker_config.image_uri,
+        "entry_point": script.name,
+        "source_dir": str(script.parent),
+        "role": sagemaker_config.iam_role_name,
+        "transformers_version": sagemaker_config.transformers_version,
+        "pytorch_version": sagemaker_config.pytorch_version,
+        "py_version": sagemaker_config.py_version,
+        "base_job_name": sagemaker_config.base_job_name,
+        "instance_count": sagemaker_config.num_machines,
+        "instance_type": sagemaker_config.ec2_instance_type,
+        "debugger_hook_config": False,
+        "distribution": _distribution(str(sagemaker_config.distributed_type)),
+        "hyperparameters": _hyperparameters(args.training_script_args),
+        "environment": variables,
+        "metric_definitions": None if measured is None else [{"Name": a, "Regex": b} for a, b in measured.items()],
+    }
+    return {**estimator, **(sagemaker_config.additional_args or {})}, channels
+
+
+def _distribution(kind: str) -> dict[str, Any] | None:
+    spread = "DATA_PARALLEL" in kind.upper()
+    return {"smdistributed": {"dataparallel": {"enabled": True}}} if spread else None
+
+
+def _table(file: str | None) -> dict[str, str] | None:
+    """The two columns of a tab-separated file below its heading; None without a file."""
+    if not file:
+        return None
+    rows = [line.split("\t") for line in Path(file).read_text().splitlines()[1:] if line.strip()]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
+def _hyperparameters(words: list[str]) -> Mapping[str, Any]:
+    """Pairs of `--name value`. Raises: ValueError for a flag without a value, which SageMaker cannot pass on."""
+    found: dict[str, Any] = {}
+    for at, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        if at + 1 == len(words) or words[at + 1].startswith("-"):
+            raise ValueError(f"SageMaker passes names with values on, and {word} has none. Write {word} true.")
+        found[word.lstrip("-").replace("-", "_")] = _value(words[at + 1])
+    return found
+
+
+def _value(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return str_to_bool(word, to_bool=True) if word.lower() in ("true", "false") else word
+
+
+settle(__name__, "accelerate.utils.launch")

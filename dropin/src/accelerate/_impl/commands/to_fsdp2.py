@@ -1,0 +1,114 @@
+"""`accelerate to-fsdp2`: a settings file with FSDP2's names."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from accelerate._impl.environment.parsers import CustomArgumentParser, exit_code_of
+from accelerate._impl.surface.homes import settle
+from hasten.config.files import contents
+from hasten.errors import ConfigError
+
+# Any in this file: argparse's subparsers and namespaces, and values of settings.
+_GONE = {
+    "fsdp_backward_prefetch": "FSDP2 always gathers the next block during backward",
+    "fsdp_sync_module_states": "FSDP2 always starts from rank 0's weights",
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
+    "fsdp_forward_prefetch": "set fsdp.forward_prefetch_depth in a file of hasten's instead",
+}
+_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+_RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
+
+
+def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The settings in FSDP2's names, and a sentence for each that has no meaning any more.
+
+    Raises: ConfigError for a strategy without an equivalent.
+    """
+    said: list[str] = []
+    fsdp: dict[str, Any] = {}
+    for name, value in config.get("fsdp_config", {}).items():
+        if name in _GONE:
+            said.append(f"{name} is left out: {_GONE[name]}")
+        elif name == "fsdp_sharding_strategy":
+            fsdp["fsdp_reshard_after_forward"] = _reshard(value, said)
+        else:
+            fsdp[name] = _kept_value(name, value, said)
+    return {**config, "fsdp_config": {**fsdp, "fsdp_version": 2}}, said
+
+
+def _reshard(value: Any, said: list[str]) -> Any:
+    """What a sharding strategy, by name or number, is in FSDP2."""
+    strategy = _NUMBERS.get(str(value), str(value).upper())
+    if strategy not in _RESHARD:
+        raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
+    if "HYBRID" in strategy:
+        said.append(
+            f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
+        )
+    return _RESHARD[strategy]
+
+
+def _kept_value(name: str, value: Any, said: list[str]) -> Any:
+    if name != "fsdp_state_dict_type" or value != "LOCAL_STATE_DICT":
+        return value
+    said.append("fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT in FSDP2")
+    return "SHARDED_STATE_DICT"
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate to-fsdp2`."""
+    if subparsers is not None:
+        parser: argparse.ArgumentParser = subparsers.add_parser("to-fsdp2")
+    else:
+        parser = CustomArgumentParser(description="Convert an FSDP1 config into an FSDP2 config.")
+    parser.add_argument("--config_file", "--config-file", type=str, help="the file to convert")
+    parser.add_argument("--overwrite", action="store_true", help="write over it")
+    parser.add_argument("--output_file", "--output-file", type=str, default=None, help="where to write instead")
+    if subparsers is not None:
+        parser.set_defaults(func=to_fsdp2_command)
+    return parser
+
+
+def to_fsdp2_command(args: Any) -> None:
+    """Run `accelerate to-fsdp2`."""
+    target = _target(args)
+    config = yaml.safe_load(contents(Path(args.config_file)))
+    if config.get("distributed_type") != "FSDP":
+        raise ValueError("Config file does not use FSDP, so there is nothing to convert")
+    made, said = convert(config)
+    for sentence in said:
+        sys.stderr.write(f"{sentence}\n")
+    target.write_text(yaml.safe_dump(made))
+
+
+def _target(args: Any) -> Path:
+    """The file to write. Raises: where it may not be, or there is nothing to read."""
+    if args.config_file is None or not Path(args.config_file).exists():
+        raise FileNotFoundError(f"Config file {args.config_file} not found")
+    if not args.overwrite and args.output_file is None:
+        raise ValueError("If --overwrite is not set, --output_file must be provided")
+    target = Path(args.config_file if args.output_file is None else args.output_file)
+    if target.exists() and not args.overwrite:
+        raise FileExistsError(f"Output file already exists and --overwrite is not set: {target}")
+    return target
+
+
+def run(words: Sequence[str]) -> int:
+    """Run `accelerate to-fsdp2 WORDS`."""
+    args = to_fsdp2_command_parser().parse_args(words)
+    return exit_code_of("to-fsdp2", lambda: to_fsdp2_command(args))
+
+
+def main() -> NoReturn:
+    """Run the command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+settle(__name__, "accelerate.commands.to_fsdp2")

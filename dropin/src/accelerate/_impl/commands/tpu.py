@@ -1,0 +1,109 @@
+"""`accelerate tpu-config`: run commands on every machine of a TPU pod, by gcloud."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from accelerate._impl.environment.parsers import CustomArgumentParser
+from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
+from accelerate._impl.surface.homes import settle
+
+_SWITCH: dict[str, Any] = {"action": "store_true"}  # Any: what argparse takes
+_FLAGS: dict[str, dict[str, Any]] = {
+    "config_file": {"help": "the settings file that names the TPU"},
+    "tpu_name": {"help": "the TPU; else the settings file's"},
+    "tpu_zone": {"help": "its zone; else the settings file's"},
+    "use_alpha": {**_SWITCH, "help": "call `gcloud alpha`"},
+    "command_file": {"help": "a file of commands, one a line"},
+    "command": {"action": "append", "nargs": "+", "help": "a command; may be given several times"},
+    "install_accelerate": {**_SWITCH, "help": "install accelerate there first"},
+    "accelerate_version": {"default": "latest", "help": "a release, `latest`, or `dev`"},
+    "debug": {**_SWITCH, "help": "print the command instead of running it"},
+}
+_SOURCES = "git+https://github.com/huggingface/accelerate.git"
+
+
+def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # Any: argparse's subparsers
+    """The parser of `accelerate tpu-config`."""
+    about = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
+    parser: argparse.ArgumentParser = (
+        subparsers.add_parser("tpu-config", description=about)
+        if subparsers is not None
+        else CustomArgumentParser("Accelerate tpu-config command", description=about)
+    )
+    for name, options in _FLAGS.items():
+        parser.add_argument(f"--{name}", **options)
+    parser.set_defaults(func=tpu_command_launcher)
+    return parser
+
+
+def tpu_command_launcher(args: argparse.Namespace) -> None:
+    """Run the commands, or print how. Raises: ValueError without a command or a TPU's name."""
+    words = gcloud_words(args)
+    if args.debug:
+        sys.stdout.write(f"Running {' '.join(words)}\n")
+        return
+    subprocess.run(words, check=True)
+    sys.stdout.write("Successfully setup pod.\n")
+
+
+def gcloud_words(args: argparse.Namespace) -> list[str]:
+    """The command line that runs the commands on every machine of the pod."""
+    saved = _settings(args.config_file)
+    commands = _commands(args, saved)
+    name, zone = args.tpu_name or getattr(saved, "tpu_name", None), args.tpu_zone or getattr(saved, "tpu_zone", None)
+    if not name:
+        raise ValueError("no TPU is named, so there is no machine to run commands on. Give --tpu_name.")
+    line = "; ".join(["cd /usr/share", *_installation(args), *commands])
+    where = ["--zone", zone] if zone else []
+    alpha = ["alpha"] if args.use_alpha else []
+    ssh = ["compute", "tpus", "tpu-vm", "ssh", name]
+    return ["gcloud", *alpha, *ssh, *where, "--command", line, "--worker", "all"]
+
+
+def _commands(args: argparse.Namespace, saved: Any) -> list[str]:  # Any: a settings file of either kind, or none
+    given = [word for words in args.command or () for word in words]
+    file = args.command_file or (None if given else getattr(saved, "command_file", None))
+    found = Path(file).read_text().splitlines() if file else given or list(getattr(saved, "commands", None) or ())
+    if not found:
+        raise ValueError("You must specify either a command file or a command to run on the pod.")
+    return found
+
+
+def _settings(file: str | None) -> Any:  # Any: a settings file of either kind, or none
+    return load_config_from_file(file) if file or Path(default_config_file).is_file() else None
+
+
+def _installation(args: argparse.Namespace) -> list[str]:
+    if not args.install_accelerate:
+        return []
+    wanted = {"latest": "accelerate -U", "dev": _SOURCES}.get(args.accelerate_version)
+    return [f"pip install {wanted or f'accelerate=={args.accelerate_version}'}"]
+
+
+tpu_command = tpu_command_launcher
+
+
+def run(words: Sequence[str]) -> int:
+    """Run `accelerate tpu-config WORDS` and give the exit code."""
+    try:
+        tpu_command_launcher(tpu_command_parser().parse_args(words))
+    except (ValueError, FileNotFoundError) as error:
+        sys.stderr.write(f"accelerate tpu-config: {error}\n")
+        return 2
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    return 0
+
+
+def main() -> NoReturn:
+    """Run the command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+settle(__name__, "accelerate.commands.tpu")

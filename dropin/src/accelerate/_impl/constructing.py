@@ -1,0 +1,197 @@
+"""The established constructor's arguments, checked as they always were, in hasten's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import hasten
+from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.enums import PrecisionType
+from accelerate._impl.environment.variables import environment
+from accelerate._impl.settings.deepspeed_plugin import DeepSpeedPlugin
+from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
+from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
+from accelerate._impl.settings.kwargs_handlers import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MSAMPRecipeKwargs,
+    ProfileKwargs,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+)
+from accelerate._impl.sharding import engines
+from accelerate._impl.views.state import AcceleratorState
+
+# Any in this file: arguments of every type.
+HANDLERS: dict[type, str] = {
+    DistributedDataParallelKwargs: "ddp_handler",
+    GradScalerKwargs: "scaler_handler",
+    InitProcessGroupKwargs: "init_handler",
+    FP8RecipeKwargs: "fp8_recipe_handler",
+    AutocastKwargs: "autocast_handler",
+    ProfileKwargs: "profile_handler",
+    AORecipeKwargs: "ao_recipe_handler",
+    TERecipeKwargs: "te_recipe_handler",
+    MSAMPRecipeKwargs: "msamp_recipe_handler",
+}
+UNSET: Any = object()
+
+
+@dataclass(slots=True)
+class Arguments:
+    """What was given, sorted: settings for hasten, and objects the Accelerator shows as they came."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    handlers: dict[str, Any] = field(default_factory=dict)
+    data: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    fsdp: FullyShardedDataParallelPlugin | None = None
+    deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
+    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+
+
+def sort_arguments(given: dict[str, Any]) -> Arguments:
+    """The arguments of Accelerator(), checked. Raises: ValueError as callers match it."""
+    found = Arguments()
+    settings = found.settings
+    _precision(settings, given["mixed_precision"], given["cpu"])
+    _handlers(found, given["kwargs_handlers"])
+    _project(found, given["project_dir"], given["project_config"])
+    _accumulation(found, given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"])
+    if given["dataloader_config"] is not None:
+        found.data = given["dataloader_config"]
+    if given["split_batches"] is not UNSET:
+        found.data.split_batches = bool(given["split_batches"])
+    _engine(
+        found,
+        given["deepspeed_plugin"],
+        given["deepspeed_plugins"],
+        given["gradient_accumulation_plugin"] is not None,
+    )
+    if given["megatron_lm_plugin"] is not None:
+        settings["strategy"], settings["megatron_lm_plugin"] = "megatron", given["megatron_lm_plugin"].to_hasten()
+    _sharding(found, given["fsdp_plugin"])
+    _compiling(found, given["dynamo_plugin"], given["dynamo_backend"])
+    if given["parallelism_config"] is not None:
+        settings["parallelism_config"] = given["parallelism_config"].to_hasten()
+    settings["device_placement"] = bool(given["device_placement"])
+    _master_weights(found, given["parallelism_config"])
+    return found
+
+
+def _master_weights(found: Arguments, parallelism: Any) -> None:
+    """float32 masters where the model is sharded, the model's own weights elsewhere: as scripts expect them here."""
+    asked = environment().get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1", "yes")
+    sharded = found.fsdp is not None or asked or getattr(parallelism, "dp_shard_size", 1) != 1
+    if not sharded:
+        found.settings["master_weights"] = "keep"
+
+
+def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> None:
+    chosen = None if mixed_precision is None else str(mixed_precision).lower()
+    if chosen is not None and chosen not in PrecisionType:
+        raise ValueError(f"Unknown mixed_precision mode: {chosen}. Choose between {PrecisionType.list()}")
+    if AMBIENT.whole:  # quirk: PRECISION_IS_FIXED
+        AcceleratorState()._check_initialized(chosen, cpu)
+        chosen = AMBIENT.whole["_mixed_precision"]
+    if chosen is not None:
+        settings["mixed_precision"] = chosen
+    if cpu or AMBIENT.partial.get("_cpu"):
+        settings["cpu"] = True
+
+
+def _handlers(found: Arguments, handlers: Any) -> None:
+    made = []
+    for handler in handlers or ():
+        assert isinstance(handler, KwargsHandler), (
+            f"Unsupported kwargs handler passed: {handler}, must be one that inherits `accelerate.utils.KwargsHandler`."
+        )
+        name = next((name for kind, name in HANDLERS.items() if type(handler) is kind), None)
+        if name is None:
+            raise ValueError(f"Unsupported kwargs handler passed: {handler}.")
+        if name in found.handlers:
+            raise ValueError(f"You can only pass one {type(handler)} in `kwargs_handlers`.")
+        found.handlers[name] = handler
+        made.append(handler.to_hasten())
+    if made:
+        found.settings["kwargs_handlers"] = made
+
+
+def _project(found: Arguments, project_dir: Any, config: ProjectConfiguration | None) -> None:
+    project = found.project = config if config is not None else ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and project.project_dir is None:
+        project.set_directories(str(project_dir))
+    found.settings["project_config"] = hasten.ProjectConfiguration(
+        project_dir=None if project.project_dir is None else str(project.project_dir),
+        logging_dir=None if project.logging_dir is None else str(project.logging_dir),
+        total_limit=project.total_limit,
+        iteration=project.iteration,
+        save_on_each_node=project.save_on_each_node,
+    )
+
+
+def _accumulation(found: Arguments, steps: int, plugin: GradientAccumulationPlugin | None) -> None:
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError(
+                "You can only pass one of `gradient_accumulation_steps` and `gradient_accumulation_plugin`. Please only "
+                "pass in the created `GradientAccumulationPlugin` object."
+            )
+        found.accumulation = plugin
+    else:
+        given = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+        found.accumulation = GradientAccumulationPlugin(
+            num_steps=int(given) if given.isdigit() and int(given) > 1 else int(steps)
+        )
+    if found.accumulation.num_steps is not None or found.accumulation != GradientAccumulationPlugin():
+        found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
+
+
+def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    if plugin is None:
+        plugin = AMBIENT.whole.get("fsdp_plugin")
+    if plugin is not None:
+        if not isinstance(plugin, FullyShardedDataParallelPlugin):
+            raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
+        found.fsdp = plugin
+        found.settings["fsdp_plugin"] = plugin.to_hasten()
+
+
+def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None:
+    found.deepspeed = engines.chosen(
+        plugin, AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
+    )
+    active = engines.active(found.deepspeed)
+    if active is None:
+        return
+    found.settings["strategy"] = "deepspeed"
+    if plugin is not None or plugins is not None:  # else the settings of the launch hold until the first prepare()
+        found.settings["deepspeed_plugin"] = active.to_hasten()
+    steps = active.accumulation
+    if steps is None or explicit:  # libraries that accumulate themselves give a plugin
+        return
+    if found.accumulation.num_steps not in (1, steps):
+        raise ValueError(
+            f"gradient_accumulation_steps is {found.accumulation.num_steps} in Accelerator() and {steps} in the DeepSpeed "
+            'configuration, so it is not clear when to update. Give one of them, or write "auto" in the configuration.'
+        )
+    found.accumulation = GradientAccumulationPlugin(num_steps=steps)
+    found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
+
+
+def _compiling(found: Arguments, plugin: TorchDynamoPlugin | None, backend: Any) -> None:
+    if plugin is not None and backend is not None:
+        raise ValueError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one.")
+    if backend is not None:
+        plugin = TorchDynamoPlugin(backend=backend)
+    found.dynamo = plugin or AMBIENT.whole.get("dynamo_plugin") or TorchDynamoPlugin()
+    if str(found.dynamo.backend).lower() != "no":
+        found.settings["dynamo_plugin"] = found.dynamo.to_hasten()

@@ -1,0 +1,197 @@
+"""Reading and patching the process's environment, and looking at the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from accelerate._impl.surface.homes import settle
+from hasten.runtime.affinity import set_affinity
+from hasten.runtime.topology import Topology
+
+# Any in this file: values of variables, and the functions and classes that decorators take.
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+
+
+def environment() -> Mapping[str, str]:
+    """The environment as it is now."""
+    return os.environ
+
+
+def str_to_bool(value: Any, to_bool: bool = False) -> int | bool:
+    """1 or 0 for a word that says yes or no; with `to_bool`, True or False."""
+    word = str(value).lower()
+    if word not in _TRUE | _FALSE:
+        raise ValueError(f"invalid truth value {word}")
+    said = word in _TRUE
+    return said if to_bool else int(said)
+
+
+def get_int_from_env(env_keys: Any, default: int) -> int:
+    """The first of some variables that holds a number of at least zero."""
+    for key in env_keys:
+        value = int(os.environ.get(key, -1))
+        if value >= 0:
+            return value
+    return default
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """A yes-or-no variable."""
+    return bool(str_to_bool(os.environ.get(key, str(default))))
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """A variable that holds a word."""
+    return os.environ.get(key, default)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """A block with these variables, in capitals; afterwards they are as before."""
+    given = {key.upper(): str(value) for key, value in kwargs.items()}
+    before = {name: os.environ[name] for name in given if name in os.environ}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """A block with an empty environment."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """A function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
+
+    def purged(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+            try:
+                return function(*args, **kwargs)
+            finally:
+                for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name not in before]:
+                    del os.environ[name]
+                os.environ.update(before)
+
+        return run
+
+    if not isinstance(func_or_cls, type):
+        return purged(func_or_cls)
+    for name, value in list(vars(func_or_cls).items()):
+        if callable(value) and (name.startswith("test") or name in ("setUp", "tearDown")):
+            setattr(func_or_cls, name, purged(value))
+    return func_or_cls
+
+
+def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:
+    """Lines `NAME=value` for variables that can be written so."""
+    unsafe = set(";\n<>|&")
+    pairs = ((name, str(value)) for name, value in current_env.items())
+    return [f"{name}={value}\n" for name, value in pairs if not unsafe & set(name + value)]
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of the libraries that have been imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def _nvidia_smi() -> str:
+    return "nvidia-smi" if platform.system() != "Windows" else "nvidia-smi.exe"
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """The names and the number of NVIDIA devices."""
+    command = [_nvidia_smi(), "--query-gpu=count,name", "--format=csv,noheader"]
+    rows = [row for row in subprocess.check_output(command, text=True).strip().split("\n") if row]
+    return [row.split(",")[1].strip() for row in rows], len(rows)
+
+
+def get_driver_version() -> str:
+    """The version of the NVIDIA driver."""
+    command = [_nvidia_smi(), "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().split("\n")[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether devices can talk directly; consumer cards of the 4000 series with old drivers cannot."""
+    try:
+        names, count = get_gpu_info()
+        if count > 1 and any("RTX 40" in name for name in names):
+            return tuple(int(part) for part in get_driver_version().split(".")[:2]) >= (550, 40)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return True  # no NVIDIA device to ask: nothing speaks against it
+    return True
+
+
+@lru_cache
+def check_cuda_fp8_capability() -> bool:
+    """Whether the device computes in fp8."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@dataclass
+class CPUInformation:
+    """The place of a process among those of a CPU job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """The place of this process, from the variables of any launcher."""
+    here = Topology.from_env(os.environ)
+    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+
+
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the cores near its device."""
+    here = Topology.from_env(os.environ)
+    set_affinity(local_process_index, here.local_world_size, None)
+
+
+override_numa_affinity = set_numa_affinity
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of device and the distributed type that several of them make."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cuda" if found is None else found.type
+    names = {"cuda": "MULTI_GPU", "neuron": "MULTI_NEURON"}
+    return kind, names.get(kind, f"MULTI_{kind.upper()}")
+
+
+def is_package(name: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+settle(__name__, "accelerate.utils.environment")

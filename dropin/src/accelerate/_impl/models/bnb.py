@@ -1,0 +1,168 @@
+"""Loading models with the layers of bitsandbytes, on top of hasten's quantization."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hasten
+from accelerate._impl import ambient
+from accelerate._impl.models.modeling import set_module_tensor_to_device
+from accelerate._impl.models.offload import offload_weight
+from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
+from accelerate._impl.surface.homes import settle
+from hasten.bigmodel.bnb_layers import BnbSettings, bnb, replace_linears
+from hasten.bigmodel.quantize import chosen_linears
+
+# Any in this file: devices and sizes as a user wrote them.
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Any = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """The model with its linear layers in four or eight bits on one device, filled from `weights_location` if it is empty.
+
+    Weights are read in their full size to host memory and quantized layer by layer. The settings that divide a model
+    over devices (`no_split_module_classes`, `max_memory`) and `offload_state_dict` have nothing to do on one device.
+    """
+    bnb()
+    config, device = bnb_quantization_config, _one_device(device_map)
+    skip = [*(config.skip_modules or get_keys_to_not_convert(model)), *(config.keep_in_fp32_modules or [])]
+    _fill(model, weights_location)
+    _cast(model, config)
+    for name in chosen_linears(model, skip):
+        model.get_submodule(name).to(device)
+        replace_linears(model, [name], _settings(config))
+    return model.to(device)
+
+
+def _fill(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        if weights_location is None:
+            raise ValueError(
+                "the model is on the meta device and has no weights; say in weights_location where they are, or load them first"
+            )
+        hasten.load_checkpoint_in_model(model, Path(weights_location), {"": "cpu"})
+
+
+def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
+    for name, parameter in model.named_parameters():
+        wanted = torch.float32 if any(one in name for one in config.keep_in_fp32_modules or ()) else config.torch_dtype
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(wanted)
+
+
+def _settings(config: BnbQuantizationConfig) -> BnbSettings:
+    return BnbSettings(
+        kind="llm_int8" if config.load_in_8bit else "fp4" if config.bnb_4bit_quant_type == "fp4" else "nf4",
+        compute_dtype=config.bnb_4bit_compute_dtype,
+        double_quantization=config.bnb_4bit_use_double_quant,
+        outlier_threshold=config.llm_int8_threshold,
+    )
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: list[str] | None = None,
+    current_key_name: list[str] | None = None,
+) -> nn.Module:
+    """The model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
+    above = [*(current_key_name or [])]
+    kept = set(modules_to_not_convert or ())
+    chosen = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and name and not _prefixes(above, name) & kept
+    ]
+    return replace_linears(model, chosen, _settings(bnb_quantization_config))
+
+
+def _prefixes(above: list[str], name: str) -> set[str]:
+    """A module's name and those of the modules around it."""
+    words = [*above, *name.split(".")]
+    return {".".join(words[:count]) for count in range(1, len(words) + 1)}
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """The device of a module's parameters."""
+    return next(parameter.parameters()).device
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: Any = None,
+    max_memory: dict[Any, Any] | None = None,
+    no_split_module_classes: list[str] | None = None,
+) -> dict[str, Any]:
+    """Where the parts of a quantized model go: all to one device."""
+    return {"": _one_device(device_map)}
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype,
+    offload_folder: Any,
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Write a weight and its 8-bit form to a folder, with an entry in the index; the model keeps no copy.
+
+    Without `fp16_statistics` the weight is quantized here, row by row.
+    """
+    weight, scales = param, fp16_statistics
+    if scales is None:
+        layer = nn.Linear(param.shape[1], param.shape[0], bias=False, dtype=new_dtype)
+        layer.weight.data = param.to(ambient.device(), new_dtype)
+        made: Any = replace_linears(nn.Sequential(layer), ["0"], BnbSettings(kind="llm_int8"))[0]  # type: ignore[index]  # one layer
+        weight, scales = made.weight.data, made.weight.SCB
+    offload_weight(weight.cpu(), param_name, offload_folder, index=offload_index)
+    offload_weight(scales.cpu(), param_name.replace("weight", "SCB"), offload_folder, index=offload_index)
+    set_module_tensor_to_device(model, param_name, "meta", dtype=new_dtype, value=torch.empty(*param.shape))
+
+
+def _one_device(device_map: Any) -> torch.device:
+    """The device all weights go to. Raises: ValueError when parts are to be elsewhere."""
+    here = ambient.device()
+    if device_map is None or (isinstance(device_map, str) and device_map in ("auto", "balanced", "sequential")):
+        return here
+    places = dict.fromkeys(device_map.values()) if isinstance(device_map, dict) else {device_map: None}
+    if len(places) > 1 or "disk" in places:
+        raise ValueError(
+            f"device_map places quantized weights on {', '.join(map(str, places))}; hasten's stand-in keeps weights of "
+            "bitsandbytes on one device, because they cannot be offloaded. Give one device, or leave device_map out."
+        )
+    place = next(iter(places))
+    return torch.device(here.type, place) if isinstance(place, int) else torch.device(place)
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Modules to keep in their precision: those with tied weights, and the last one, which is the head where there is one."""
+    tied = [name.rpartition(".")[0] for names in hasten.find_tied_parameters(model) for name in names]
+    prefix = getattr(model, "base_model_prefix", None)
+    headless = prefix is not None and not hasattr(model, prefix)
+    children = [name for name, _ in model.named_children()]
+    return [] if headless and not tied else list(dict.fromkeys([*tied, *children[-1:]]))
+
+
+def has_4bit_bnb_layers(model: object) -> bool:
+    """Whether bitsandbytes has quantized a part of the model to four bits."""
+    modules = model.modules() if hasattr(model, "modules") else ()
+    return any(type(part).__name__ == "Linear4bit" for part in modules)
+
+
+settle(__name__, "accelerate.utils.bnb")

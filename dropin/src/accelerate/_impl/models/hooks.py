@@ -1,0 +1,102 @@
+"""Hooks around a module's forward: hasten's, under the names and with the attributes that other libraries look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from accelerate._impl.surface.homes import settle
+from hasten.bigmodel import align
+from hasten.bigmodel.align import AlignDevicesHook
+from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.modules import forwarding, hooks
+from hasten.modules.hooks import ModelHook, hook_of
+
+# Any in this file: a module's arguments and outputs.
+
+
+class StreamedHook(AlignDevicesHook):
+    """What libraries see of a module whose weights hasten streams: at rest they are in place, on the host."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Nothing: the weights are where they rest."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Nothing: whoever asks by hand finds the weights on the host."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let copies on the device be made anew: the weights may have been changed."""
+        increment_version(list(module.parameters(recurse=False)))
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Nothing: taking off the streaming is the whole model's matter."""
+        return module
+
+
+def mirror(model: nn.Module) -> None:
+    """Show on every module the hook it has, under the established attribute."""
+    for module in model.modules():
+        found = hook_of(module)
+        if found is not None:
+            module.__dict__["_hf_hook"] = found
+    for streamer in streamers_of(model):
+        for part in (part for unit in streamer.units for part in unit.module.modules()):
+            _show_streaming(part, streamer.device)
+
+
+def _show_streaming(part: nn.Module, device: Any) -> None:
+    own = dict(part.named_parameters(recurse=False))
+    if own and hook_of(part) is None:
+        hook = StreamedHook(device, offload=True, weights_map=own)
+        hook.original_devices = {name: torch.device("cpu") for name in own}
+        part.__dict__["_hf_hook"] = hook
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """The module with a hook around its forward, instead of or after the one it has."""
+    module = hooks.add_hook_to_module(module, hook, append)
+    module.__dict__["_hf_hook"] = hook_of(module)
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """The module without its hook, and with `recurse` without all hooks and streaming in it."""
+    if recurse or forwarding.find(module, StreamedForward.tag) is not None:
+        detach(module)
+    module = hooks.remove_hook_from_module(module, recurse)
+    for part in module.modules() if recurse else [module]:
+        part.__dict__.pop("_hf_hook", None)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks of a module and all below it off."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def _mirrored(attach: Callable[..., None]) -> Callable[..., None]:
+    """The function of hasten's, after which every hook is found where libraries look for it."""
+
+    @wraps(attach)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        attach(module, *args, **kwargs)
+        mirror(module)
+
+    run.__module__ = __name__
+    return run
+
+
+attach_align_device_hook = _mirrored(align.attach_align_device_hook)
+attach_align_device_hook_on_blocks = _mirrored(align.attach_align_device_hook_on_blocks)
+attach_execution_device_hook = _mirrored(align.attach_execution_device_hook)
+
+
+settle(__name__, "accelerate.hooks")

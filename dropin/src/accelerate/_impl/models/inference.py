@@ -1,0 +1,141 @@
+"""Pipelines for inference, on top of hasten's: a model divided over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+import hasten
+from accelerate._impl import ambient
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.tensors import copy_tensor_to_devices
+from hasten import trees
+from hasten.bigmodel.device_map import clean_device_map, tree
+from hasten.bigmodel.solver import Device, atoms, balanced, place
+from hasten.checkpoint.export import parse_size
+from hasten.modules import forwarding
+from hasten.modules.stages import TAG
+from hasten.strategies.pipeline_pass import StageForward
+
+# Any in this file: arguments and outputs of the user's model.
+
+
+def build_pipeline(
+    model: nn.Module, split_points: Sequence[str], args: Any, kwargs: Any, num_chunks: int | None
+) -> ScheduleGPipe:
+    """A schedule of torch's over the stages of a traced model, one on each process; stages begin at the split points.
+
+    `args` and `kwargs` are example inputs of one micro-batch. Ranks: every rank.
+    """
+    here = ambient.start()
+    starts = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    traced = pipeline(model, mb_args=tuple(args or ()), mb_kwargs=dict(kwargs or {}), split_spec=starts)
+    stage = traced.build_stage(here.rank, device=here.device)
+    return ScheduleGPipe(stage, num_chunks or here.world.size)
+
+
+def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch through the stages by a schedule's `step`: the first process gives the inputs, the last has the output.
+
+    The output is None elsewhere unless `gather_output`. The batch must divide into `num_chunks`. Ranks: every rank.
+    """
+    process = ambient.process()
+    if process.num_processes == 1:
+        return forward(*args, **kwargs)
+    rows = find_pippy_batch_size(args, kwargs)
+    if rows is None:
+        raise ValueError("Could not find batch size from args or kwargs")
+    missing = -rows % num_chunks
+    args, kwargs = trees.map_tensors(lambda one: _lengthened(one, rows, missing), (args, kwargs))
+    output = forward(*args, **kwargs) if process.is_main_process else forward()
+    return copy_tensor_to_devices(output)[:rows] if gather_output else output
+
+
+def _lengthened(tensor: torch.Tensor, rows: int, missing: int) -> torch.Tensor:
+    """A batch with its last row repeated."""
+    if not missing or not tensor.dim() or len(tensor) != rows:
+        return tensor
+    return torch.cat([tensor, *[tensor[-1:]] * missing])
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | list[str] | None = "auto",
+    no_split_module_classes: list[str] | None = None,
+    example_args: tuple[Any, ...] | None = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool | None = False,
+) -> nn.Module:
+    """The model with its blocks divided over all processes, for inference in micro-batches.
+
+    The output is on the last process, and None elsewhere unless `gather_output`. Example inputs, if given, are run once, so
+    that a model that cannot be cut says so here. The model is moved to this process's device.
+    """
+    points = None if split_points in (None, "auto") else split_points
+    context = ambient.start()
+    prepared = hasten.prepare_pipeline(
+        model,
+        split_points=[points] if isinstance(points, str) else points,
+        num_microbatches=num_chunks,
+        gather_output=bool(gather_output),
+        cpu=context.device.type == "cpu" or None,
+    )
+    starts = _starts(prepared, no_split_module_classes or ())
+    prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
+    if example_args or example_kwargs:
+        args, kwargs = trees.to_device((tuple(example_args or ()), dict(example_kwargs or {})), context.device)
+        prepared(*args, **kwargs)
+    return prepared
+
+
+def _starts(prepared: nn.Module, whole: Sequence[str]) -> list[str]:
+    """Where stages behind the first begin."""
+    stage = forwarding.find(prepared, TAG)
+    cut = stage.line.cut if isinstance(stage, StageForward) else None
+    if cut is None:
+        return []
+    _check_whole(prepared, cut.container, whole)
+    prefix = f"{cut.container}." if cut.container else ""
+    return [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
+
+
+def _check_whole(model: nn.Module, container: str, classes: Sequence[str]) -> None:
+    """Refuse a cut through a module that was to stay whole."""
+    parts = container.split(".") if container else []
+    names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+    for name in names:
+        kind = type(model.get_submodule(name)).__name__
+        if kind in classes:
+            raise ValueError(
+                f"no_split_module_classes names {kind}, but {type(model).__name__} is cut between the blocks of "
+                f"{container!r}, which lie inside of {name or 'the model itself'!r}. Name the class of the blocks instead."
+            )
+
+
+def find_pippy_batch_size(args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+    """The rows of the first tensor among the arguments; None without one."""
+    return trees.batch_size((args or (), dict(kwargs or {})))
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+) -> dict[str, Any]:
+    """Which process would hold which module, when all hold about the same; processes count from 0."""
+    if num_processes == 1:
+        return dict(hasten.infer_auto_device_map(model, max_memory, no_split_module_classes))
+    parts = atoms(tree(model, no_split_module_classes))
+    whole = sum(part.num_bytes for part in parts)
+    limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]
+    devices = [Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))]
+    return clean_device_map(dict(place(parts, devices).places))
+
+
+settle(__name__, "accelerate.inference")

@@ -1,0 +1,78 @@
+"""Memory: what to do when it runs out, and giving it back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import torch
+
+from accelerate._impl.surface.homes import settle
+from hasten.errors import StepError
+from hasten.optim import batch_size
+
+Result = TypeVar("Result")
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Hand cached device memory back."""
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:  # Any: the caller's objects
+    """None for every object, and memory that is free again once the caller has dropped them."""
+    count = len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return [None] * count
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[..., Result],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Callable[..., Result]: ...
+@overload
+def find_executable_batch_size(
+    function: None = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[..., int] | None = None
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
+) -> Any:  # Any: the decorated function, or a decorator
+    """A decorator that calls the function with a batch size, and with smaller ones while memory runs out."""
+    reduce_fn = None if reduce_batch_size_fn is None else _with_size(reduce_batch_size_fn)
+
+    def decorate(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        search = batch_size.find_executable_batch_size(wrapped, starting_batch_size, reduce_fn)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return search(*args, **kwargs)
+            except StepError as error:
+                raise RuntimeError("No executable batch size found, reached zero.") from error
+
+        return run
+
+    return decorate if function is None else decorate(function)
+
+
+def _with_size(reduce_fn: Callable[..., int]) -> Callable[[int], int]:
+    """A reduction that is called without arguments keeps its own count; hasten's is given the size."""
+
+    def reduced(size: int) -> int:
+        try:
+            return reduce_fn()
+        except TypeError:
+            return reduce_fn(size)
+
+    return reduced
+
+
+settle(__name__, "accelerate.utils.memory")

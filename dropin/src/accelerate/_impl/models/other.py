@@ -1,0 +1,223 @@
+"""Helpers that fit nowhere else in the established layout: unwrapping, saving, sizes, ports."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from collections.abc import Iterator, Mapping
+from functools import reduce as fold
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from packaging.version import parse
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accelerate._impl import ambient
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.views.logging import get_logger
+from hasten.checkpoint.export import save_object
+from hasten.checkpoint.formats import load_torch
+from hasten.modules import forwarding
+from hasten.precision.autocast import AutocastForward
+from hasten.strategies.blocks import repeated_blocks
+
+logger = get_logger("accelerate.utils.other")
+TORCH_SAFE_GLOBALS: list[Any] = []
+# Any in this file: the caller's objects.
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether torch.compile made this module."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether torch.compile made a part of this module."""
+    return any(is_compiled_module(part) for part in module.modules() if part is not module)
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether this is a list of blocks of one class."""
+    return isinstance(module, nn.ModuleList) and len({type(part) for part in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether a model is built from blocks of one class."""
+    return bool(repeated_blocks(module))
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """The module with its repeated blocks compiled one by one, or compiled whole where it has none."""
+    blocks = {id(block) for _, block in repeated_blocks(module)}
+    if not blocks:
+        whole: Any = torch.compile(module, **compile_kwargs)
+        return cast("nn.Module", whole)
+    for part in module.modules():
+        if id(part) in blocks:
+            part.compile(**compile_kwargs)
+    return module
+
+
+compile_regions_fsdp2 = compile_regions
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile repeated blocks one by one and what is beside them whole, in place; an engine keeps its hooks."""
+    if not any(is_repeated_blocks(part) for part in module.modules()):
+        module.compile(**compile_kwargs)
+        return
+    for part in module.children():
+        part.compile(**compile_kwargs) if is_repeated_blocks(module) else compile_regions_deepspeed(
+            part, **compile_kwargs
+        )
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether any parameter is sharded."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """The user's own module inside wrappers; the autocast around its forward and its compilation go when asked."""
+    outer = model
+    inner = _inside(model._orig_mod if is_compiled_module(model) else model)
+    if is_compiled_module(inner) and not keep_torch_compile:
+        inner = inner._orig_mod
+    if not keep_fp32_wrapper:
+        forwarding.restore(inner, AutocastForward.tag)
+    if is_compiled_module(outer) and keep_torch_compile:
+        outer._orig_mod = inner
+        return outer
+    return inner
+
+
+def _inside(model: Any) -> Any:
+    while isinstance(model, (DistributedDataParallel, DataParallel)):
+        model = model.module
+    return model
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process is here. Ranks: every rank."""
+    ambient.process().wait_for_everyone()
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, each stored once: names that share memory are reduced to the first of them."""
+    first: dict[Any, str] = {}
+    for name, value in state_dict.items():
+        first.setdefault(_memory(name, value), name)
+    kept = {name: state_dict[name] for name in first.values()}
+    for name in state_dict.keys() - kept.keys():
+        logger.warning(
+            f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
+            "that you don't receive any warning while reloading",
+            main_process_only=True,
+        )
+    return {name: one.contiguous() if isinstance(one, torch.Tensor) else one for name, one in kept.items()}
+
+
+def _memory(name: str, value: Any) -> Any:
+    """What two names have in common only when they share their memory."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return name
+    return value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape)
+
+
+def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
+    """Write an object to a file, on the main process (of each node) only."""
+    here = ambient.process()
+    if here.is_local_main_process if save_on_each_node else here.is_main_process:
+        if isinstance(f, str | Path):
+            save_object(clean_state_dict_for_safetensors(obj) if safe_serialization else obj, f, safe_serialization)
+        else:
+            torch.save(obj, f)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """What torch.save wrote; code inside a file is never run unless `weights_only=False` says so."""
+    if isinstance(f, str | Path) and map_location is None and not kwargs:
+        return load_torch(Path(f))
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+def get_pretty_name(obj: Any) -> str:
+    """A name for an object, a class or a function."""
+    if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
+        obj = getattr(obj, "__class__", obj)
+    return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """`destination` with what `source` has, nested mappings merged."""
+    for key, value in source.items():
+        if isinstance(value, Mapping):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Whether somebody listens on a port of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024.0
+    return f"{round(size, 2)} PB"
+
+
+def check_os_kernel() -> None:
+    """Warn of Linux kernels before 5.5, on which processes hang."""
+    if platform.system() != "Linux":
+        return
+    version = platform.release().split("-")[0]
+    if parse(version) < parse("5.5.0"):
+        logger.warning(
+            f"Detected kernel version {version}, which is below the recommended minimum of 5.5.0; this can cause the process "
+            "to hang. It is recommended to upgrade the kernel to the minimum version or higher.",
+            main_process_only=True,
+        )
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """An attribute by a dotted name."""
+    return fold(getattr, [obj, *attr.split(".")])
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Every module of a model, each behind those inside of it, and the model last."""
+    found = [(name, part) for child, inner in model.named_children() for name, part in _behind_children(child, inner)]
+    return [pair if return_fqns else pair[1] for pair in [*found, ("", model)]]
+
+
+def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child, inner in module.named_children():
+        yield from _behind_children(f"{name}.{child}", inner)
+    yield name, module
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """The tensor parallel size a model was loaded with, if any."""
+    return getattr(model, "tp_size", None)
+
+
+settle(__name__, "accelerate.utils.other")

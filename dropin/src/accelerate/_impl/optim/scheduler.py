@@ -1,0 +1,66 @@
+"""AcceleratedScheduler: hasten's prepared scheduler, with the established way to count."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from accelerate._impl import ambient
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.views.gradient_state import GradientState
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.scheduler import PreparedScheduler
+
+# Any in this file: schedulers share no base class.
+
+
+class AcceleratedScheduler(PreparedScheduler):
+    """The user's scheduler, following its optimizers' updates, once per process unless batches are split."""
+
+    def __init__(
+        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> None:
+        self.optimizers = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+        owner = next((one for one in self.optimizers if isinstance(one, PreparedOptimizer)), None)
+        super().__init__(scheduler, owner, step_with_optimizer)
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The view on the current window."""
+        return GradientState()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule as its optimizers were updated."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        state = self.gradient_state
+        if not state.sync_gradients:
+            if state.adjust_scheduler:  # quirk: SCHEDULER_COUNTS_MICRO_STEPS
+                self.scheduler._step_count += 1
+            return
+        if not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
+            self._advance(*args, **kwargs)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        """Step as often as an update counts, up to the end of a schedule that has one."""
+        for _ in range(self._times()):
+            if hasattr(self.scheduler, "total_steps") and self.scheduler._step_count > self.scheduler.total_steps:
+                return
+            with warnings.catch_warnings():  # torch does not see the inner optimizer's step and warns
+                warnings.filterwarnings("ignore", message="Detected call of")
+                self.scheduler.step(*args, **kwargs)
+
+    def _times(self) -> int:
+        if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
+            return 1
+        return ambient.start().world.size
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner scheduler's words."""
+        return self.scheduler.print_lr(*args, **kwargs)
+
+
+settle(__name__, "accelerate.scheduler")

@@ -1,0 +1,171 @@
+"""hasten's preparer, making the established classes and letting strangers through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from accelerate._impl.composed import Composed
+from accelerate._impl.loaders.base import PreparedLoader
+from accelerate._impl.loaders.kinds import DataLoaderShard
+from accelerate._impl.loaders.share import prepare_data_loader
+from accelerate._impl.optim.deepspeed import (
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    DummyOptim,
+    DummyScheduler,
+)
+from accelerate._impl.optim.optimizer import AcceleratedOptimizer
+from accelerate._impl.optim.scheduler import AcceleratedScheduler
+from hasten import bundle
+from hasten.accelerator.preparing import Preparer
+from hasten.bundle import Item
+from hasten.errors import PrepareError
+from hasten.optim.engine import EngineOptimizer
+
+# Any in this file: the user's objects.
+PREPARED: Final = "_is_accelerate_prepared"  # the mark libraries look for
+
+
+class EstablishedPreparer(Preparer):
+    """Turns what the user gives into AcceleratedOptimizer, AcceleratedScheduler and DataLoaderShard."""
+
+    def __init__(self, accelerator: Composed) -> None:
+        super().__init__(
+            accelerator.config, accelerator.ctx, accelerator.strategy, accelerator.precision, accelerator.clock
+        )
+        self.done = accelerator.prepared
+        self._accelerator = accelerator
+        self._engine_schedules = False
+
+    def prepare(
+        self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None, train: bool = True
+    ) -> Any:
+        """The objects prepared, in call order; what is none of the known kinds comes back as it is."""
+        self._accelerator.follow_plugins()
+        places = list(placement) if placement is not None else [None] * len(objects)
+        if len(places) != len(objects):
+            raise ValueError(
+                f"`device_placement` should be a list with {len(objects)} elements (the number of objects passed)."
+            )
+        self._engine_schedules = any(isinstance(value, DummyScheduler) for value in objects)
+        known = [index for index, value in enumerate(objects) if not _stranger(value)]
+        alone = [index for index in known if self._follows_no_model(objects[index], objects)]
+        known = [index for index in known if index not in alone]
+        own = [self._config.device_placement if places[index] is None else bool(places[index]) for index in known]
+        result = list(objects)
+        for index in alone:  # before schedulers, which look for their optimizers
+            result[index] = self._optimizer(objects[index])
+        prepared = super().prepare(tuple(objects[index] for index in known), own, train)
+        for index, value in zip(known, prepared, strict=True):
+            result[index] = value
+        for index in (*known, *alone):
+            setattr(result[index], PREPARED, True)
+        return tuple(result)
+
+    def _follows_no_model(self, value: Any, objects: tuple[Any, ...]) -> bool:
+        """Whether this is an optimizer of a model that is prepared later, or never, and whose parameters stay in place."""
+        if not isinstance(value, Optimizer) or self.done.holds(value):
+            return False
+        caps = self._strategy.caps
+        if caps.sharded_state or caps.hides_gradients or isinstance(value, EngineOptimizer | DummyOptim):
+            return False
+        models = [one for one in (*objects, *self.done.models) if isinstance(one, torch.nn.Module)]
+        held = {id(parameter) for model in models for parameter in model.parameters()}
+        return any(id(one) not in held for group in value.param_groups for one in group["params"])
+
+    def _optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        kind = DeepSpeedOptimizerWrapper if isinstance(optimizer, EngineOptimizer) else AcceleratedOptimizer
+        prepared = kind(optimizer, scaler=self._precision.scaler, clock=self._clock, precision=self._precision)
+        self.done.optimizers.append(prepared)
+        return prepared
+
+    def _scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        inner = getattr(scheduler, "optimizer", None)
+        owners = [known for known in self.done.optimizers if inner in (known, known.optimizer)]
+        config = self._accelerator.dataloader_config
+        kind = DeepSpeedSchedulerWrapper if self._engine_schedules else AcceleratedScheduler
+        prepared = kind(
+            scheduler,
+            owners or list(self.done.optimizers),
+            step_with_optimizer=self._accelerator.step_scheduler_with_optimizer,
+            split_batches=config.split_batches,
+        )
+        self.done.schedulers.append(prepared)
+        return prepared
+
+    def _loaders(self, items: list[Item]) -> None:
+        for item in items:
+            item.value = self.loader(item.value, item.place, 0)
+
+    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Any:
+        """The loader, reading this process's share."""
+        if isinstance(loader, PreparedLoader):
+            if not any(loader is known for known in self.done.loaders):
+                self.done.loaders.append(loader)  # type: ignore[arg-type]  # not hasten's Loader, but as good
+            return loader
+        config = self._accelerator.dataloader_config
+        prepared = prepare_data_loader(
+            loader,
+            self._ctx.device,
+            num_processes=self._ctx.world.size,
+            process_index=self._ctx.rank,
+            split_batches=config.split_batches,
+            put_on_device=place,
+            rng_types=list(self._accelerator.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        prepared.clock = self._clock
+        setattr(prepared, PREPARED, True)
+        self.done.loaders.append(prepared)  # type: ignore[arg-type]  # not hasten's Loader, but as good
+        return prepared
+
+    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Any:
+        """A block in which ranks may run out of batches at different times."""
+        return _Join(super().join(joinables, None), self.done.loaders, even_batches)
+
+
+class _Join:
+    """Ranks may run out of batches; map-style loaders may give uneven ones meanwhile."""
+
+    def __init__(self, inner: Any, loaders: Any, even_batches: bool | None) -> None:
+        self._inner = inner
+        self._loaders = [one for one in loaders if isinstance(one, DataLoaderShard)]
+        self._even = even_batches
+        self._before: list[tuple[Any, bool]] = []
+
+    def __enter__(self) -> None:
+        if self._even is not None:
+            for loader in self._loaders:
+                targets: tuple[Any, ...] = (loader, loader.batch_sampler)
+                for target in targets:
+                    if hasattr(target, "even_batches"):
+                        self._before.append((target, target.even_batches))
+                        target.even_batches = self._even
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        try:
+            return self._inner.__exit__(*error)
+        finally:
+            for target, value in self._before:
+                target.even_batches = value
+
+
+def _stranger(value: Any) -> bool:
+    # quirk: STRANGERS_PASS
+    try:
+        return bundle.kind_of(value) == "nothing" or (
+            isinstance(value, type) and not isinstance(value, torch.nn.Module)
+        )
+    except PrepareError:
+        return True

@@ -1,0 +1,60 @@
+"""The settings of bitsandbytes, checked as the original checks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from accelerate._impl.enums import CustomDtype
+from accelerate._impl.surface.homes import settle
+
+# Any in this file: values as a user wrote them.
+
+_DTYPES: Final = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+
+
+@dataclass
+class BnbQuantizationConfig:
+    """Which layers bitsandbytes quantizes, and how."""
+
+    load_in_8bit: bool = False
+    llm_int8_threshold: float = 6.0
+    load_in_4bit: bool = False
+    bnb_4bit_quant_type: str = "fp4"
+    bnb_4bit_use_double_quant: bool = False
+    bnb_4bit_compute_dtype: Any = "fp16"
+    torch_dtype: Any = None
+    skip_modules: list[str] | None = None
+    keep_in_fp32_modules: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a boolean, not {getattr(self, name)!r}")
+        if self.load_in_8bit == self.load_in_4bit:
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}: set one of them")
+        if not isinstance(self.llm_int8_threshold, (int, float)):
+            raise ValueError(f"llm_int8_threshold must be a float or an int, not {self.llm_int8_threshold!r}")
+        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
+            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}")
+        self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
+        for name in ("skip_modules", "keep_in_fp32_modules"):
+            if not isinstance(getattr(self, name), (list, type(None))):
+                raise ValueError(f"{name} must be a list of strings, not {getattr(self, name)!r}")
+        if self.torch_dtype is None:
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+        self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+
+
+def _dtype(name: str, value: Any) -> torch.dtype:
+    if isinstance(value, torch.dtype):
+        return value
+    if value not in dict(_DTYPES):
+        raise ValueError(f"{name} must be a torch.dtype or in ['fp32','fp16','bf16'] but found {value!r}")
+    return dict(_DTYPES)[value]
+
+
+settle(__name__, "accelerate.utils.dataclasses")

@@ -1,0 +1,92 @@
+"""HfDeepSpeedConfig: DeepSpeed's own configuration, with questions about it; transformers builds on it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from accelerate._impl.surface.homes import settle
+
+# Any in this file: keys and values of DeepSpeed's configuration.
+_OFFLOAD_DEVICES = ("cpu", "nvme")
+
+
+class HfDeepSpeedConfig:
+    """DeepSpeed's configuration from a mapping, a JSON file, or JSON in base64."""
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config: dict[str, Any] = _read(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read the stage and what is offloaded from the configuration again."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        places = [self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
+        self._offload = self._stage in (2, 3) and any(place in _OFFLOAD_DEVICES for place in places)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The mapping that holds a dotted key, or None, and the key's last part."""
+        *path, last = ds_key_long.split(".")
+        node: Any = self.config
+        for name in path:
+            node = node.get(name)
+            if node is None:
+                return None, last
+        return node, last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value under a dotted key."""
+        node, key = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(key, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove what is under a dotted key. Raises: ValueError when it must exist and does not."""
+        node, key = self.find_config_node(ds_key_long)
+        if node is None or key not in node:
+            if must_exist:
+                raise ValueError(f"Can't find {ds_key_long} entry in the config: {self.config}")
+            return
+        del node[key]
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether the value is there and true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether the value is there and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_zero2(self) -> bool:
+        """Whether optimizer and gradients are sharded."""
+        return bool(self._stage == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are sharded too."""
+        return bool(self._stage == 3)
+
+    def is_offload(self) -> bool:
+        """Whether anything rests outside the device."""
+        return self._offload
+
+
+def _read(given: Any) -> dict[str, Any]:
+    if isinstance(given, dict):
+        return deepcopy(given)
+    if Path(given).exists():
+        found: dict[str, Any] = json.loads(Path(given).read_text(encoding="utf-8"))
+        return found
+    try:
+        found = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
+            f"Received: {given}"
+        ) from error
+    return found
+
+
+settle(__name__, "accelerate.utils.deepspeed")

@@ -1,0 +1,247 @@
+"""DeepSpeedPlugin: the established options of DeepSpeed, as hasten's settings."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import hasten
+from accelerate._impl.environment.variables import environment, str_to_bool
+from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
+from accelerate._impl.surface.homes import settle
+
+# Any in this file: keys and values of DeepSpeed's configuration.
+AUTO = "auto"
+_ZERO = "zero_optimization"
+_OPTIONS = {
+    # attribute: its key in DeepSpeed's configuration, its variable, and what it is where nobody says
+    "gradient_accumulation_steps": (
+        "gradient_accumulation_steps",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        AUTO,
+    ),
+    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", AUTO),
+    "zero_stage": (f"{_ZERO}.stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
+    "offload_optimizer_device": (
+        f"{_ZERO}.offload_optimizer.device",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        "none",
+    ),
+    "offload_param_device": (f"{_ZERO}.offload_param.device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
+    "offload_optimizer_nvme_path": (
+        f"{_ZERO}.offload_optimizer.nvme_path",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        "none",
+    ),
+    "offload_param_nvme_path": (
+        f"{_ZERO}.offload_param.nvme_path",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+        "none",
+    ),
+    "zero3_save_16bit_model": (
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        False,
+    ),
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Options of DeepSpeed; a configuration of DeepSpeed's own (`hf_ds_config`) wins over single options."""
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: Literal["O1", "O2"] | None = None
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
+    _selected: bool = field(init=False, repr=False, default=False)
+
+    def __post_init__(self) -> None:
+        variables = environment()
+        if self.enable_msamp:
+            raise NotImplementedError(
+                "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in "
+                "its place. Leave it out, or use mixed_precision='bf16'."
+            )
+        self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
+        if self.hf_ds_config is None:
+            self.hf_ds_config = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
+        if self.hf_ds_config is None:
+            self._settle(variables)
+            self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
+        else:
+            if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+                self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+            if _ZERO not in self.hf_ds_config.config:
+                raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
+            for name, (key, _, default) in _OPTIONS.items():
+                setattr(self, name, self.hf_ds_config.get_value(key, default))
+        self.deepspeed_config = self.hf_ds_config.config
+        self.deepspeed_config["steps_per_print"] = float("inf")
+        if self.zero3_init_flag is None:
+            said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
+            self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = variables.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+
+    def _settle(self, variables: Any) -> None:
+        """Fill options that were not given, from variables or with defaults."""
+        for name, (_, variable, default) in _OPTIONS.items():
+            if getattr(self, name) is None:
+                said = variables.get(variable)
+                setattr(self, name, default if said is None else _typed(said, default))
+        assert self.zero_stage is not None, "settled above"
+        self.zero_stage = int(self.zero_stage)
+
+    def _single_options(self) -> dict[str, Any]:
+        def place(part: str) -> dict[str, Any]:
+            path = getattr(self, f"offload_{part}_nvme_path")
+            device = getattr(self, f"offload_{part}_device")
+            return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+        return {
+            "train_batch_size": AUTO,
+            "train_micro_batch_size_per_gpu": AUTO,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            _ZERO: {
+                "stage": self.zero_stage,
+                "offload_optimizer": place("optimizer"),
+                "offload_param": place("param"),
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+            "gradient_clipping": self.gradient_clipping,
+        }
+
+    # -- what a run takes from it ---------------------------------------------------------------------------------
+    def to_hasten(self) -> hasten.DeepSpeedPlugin:
+        """hasten's settings, as the configuration is now."""
+        config = deepcopy(self.deepspeed_config)
+        config.pop("steps_per_print", None)  # infinity: never
+        config["gradient_accumulation_steps"] = AUTO  # the loop's clock accumulates, or a library that says 1
+        if config.get("train_micro_batch_size_per_gpu", AUTO) != AUTO:
+            config["train_batch_size"] = AUTO
+        for part in ("optimizer", "param"):
+            section = config.get(_ZERO, {}).get(f"offload_{part}")
+            if section is not None and section.get("device", "none") == "none":
+                del config[_ZERO][f"offload_{part}"]
+        names = self.transformer_moe_cls_names
+        return hasten.DeepSpeedPlugin(
+            hf_ds_config=config,
+            is_train_batch_min=self.is_train_batch_min,
+            transformer_moe_cls_names=None if names is None else tuple(name.strip() for name in names.split(",")),
+        )
+
+    @property
+    def accumulation(self) -> int | None:
+        """Micro-steps per update, where the configuration says a number."""
+        steps = self.deepspeed_config.get("gradient_accumulation_steps", AUTO)
+        return None if steps == AUTO else int(steps)
+
+    # -- as libraries ask -----------------------------------------------------------------------------------------
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value under a dotted key of DeepSpeed's configuration."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the configuration leaves a value to the run."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Write `kwargs[ds_key_long]` where the configuration says "auto"; note a value that differs from it."""
+        node, key = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None or key not in node:
+            return
+        if node[key] == AUTO:
+            if ds_key_long not in kwargs:
+                raise ValueError(
+                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to correct "
+                    "value) in the DeepSpeed config file or pass it in kwargs."
+                )
+            node[key] = kwargs[ds_key_long]
+        elif must_match and ds_key_long in kwargs and node[key] != kwargs[ds_key_long] and mismatches is not None:
+            mismatches.append(f"- ds {ds_key_long}={node[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: Any = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill every "auto" for which there is a keyword. Raises: ValueError for values that contradict one."""
+        found: list[str] = [] if mismatches is None else mismatches
+        for key, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
+        if found and mismatches is None:
+            listed = "\n".join(found)
+            raise ValueError(
+                "Please correct the following DeepSpeed config values that mismatch kwargs values:\n"
+                f"{listed}\nThe easiest method is to set these DeepSpeed config values to 'auto'."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Let the configuration say the run's precision where it says none."""
+        for name in ("fp16", "bf16"):
+            if mixed_precision == name and name not in self.deepspeed_config:
+                self.deepspeed_config[name] = {"enabled": True}
+
+    def set_deepspeed_weakref(self) -> None:
+        """Nothing: models are sharded by prepare(), and transformers keeps the configuration itself."""
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are sharded while they are built; hasten shards them in prepare()."""
+        return bool(self.zero3_init_flag)
+
+    def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[None]:
+        """A block whose models are built as they are; hasten shards them in prepare()."""
+        return nullcontext()
+
+    def set_moe_leaf_modules(self, model: Any) -> None:
+        """Nothing: prepare() marks the classes of `transformer_moe_cls_names`."""
+
+    @property
+    def selected(self) -> bool:
+        """Whether this plugin is the one in use."""
+        return self._selected
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this plugin the one in use. Raises: ValueError when called by hand."""
+        if not _from_accelerator_state:
+            raise ValueError(
+                "A `DeepSpeedPlugin` object must be enabled manually by calling "
+                "`AcceleratorState().select_deepspeed_plugin(name)`."
+            )
+        self._selected = True
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+
+def _typed(said: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        return bool(str_to_bool(said))
+    if said.replace(".", "", 1).isdigit():
+        return float(said) if "." in said else int(said)
+    return said
+
+
+settle(__name__, "accelerate.utils.dataclasses")

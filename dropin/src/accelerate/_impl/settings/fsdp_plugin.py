@@ -1,0 +1,241 @@
+"""The FSDP plugin with the established fields, FSDP2 underneath whatever version is asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+import hasten
+from accelerate._impl.environment.variables import environment, str_to_bool
+from accelerate._impl.settings.fsdp_policies import as_choice
+from accelerate._impl.surface.homes import settle
+
+log = logging.getLogger("accelerate.utils.fsdp_plugin")
+# Any in this file: torch's policy objects, enums and callables of either FSDP version.
+_DTYPES = {"fp32": torch.float32, "no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _yes(word: str) -> bool:
+    return bool(str_to_bool(word))
+
+
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "sharding_strategy": ("SHARDING_STRATEGY", str),
+    "reshard_after_forward": ("RESHARD_AFTER_FORWARD", str),
+    "backward_prefetch": ("BACKWARD_PREFETCH", str),
+    "auto_wrap_policy": ("AUTO_WRAP_POLICY", str),
+    "cpu_offload": ("OFFLOAD_PARAMS", _yes),
+    "use_orig_params": ("USE_ORIG_PARAMS", _yes),
+    "sync_module_states": ("SYNC_MODULE_STATES", _yes),
+    "forward_prefetch": ("FORWARD_PREFETCH", _yes),
+    "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", _yes),
+    "activation_checkpointing_offload": ("ACTIVATION_CHECKPOINTING_OFFLOAD", _yes),
+    "cpu_ram_efficient_loading": ("CPU_RAM_EFFICIENT_LOADING", _yes),
+    "transformer_cls_names_to_wrap": ("TRANSFORMER_CLS_TO_WRAP", str),
+    "min_num_params": ("MIN_NUM_PARAMS", int),
+}
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Options of sharded training. `fsdp_version` 1 is read as 2: FSDP1 is no longer used.
+
+    What is not given comes from the FSDP_* variables. Changes made to the plugin before a model is prepared count.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    activation_checkpointing_offload: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        asked = _env("VERSION") if self.fsdp_version is None else str(self.fsdp_version)
+        if asked not in (None, "1", "2"):
+            raise ValueError(f"fsdp_version={asked} does not exist; give 2, or leave it out.")
+        if asked == "1":
+            log.info("fsdp_version=1 is read as 2: FSDP1 is no longer used")
+        self.fsdp_version = 2
+        self._take_environment()
+        self.set_cpu_offload()
+        if self.reshard_after_forward is None and self.sharding_strategy is None:
+            self.reshard_after_forward = True
+        self.reshard_after_forward = _reshard(self.reshard_after_forward)
+        if (names := self.transformer_cls_names_to_wrap) is not None:
+            words = names.split(",") if isinstance(names, str) else names
+            self.transformer_cls_names_to_wrap = [word.strip() for word in words]
+        if isinstance(self.mixed_precision_policy, str):
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        self.set_state_dict_type(self.state_dict_type or _env("STATE_DICT_TYPE") or "SHARDED_STATE_DICT")
+
+    def _take_environment(self) -> None:
+        """Fill what was not given from the FSDP_* variables."""
+        for name, (variable, read) in _VARIABLES.items():
+            if getattr(self, name) is None and (word := _env(variable)) is not None:
+                setattr(self, name, read(word))
+        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+            setattr(self, name, bool(getattr(self, name)))
+
+    @classmethod
+    def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
+        """The plugin that shows settings which came from flags, the environment or a file."""
+        made = cls(
+            reshard_after_forward=settings.reshard_after_forward,
+            mixed_precision_policy=settings.mixed_precision_policy,
+            auto_wrap_policy=None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy,
+            cpu_offload=settings.cpu_offload,
+            ignored_modules=settings.ignored_modules,
+            state_dict_type=settings.state_dict_type,
+            param_init_fn=settings.param_init_fn,
+            sync_module_states=settings.sync_module_states,
+            activation_checkpointing=settings.activation_checkpointing,
+            activation_checkpointing_offload=settings.activation_checkpointing_offload,
+            cpu_ram_efficient_loading=settings.cpu_ram_efficient_loading,
+            transformer_cls_names_to_wrap=settings.transformer_cls_names_to_wrap,
+            min_num_params=settings.min_num_params,
+        )
+        if settings.hybrid_shard:
+            made.sharding_strategy = "HYBRID_SHARD" if settings.reshard_after_forward else "HYBRID_SHARD_ZERO2"
+        return made
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose the form of checkpoints: sharded or full."""
+        chosen = state_dict_type or self.state_dict_type or "SHARDED_STATE_DICT"
+        if isinstance(chosen, str):
+            name = chosen.upper().removeprefix("STATEDICTTYPE.")
+            known = {kind.name: kind for kind in StateDictType} | {str(kind.value): kind for kind in StateDictType}
+            if name not in known:
+                raise ValueError(
+                    f"state_dict_type={chosen!r} is unknown; give one of {', '.join(StateDictType.__members__)}."
+                )
+            chosen = known[name]
+        self.state_dict_type = chosen
+        if chosen is StateDictType.FULL_STATE_DICT:
+            self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        else:
+            self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
+            self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
+
+    def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
+        """Find the blocks to wrap; hasten does so in prepare(), so only names are checked here."""
+        for name in self.transformer_cls_names_to_wrap or ():
+            if get_module_class_from_name(model, name) is None:
+                raise ValueError(f"Could not find the transformer layer class {name} in the model.")
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Compute and reduce in this precision, unless a policy was given and is not to be overridden."""
+        if self.mixed_precision_policy is not None and not override:
+            return
+        dtype = _DTYPES.get(mixed_precision) if isinstance(mixed_precision, str) else mixed_precision
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} is not one of {', '.join(_DTYPES)} or a torch.dtype."
+            )
+        self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+
+    def set_cpu_offload(self) -> None:
+        """Turn a yes or no into torch's policy."""
+        if not isinstance(self.cpu_offload, OffloadPolicy):
+            wanted = bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload))
+            pinned = torch.accelerator.is_available()
+            self.cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if wanted else OffloadPolicy()
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Kept for callers: hasten checks the policy in prepare()."""
+
+    def validate_cpu_offload(self) -> None:
+        """Kept for callers: hasten checks the policy in prepare()."""
+
+    @property
+    def whole_checkpoints(self) -> bool:
+        """Whether checkpoints hold whole tensors instead of shards."""
+        return self.state_dict_type is StateDictType.FULL_STATE_DICT
+
+    def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
+        """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
+        offload = self.cpu_offload if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
+        old: dict[str, Any] = {
+            "reshard_after_forward": self.reshard_after_forward,
+            "sharding_strategy": getattr(self.sharding_strategy, "name", self.sharding_strategy),
+            "backward_prefetch": getattr(self.backward_prefetch, "name", self.backward_prefetch),
+            "forward_prefetch": self.forward_prefetch,
+            "use_orig_params": self.use_orig_params,
+            "limit_all_gathers": self.limit_all_gathers,
+        }
+        translated, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
+        for sentence in said if say else ():
+            log.info(sentence)
+        values: dict[str, Any] = {
+            "reshard_after_forward": translated.reshard_after_forward,
+            "hybrid_shard": translated.hybrid_shard,
+            "forward_prefetch_depth": translated.forward_prefetch_depth or None,
+            "state_dict_type": "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT",
+            "cpu_offload": offload is not None,
+            "cpu_offload_pin_memory": None if offload is None else offload.pin_memory,
+            "activation_checkpointing": bool(self.activation_checkpointing),
+            "activation_checkpointing_offload": bool(self.activation_checkpointing_offload),
+            "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
+            "sync_module_states": self.sync_module_states,
+            "mixed_precision_policy": self.mixed_precision_policy,
+            "auto_wrap_policy": as_choice(self.auto_wrap_policy),
+            "ignored_modules": _ignored(self.ignored_modules),
+            "param_init_fn": self.param_init_fn,
+            "min_num_params": self.min_num_params or None,
+            "transformer_cls_names_to_wrap": tuple(self.transformer_cls_names_to_wrap or ()) or None,
+        }
+        return hasten.FullyShardedDataParallelPlugin(**{n: value for n, value in values.items() if value is not None})
+
+
+def _env(name: str) -> str | None:
+    return environment().get(f"FSDP_{name}") or None
+
+
+def _reshard(value: Any) -> Any:
+    """True or False from the words and numbers that stand for them; the name of a strategy stays."""
+    if value is None:
+        return None
+    word = str(getattr(value, "name", value))
+    return bool(str_to_bool(word)) if word.lower() in ("true", "false", "1", "0") else word
+
+
+def _ignored(modules: Iterable[torch.nn.Module] | str | None) -> Any:
+    return modules if modules is None or isinstance(modules, str) else tuple(modules)
+
+
+def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
+    """The class called `name` among a model's modules, or None."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+settle(__name__, "accelerate.utils.dataclasses")

@@ -1,0 +1,97 @@
+"""Every settings class by its established home; those of loaders, projects and parallel axes are defined here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accelerate._impl.environment.variables import parse_choice_from_env
+from accelerate._impl.surface.homes import settle
+
+# Any in this file: the values of settings, and foreign configuration objects.
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are split over processes."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project keeps its files."""
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | None = None) -> None:
+        """Take a project folder; logs go there unless they have a folder of their own."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@dataclass
+class TensorInformation:
+    """Shape and type of a tensor that is not here."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """The old way to ask for tensor parallelism."""
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Options of tensor parallelism."""
+
+    enable_async_tp: bool = False
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Options of context parallelism."""
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = parse_choice_from_env("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ValueError(
+                f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Must be one of ['allgather', 'alltoall']"
+            )
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Options of DeepSpeed's sequence parallelism."""
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+
+settle(__name__, "accelerate.utils.dataclasses")

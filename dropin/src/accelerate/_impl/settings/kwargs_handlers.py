@@ -1,0 +1,261 @@
+"""Settings for `Accelerator(kwargs_handlers=[...])` and its plugins; each can say itself in hasten's terms."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import hasten
+from accelerate._impl import ambient
+from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
+from accelerate._impl.environment.variables import parse_choice_from_env, parse_flag_from_env
+from accelerate._impl.surface import left_out
+from accelerate._impl.surface.homes import settle
+from hasten.accelerator.profile import profile as profile_block
+
+# Any in this file: the values of settings, and foreign configuration objects.
+
+
+class KwargsHandler:
+    """Base of settings that are handed to `Accelerator(kwargs_handlers=[...])`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from their default."""
+        plain = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if plain[name] != value}
+
+    def to_hasten(self) -> Any:
+        """The same in hasten's terms."""
+        return left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Options of autocast."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    def to_hasten(self) -> hasten.AutocastKwargs:
+        return hasten.AutocastKwargs(enabled=self.enabled, cache_enabled=self.cache_enabled)
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of torch's DistributedDataParallel."""
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(
+        self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """The fields DistributedDataParallel itself takes."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def to_hasten(self) -> hasten.DistributedDataParallelKwargs:
+        values = self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
+            "comm_hook": DDPCommunicationHookType(self.comm_hook).value,
+            "comm_wrapper": DDPCommunicationHookType(self.comm_wrapper).value,
+            "comm_state_option": dict(self.comm_state_option),
+        }
+        return hasten.DistributedDataParallelKwargs(**values)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of dynamic loss scaling under fp16."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def to_hasten(self) -> hasten.GradScalerKwargs:
+        return hasten.GradScalerKwargs(**self.to_dict())
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of torch.distributed.init_process_group."""
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is None:
+            self.timeout = timedelta(seconds=1800 if self.backend != "nccl" else 600)
+
+    def to_hasten(self) -> hasten.InitProcessGroupKwargs:
+        # "nccl" is the default of a field, not a wish: hasten picks the backend by device.
+        backend = None if self.backend == "nccl" else self.backend
+        return hasten.InitProcessGroupKwargs(backend=backend, init_method=self.init_method, timeout=self.timeout)
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Options of torch.profiler."""
+
+    activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def to_hasten(self) -> hasten.ProfileKwargs:
+        values = dict(self.__dict__)
+        values["activities"] = None if self.activities is None else tuple(self.activities)
+        return hasten.ProfileKwargs(**values)
+
+    def build(self) -> AbstractContextManager[Any]:
+        """The profiler."""
+        return profile_block(self.to_hasten(), ambient.start())
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated."""
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def to_hasten(self) -> hasten.GradientAccumulationPlugin:
+        values = dict(self.__dict__)
+        del values["adjust_scheduler"]  # scheduler.py reads it
+        if values["num_steps"] is None:
+            del values["num_steps"]
+        return hasten.GradientAccumulationPlugin(**values)
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """fp8 through torchao."""
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.pad_inner_dim is None:
+            self.pad_inner_dim = parse_flag_from_env("ACCELERATE_FP8_PAD_INNER_DIM", True)
+        if self.enable_fsdp_float8_all_gather is None:
+            name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
+            self.enable_fsdp_float8_all_gather = parse_flag_from_env(name, True)
+
+    def to_hasten(self) -> hasten.AORecipeKwargs:
+        return hasten.AORecipeKwargs(**self.__dict__)
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """fp8 through NVIDIA Transformer Engine."""
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def to_hasten(self) -> hasten.TERecipeKwargs:
+        return hasten.TERecipeKwargs(**{name: value for name, value in self.__dict__.items() if value is not None})
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """fp8 through MS-AMP, which is no longer maintained: accepted as a class, refused when used."""
+
+    opt_level: Literal["O1", "O2"] | None = None
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The deprecated union of fp8 recipes."""
+
+    backend: Literal["MSAMP", "TE"] | None = None
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is deprecated and will be removed in Accelerate v2.0.0. "
+            "Please use one of the proper FP8 recipe kwargs classes such as TERecipeKwargs or MSAMPRecipeKwargs instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        self.backend = "MSAMP" if (self.backend or "TE").upper() == "MSAMP" else "TE"
+
+    def to_hasten(self) -> hasten.TERecipeKwargs:
+        names = [name for name in self.__dict__ if name not in ("backend", "opt_level")]
+        return hasten.TERecipeKwargs(**{n: self.__dict__[n] for n in names if self.__dict__[n] is not None})
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of torch.compile."""
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        prefix = "ACCELERATE_DYNAMO_"
+        if self.backend is None:
+            self.backend = parse_choice_from_env(prefix + "BACKEND", "no")
+        self.backend = DynamoBackend(str(self.backend).upper())
+        if self.mode is None:
+            self.mode = parse_choice_from_env(prefix + "MODE", "default")
+        if self.fullgraph is None:
+            self.fullgraph = parse_flag_from_env(prefix + "USE_FULLGRAPH")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = parse_flag_from_env(prefix + "USE_REGIONAL_COMPILATION")
+        if self.dynamic is None and parse_flag_from_env(prefix + "USE_DYNAMIC"):
+            self.dynamic = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, the backend as torch spells it."""
+        values = copy.deepcopy(self.__dict__)
+        values["backend"] = DynamoBackend(self.backend).value.lower()
+        return values
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """What torch.compile takes."""
+        kwargs = super().to_kwargs()
+        kwargs.pop("use_regional_compilation", None)
+        return kwargs
+
+    def to_hasten(self) -> hasten.TorchDynamoPlugin:
+        return hasten.TorchDynamoPlugin(**self.to_dict())
+
+
+settle(__name__, "accelerate.utils.dataclasses")

@@ -1,0 +1,49 @@
+"""MegatronLMPlugin: the established options of Megatron-LM, as hasten's settings."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, field, fields, make_dataclass
+from typing import Any
+
+import hasten
+from accelerate._impl.environment.variables import environment, str_to_bool
+from accelerate._impl.surface import left_out
+
+# Any in this file: values of options.
+_DEFAULTS = {one.name: one.default for one in fields(hasten.MegatronLMPlugin) if one.default is not MISSING}
+
+
+class _Options:
+    """What every plugin does with its options."""
+
+    def __post_init__(self) -> None:
+        variables = environment()
+        for name, default in _DEFAULTS.items():
+            word = variables.get(f"MEGATRON_LM_{name.upper()}")
+            if word and getattr(self, name) == default and isinstance(default, bool | int | float):
+                setattr(self, name, bool(str_to_bool(word)) if isinstance(default, bool) else type(default)(word))
+
+    def to_hasten(self) -> hasten.MegatronLMPlugin:
+        """The options that say something else than hasten does by itself."""
+        given = {name: getattr(self, name) for name in _DEFAULTS}
+        return hasten.MegatronLMPlugin(
+            **{name: value for name, value in given.items() if value is not None and value != _DEFAULTS[name]}
+        )
+
+
+MegatronLMPlugin = make_dataclass(
+    "MegatronLMPlugin",
+    [(name, Any, field(default=default)) for name, default in _DEFAULTS.items()],
+    bases=(_Options,),
+)
+MegatronLMPlugin.__module__ = "accelerate.utils.dataclasses"
+MegatronLMPlugin.__doc__ = "Options of Megatron-LM; None means as hasten does by itself."
+
+add_model_config_to_megatron_parser = left_out.function(
+    "utils.add_model_config_to_megatron_parser", left_out.MEGATRON_STEPS
+)
+parse_bert_config = left_out.function("utils.dataclasses.parse_bert_config", left_out.MEGATRON_STEPS)
+parse_gpt2_config = left_out.function("utils.dataclasses.parse_gpt2_config", left_out.MEGATRON_STEPS)
+parse_t5_config = left_out.function("utils.dataclasses.parse_t5_config", left_out.MEGATRON_STEPS)
+parse_llama_config = left_out.function("utils.dataclasses.parse_llama_config", left_out.MEGATRON_STEPS)
+parse_glm4_moe_config = left_out.function("utils.dataclasses.parse_glm4_moe_config", left_out.MEGATRON_STEPS)

@@ -1,0 +1,174 @@
+"""ParallelismConfig: the sizes of the mesh under their established names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+import hasten
+from accelerate._impl.environment.variables import environment
+from accelerate._impl.settings.general import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
+
+# Any in this file: the Accelerator, which imports this module.
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+
+_HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
+
+
+@dataclass
+class ParallelismConfig:
+    """How many processes each kind of parallelism gets."""
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: Literal["torch"] | None = None
+    sp_size: int | None = None
+    sp_backend: Literal["deepspeed"] | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        for axis in _AXES:
+            if getattr(self, f"{axis}_size") is None:
+                setattr(self, f"{axis}_size", int(environment().get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1")))
+        self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or "deepspeed"
+        self._check_sizes()
+        for axis, kind in _HANDLERS.items():
+            if self._size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
+                setattr(self, f"{axis}_handler", kind())
+
+    def _check_sizes(self) -> None:
+        if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:
+            raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
+        if self.cp_enabled and self.sp_enabled:
+            raise ValueError("cp_size and sp_size cannot both be larger than 1")
+        if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
+            raise ValueError(
+                "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
+                "(dp_replicate_size > 1 and dp_shard_size == 1). Please set dp_shard_size > 1."
+            )
+
+    def _size(self, axis: str) -> int:
+        return int(getattr(self, f"{axis}_size"))
+
+    def __repr__(self) -> str:
+        return (
+            "ParallelismConfig(\n "
+            f"\tdp_replicate_size={self.dp_replicate_size},\n"
+            f"\tdp_shard_size={self.dp_shard_size},\n"
+            f"\ttp_size={self.tp_size},\n"
+            f"\tcp_size={self.cp_size},\n"
+            f"\tcp_backend={self.cp_backend},\n"
+            f"\tsp_size={self.sp_size},\n"
+            f"\tsp_backend={self.sp_backend},\n"
+            f"\ttotal_size={self.total_size}\n"
+            f"\ttp_handler={self.tp_handler},\n"
+            f"\tcp_handler={self.cp_handler})\n"
+        )
+
+    def to_json(self) -> str:
+        """The sizes as JSON."""
+        return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
+
+    total_size = shown(lambda self: self.data_parallel_size * self.non_data_parallel_size, "Processes in all.")
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that read different samples."""
+        return self._size("dp_replicate") * self._size("dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that share samples."""
+        return self._size("tp") * self._size("cp") * self._size("sp")
+
+    dp_replicate_enabled = shown(lambda self: self._size("dp_replicate") > 1, "Whether models are replicated.")
+    dp_shard_enabled = shown(lambda self: self._size("dp_shard") > 1, "Whether models are sharded.")
+    tp_enabled = shown(lambda self: self._size("tp") > 1, "Whether layers are split.")
+    cp_enabled = shown(lambda self: self._size("cp") > 1, "Whether sequences are split.")
+    sp_enabled = shown(lambda self: self._size("sp") > 1, "Whether sequences are split by DeepSpeed.")
+
+    def _enabled(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._size(axis) > 1]
+
+    dp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard"), "Axes of data parallelism.")
+    non_dp_dim_names = shown(lambda self: self._enabled("tp", "cp", "sp"), "The other axes.")
+    dp_shard_cp_dim_names = shown(lambda self: self._enabled("dp_shard", "cp"), "Axes parameters are sharded over.")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes gradients are averaged over."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes FSDP gets, by the names of its mesh."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Axes of more than one process."""
+        return [*self.dp_dim_names, *self.non_dp_dim_names]
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        names = [axis for axis in _AXES if self._size(axis) > 1]
+        return tuple(names), tuple(self._size(axis) for axis in names)
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Torch's mesh of these sizes. Ranks: every rank."""
+        names, sizes = self._get_mesh()
+        if not names:
+            return None
+        mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        for joint, axes in (
+            ("dp", self.dp_dim_names),
+            ("dp_shard_cp", self.dp_shard_cp_dim_names),
+            ("dp_cp", self.dp_cp_dim_names),
+        ):
+            if axes:
+                mesh[tuple(axes)]._flatten(joint)
+        self.device_mesh = mesh
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """Torch's mesh of these sizes, made on first use. Ranks: every rank."""
+        if self.device_mesh is None:
+            found = torch.accelerator.current_accelerator(check_available=True)
+            return self.build_device_mesh(device_type or ("cpu" if found is None else found.type))
+        return self.device_mesh
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if self.total_size > 1 and self.total_size != accelerator.num_processes:
+            raise ValueError(
+                f"ParallelismConfig total_size ({self.total_size}) does not match num_processes "
+                f"({accelerator.num_processes}). Please adjust dp_replicate_size/ dp_shard_size/tp_size/cp_size/sp_size."
+            )
+
+    def to_hasten(self) -> hasten.ParallelismConfig:
+        """The same in hasten's terms; sizes of 1 are left to be filled."""
+        sizes: dict[str, Any] = {
+            f"{axis}_size": self._size(axis)
+            for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+            if self._size(axis) > 1
+        }
+        return hasten.ParallelismConfig(**sizes)
+
+
+settle(__name__, "accelerate.parallelism_config")

@@ -1,0 +1,320 @@
+"""Operations on nested tensors, on one process and over all of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import update_wrapper, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerate._impl import ambient
+from accelerate._impl.settings.general import TensorInformation
+from accelerate._impl.surface.homes import settle
+from hasten import trees
+from hasten.comm import ops
+from hasten.errors import MismatchError
+
+# Any in this file: nested containers of whatever the caller has.
+TENSOR_TYPE_TO_INT = dict(
+    zip(
+        (
+            torch.float,
+            torch.double,
+            torch.half,
+            torch.bfloat16,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.bool,
+        ),
+        range(1, 11),
+        strict=True,
+    )
+)
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+DistributedOperationException = MismatchError
+"""Raised when ranks bring tensors of different shapes."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Nested tensors have no common length to pad to."""
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether this is a tensor."""
+    return isinstance(tensor, Tensor)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether this is a tensor of an XPU's own type."""
+    return isinstance(tensor, Tensor) and tensor.device.type == "xpu"
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether this describes a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether this is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Any) -> Any:
+    """The values in a container of the type of `obj`."""
+    return type(obj)(*list(generator)) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`func` applied to every element that passes `test_type`, in the same nesting."""
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, tuple | list):
+            return honor_type(part, (walk(item) for item in part))
+        if isinstance(part, Mapping):
+            return type(part)({key: walk(value) for key, value in part.items()})  # type: ignore[call-arg]  # a mapping's class is expected to take one
+        if test_type(part):
+            return func(part, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"Unsupported types ({type(part)}) passed to `{func.__name__}`. Only nested list/tuple/dicts of objects "
+                f"that are valid for `{test_type.__name__}` should be passed."
+            )
+        return part
+
+    return walk(data)
+
+
+def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
+    """The nested tensors on a device; values under `skip_keys` stay."""
+    keys = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+    return trees.to_device(tensor, device, non_blocking, keys)
+
+
+def get_shape(data: Any) -> Any:
+    """The shapes, nested as the data."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """A description of every tensor, nested as the data."""
+    return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Empty tensors as described."""
+    return recursively_apply(
+        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The rows of the first tensor."""
+    if isinstance(data, tuple | list | Mapping) and len(data) == 0:
+        raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
+    if isinstance(data, tuple | list):
+        return find_batch_size(data[0])
+    if isinstance(data, Mapping):
+        return find_batch_size(next(iter(data.values())))
+    if not isinstance(data, Tensor):
+        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
+    return int(data.shape[0])
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """The rows of the first tensor, or None where there is none."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError, IndexError):
+        return None
+
+
+def listify(data: Any) -> Any:
+    """Tensors as lists of numbers."""
+
+    def listed(tensor: Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        return (tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor).tolist()
+
+    return recursively_apply(listed, data)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor, or None."""
+    found = trees.tensors(data)
+    return found[0].device if found else None
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Equally nested tensors joined along `dim`."""
+    first = data[0]
+    if isinstance(first, tuple | list):
+        return honor_type(first, (concatenate([one[index] for one in data], dim) for index in range(len(first))))
+    if isinstance(first, Mapping):
+        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]  # a mapping's class is expected to take one
+    if not isinstance(first, Tensor):
+        raise TypeError(f"Can only concatenate tensors but got {type(first)}")
+    return torch.cat(data, dim=dim)
+
+
+def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    """The slice of every tensor."""
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Half-precision tensors as float32."""
+    return trees.to_fp32(tensor)
+
+
+class ConvertOutputsToFp32:
+    """A forward whose half-precision outputs become float32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"model_forward": self.model_forward}
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward with outputs in float32."""
+    convert = ConvertOutputsToFp32(model_forward)
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert(*args, **kwargs)
+
+    forward.__wrapped__ = model_forward
+    return forward
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Tensors lengthened with zeros so that processes get equal parts."""
+
+    def pad(one: Tensor) -> Tensor:
+        missing = -batch_size % num_processes
+        if missing == 0:
+            return one
+        shape = list(one.shape)
+        shape[dim] = missing
+        return torch.cat([one, one.new_zeros(shape)], dim=dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+# -- over all processes -----------------------------------------------------------------------------------------------
+def _checked(name: str, data: Any) -> None:
+    def fine(_: Any) -> None:
+        return None
+
+    fine.__name__ = name
+    recursively_apply(fine, data, error_on_other_type=True)
+
+
+def _world() -> Any:
+    return ambient.start().world
+
+
+def gather(tensor: Any) -> Any:
+    """Every process's tensors, joined along the first dimension. Ranks: every rank."""
+    world = _world()
+    if world.size == 1:
+        return tensor
+    _checked("_gpu_gather_one", tensor)
+    return ops.gather(tensor, world)
+
+
+def gather_object(object: Any) -> Any:
+    """Every process's list, joined. Ranks: every rank."""
+    world = _world()
+    if world.size == 1:
+        return object
+    parts = world.all_gather_object(object)  # quirk: GATHER_OBJECT_JOINS
+    return [item for part in parts for item in part]
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """The tensors of one process. Ranks: every rank."""
+    world = _world()
+    return tensor if world.size == 1 else ops.broadcast(tensor, world, from_process)
+
+
+def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+    """The list, its items replaced by those of one process. Ranks: every rank."""
+    return ops.broadcast_object_list(object_list, _world(), from_process)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
+    _checked("_reduce_across_processes", tensor)
+    world = _world()
+    if reduction == "none":
+        return tensor
+    if world.size == 1:
+        return tensor
+    return ops.reduce(tensor, world, reduction)  # type: ignore[arg-type]  # checked there
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Tensors padded to the largest size any process has along `dim`. Ranks: every rank."""
+    _checked("_pad_across_processes", tensor)
+    if any(one.is_nested for one in trees.tensors(tensor)):
+        warnings.warn(
+            "Cannot pad nested tensors without more information. Leaving unprocessed.", CannotPadNestedTensorWarning
+        )
+        return tensor
+    world = _world()
+    return tensor if world.size == 1 else ops.pad_across(tensor, world, dim, pad_index, pad_first)
+
+
+def gather_tensor_shape(tensor: Any) -> Any:
+    """The shapes of one process's tensor, known to all. Ranks: every rank."""
+    return ops.gather_object([list(tensor.shape)], _world())
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """The tensor of the one process that has it on every process; the others pass nothing. Ranks: every rank."""
+    world = _world()
+    source = world.all_gather_object(tensor is not None).index(True)
+    sent: Tensor = world.broadcast_object(None if tensor is None else tensor.cpu(), source)
+    return sent.to(ambient.device())
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, with shapes verified: hasten's always are."""
+    return function
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, with a word about which one failed: hasten's errors always say."""
+    return function
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802  the established name
+    params: Any, modifier_rank: Any = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """A block in which ZeRO-3 parameters are whole; nothing needs doing without DeepSpeed."""
+    yield
+
+
+settle(__name__, "accelerate.utils.operations")

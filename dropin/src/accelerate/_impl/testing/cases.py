@@ -1,0 +1,287 @@
+"""Helpers for testing scripts: launch commands, skips, temporary folders."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accelerate
+from accelerate._impl.environment import packages as imports
+from accelerate._impl.environment.variables import parse_flag_from_env
+from accelerate._impl.environment.versions import compare_versions
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.tensors import gather
+from accelerate._impl.views.state import AcceleratorState, PartialState
+
+# Any in this file: tests and their arguments.
+_run_slow_tests = parse_flag_from_env("RUN_SLOW")
+
+
+def get_backend() -> tuple[str, int, Callable[..., Any]]:
+    """The kind of device, how many there are, and what counts its allocated memory."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return "cpu", 1, lambda: 0
+    return found.type, torch.accelerator.device_count(), torch.accelerator.memory_allocated
+
+
+torch_device, device_count, memory_allocated_func = get_backend()
+
+
+def get_launch_command(**kwargs: Any) -> list[str]:
+    """A command line of `accelerate launch` with these flags."""
+    command = ["accelerate", "launch"]
+    for key, value in kwargs.items():
+        if isinstance(value, bool):
+            command += [f"--{key}"] if value else []
+        elif value is not None:
+            command.append(f"--{key}={value}")
+    return command
+
+
+DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
+
+
+def skip(test_case: Any) -> Any:
+    """A test that is skipped."""
+    return unittest.skip("Test was skipped")(test_case)
+
+
+def slow(test_case: Any) -> Any:
+    """A test that runs only when RUN_SLOW says so."""
+    return unittest.skipUnless(_run_slow_tests, "test is slow")(test_case)
+
+
+def run_first(test_case: Any) -> Any:
+    """A test that is marked to run before others."""
+    try:
+        import pytest  # an optional package
+    except ImportError:
+        return test_case
+    return pytest.mark.order(1)(test_case)
+
+
+def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
+    def decorate(test_case: Any) -> Any:
+        return unittest.skipUnless(wanted(), f"test requires {what}")(test_case)
+
+    decorate.__doc__ = f"A test that needs {what}."
+    return decorate
+
+
+def _kind(*kinds: str) -> bool:
+    return torch_device in kinds
+
+
+require_cpu = _needs(lambda: _kind("cpu"), "only a CPU")
+require_cuda = _needs(lambda: _kind("cuda"), "a CUDA device")
+require_xpu = _needs(lambda: _kind("xpu"), "an XPU")
+require_cuda_or_xpu = _needs(lambda: _kind("cuda", "xpu"), "a CUDA device or an XPU")
+require_cuda_or_hpu = _needs(lambda: _kind("cuda", "hpu"), "a CUDA device or an HPU")
+require_non_cpu = _needs(lambda: not _kind("cpu"), "an accelerator")
+require_non_xpu = _needs(lambda: not _kind("xpu"), "anything but an XPU")
+require_non_hpu = _needs(lambda: not _kind("hpu"), "anything but an HPU")
+require_mps = _needs(lambda: _kind("mps"), "an Apple device")
+require_mlu = _needs(lambda: _kind("mlu"), "an MLU")
+require_musa = _needs(lambda: _kind("musa"), "a MUSA device")
+require_npu = _needs(lambda: _kind("npu"), "an NPU")
+require_sdaa = _needs(lambda: _kind("sdaa"), "an SDAA device")
+require_neuron = _needs(lambda: _kind("neuron"), "a Neuron device")
+require_tpu = _needs(lambda: False, "a TPU")
+require_non_torch_xla = _needs(lambda: True, "no torch_xla")
+require_single_device = _needs(lambda: not _kind("cpu") and device_count == 1, "one accelerator")
+require_single_gpu = _needs(lambda: _kind("cuda") and device_count == 1, "one CUDA device")
+require_single_xpu = _needs(lambda: _kind("xpu") and device_count == 1, "one XPU")
+require_multi_device = _needs(lambda: device_count > 1, "several accelerators")
+require_multi_gpu = _needs(lambda: _kind("cuda") and device_count > 1, "several CUDA devices")
+require_multi_xpu = _needs(lambda: _kind("xpu") and device_count > 1, "several XPUs")
+require_multi_gpu_or_xpu = _needs(lambda: _kind("cuda", "xpu") and device_count > 1, "several CUDA devices or XPUs")
+require_fp16 = _needs(imports.is_fp16_available, "float16")
+require_fp8 = _needs(imports.is_fp8_available, "a library for fp8")
+require_fsdp2 = _needs(lambda: True, "FSDP2")
+require_tp = _needs(lambda: True, "tensor parallelism")
+require_huggingface_suite = _needs(
+    lambda: imports.is_transformers_available() and imports.is_datasets_available(), "transformers and datasets"
+)
+require_trackers = _needs(
+    lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "wandb and tensorboard"
+)
+for _name in [
+    "aim",
+    "bnb",
+    "clearml",
+    "comet_ml",
+    "datasets",
+    "deepspeed",
+    "dvclive",
+    "import_timer",
+    "matplotlib",
+    "mlflow",
+    "pandas",
+    "peft",
+    "pippy",
+    "schedulefree",
+    "swanlab",
+    "tensorboard",
+    "timm",
+    "torchao",
+    "torchdata_stateful_dataloader",
+    "torchvision",
+    "trackio",
+    "transformer_engine",
+    "transformer_engine_mxfp8",
+    "transformers",
+    "triton",
+    "wandb",
+]:
+    globals()[f"require_{_name}"] = _needs(getattr(imports, f"is_{_name}_available"), _name)
+
+
+def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
+    """A test that needs at least this torch."""
+    if test_case is None:
+        return lambda case: require_torch_min_version(case, version)
+    enough = version is None or compare_versions("torch", ">=", version)
+    return unittest.skipUnless(enough, f"test requires torch version >= {version}")(test_case)
+
+
+class TempDirTestCase(unittest.TestCase):
+    """Tests with a folder, `self.tmpdir`, emptied for each."""
+
+    clear_on_setup = True
+    tmpdir: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.tmpdir = Path(tempfile.mkdtemp())
+
+    @classmethod
+    def tearDownClass(cls) -> None:
+        shutil.rmtree(cls.tmpdir, ignore_errors=True)
+
+    def setUp(self) -> None:
+        if self.clear_on_setup:
+            for path in self.tmpdir.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class AccelerateTestCase(unittest.TestCase):
+    """Tests after which process-wide states are forgotten."""
+
+    def tearDown(self) -> None:
+        super().tearDown()
+        AcceleratorState._reset_state(True)
+        PartialState._reset_state()
+
+
+class MockingTestCase(unittest.TestCase):
+    """Tests that put mocks in place for their length."""
+
+    def add_mocks(self, mocks: Any) -> None:
+        """Start mocks, and stop them when the test ends."""
+        for mock in mocks if isinstance(mocks, list | tuple) else [mocks]:
+            mock.start()
+            self.addCleanup(mock.stop)
+
+
+def are_the_same_tensors(tensor: torch.Tensor) -> bool:
+    """Whether every process has the same tensor. Ranks: every rank."""
+    everyone = gather(tensor[None].clone().to(PartialState().device)).cpu()
+    return all(torch.equal(one, tensor.cpu()) for one in everyone)
+
+
+class SubprocessCallException(Exception):
+    """A command failed."""
+
+
+def run_command(command: list[str], return_stdout: bool = False, env: Any = None) -> str | None:
+    """Run a command; its output when asked. Raises: SubprocessCallException with what it said."""
+    try:
+        output = subprocess.check_output(command, stderr=subprocess.STDOUT, env=env or os.environ.copy(), text=True)
+    except subprocess.CalledProcessError as error:
+        raise SubprocessCallException(
+            f"Command `{' '.join(map(str, command))}` failed with the following error:\n\n{error.output}"
+        ) from error
+    return output if return_stdout else None
+
+
+class _RunOutput:
+    def __init__(self, returncode: int, stdout: list[str], stderr: list[str]) -> None:
+        self.returncode, self.stdout, self.stderr = returncode, stdout, stderr
+
+
+def execute_subprocess_async(
+    cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
+) -> _RunOutput:
+    """Run a command and give its output lines. Raises: RuntimeError with its errors when it fails."""
+
+    async def run() -> _RunOutput:
+        process = await asyncio.create_subprocess_exec(
+            *map(str, cmd), stdin=stdin, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        out, err = await asyncio.wait_for(process.communicate(), timeout)
+        if echo and not quiet:
+            sys.stdout.write(out.decode())
+        return _RunOutput(process.returncode or 0, out.decode().splitlines(), err.decode().splitlines())
+
+    result = asyncio.run(run())
+    if result.returncode > 0:
+        errors = "\n".join(result.stderr)
+        raise RuntimeError(
+            f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}\n\n"
+            f"The combined stderr from workers follows:\n{errors}"
+        )
+    return result
+
+
+def pytest_xdist_worker_id() -> int:
+    """The number of this xdist worker."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+def get_torch_dist_unique_port() -> int:
+    """A port of this xdist worker's own."""
+    return 29500 + pytest_xdist_worker_id()
+
+
+def path_in_accelerate_package(*components: str) -> Path:
+    """A path below the installed package."""
+    return Path(inspect.getfile(accelerate)).parent.joinpath(*components)
+
+
+@contextmanager
+def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+    """A block that must raise."""
+    try:
+        yield
+    except exception_class as error:
+        assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
+        return
+    raise AssertionError(f"Expected exception {exception_class} but no exception was raised.")
+
+
+def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call prints."""
+    captured, before = StringIO(), sys.stdout
+    sys.stdout = captured
+    try:
+        func(*args, **kwargs)
+    finally:
+        sys.stdout = before
+    return captured.getvalue()
+
+
+settle(__name__, "accelerate.test_utils.testing")

@@ -1,0 +1,97 @@
+"""GradientState: a process-wide view on the latest Accelerator's window and the loaders being read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
+
+# Any in this file: loaders, and options as they were given.
+
+
+class GradientState:
+    """Where the latest Accelerator's accumulation window and loaders stand."""
+
+    def __init__(self, gradient_accumulation_plugin: Any = None) -> None:
+        if gradient_accumulation_plugin is not None:
+            AMBIENT.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @property
+    def _shared_state(self) -> dict[str, Any]:
+        return {"sync_gradients": self.sync_gradients, "plugin_kwargs": self.plugin_kwargs}
+
+    plugin_kwargs = shown(lambda self: AMBIENT.plugin_kwargs, "The options of accumulation that were given.")
+    initialized = shown(lambda self: True, "Always: the view needs no start.")
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends its window."""
+        return ambient.clock().boundary
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        ambient.clock().force(value)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        ambient.clock().force(sync_gradients)
+
+    num_steps = shown(lambda self: int(self.plugin_kwargs.get("num_steps", 1)), "Micro-steps per update.")
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count updates."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether a window ends with its loader."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost loader being iterated, or None."""
+        return AMBIENT.loaders[-1] if AMBIENT.loaders else None
+
+    dataloader_references = shown(lambda self: [None, *AMBIENT.loaders], "The loaders being iterated, after a None.")
+    in_dataloader = shown(lambda self: self.active_dataloader is not None, "Whether a loader is being iterated.")
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch in hand is the loader's last."""
+        return bool(self.in_dataloader and self.active_dataloader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last global batch; -1 where that is not known."""
+        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
+
+    is_xla_gradients_synced = shown(lambda self: False, "Whether XLA has reduced gradients: it is not in use.")
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        AMBIENT.loaders.append(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        for index in range(len(AMBIENT.loaders) - 1, -1, -1):
+            if AMBIENT.loaders[index] is dataloader:
+                del AMBIENT.loaders[index]
+                return
+
+    @staticmethod
+    def _reset_state() -> None:
+        AMBIENT.clock = None
+        AMBIENT.plugin_kwargs = {}
+        AMBIENT.loaders.clear()
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+
+settle(__name__, "accelerate.state")

@@ -1,0 +1,38 @@
+"""Seeds and random states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from accelerate._impl import ambient
+from accelerate._impl.enums import RNGType
+from accelerate._impl.surface.homes import settle
+from hasten.runtime import seeding
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, numpy and torch; `device_specific` gives each process a seed of its own."""
+    rank = ambient.start().rank if device_specific else 0
+    seeding.set_seed(seed, device_specific, deterministic, rank=rank)
+
+
+def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
+    """Give every process the state the main process has. Ranks: every rank."""
+    if rng_type is not None:
+        synchronize_rng_states([rng_type], generator)
+
+
+def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
+    """Give every process the states the main process has. Ranks: every rank."""
+    names: list[str] = [str(RNGType(kind)) for kind in rng_types]
+    if generator is None:
+        names = [name for name in names if name != "generator"]
+    world: Any = ambient.start().world
+    if names and world.size > 1:
+        seeding.synchronize_rng_states(names, world, generator)
+
+
+settle(__name__, "accelerate.utils.random")

@@ -1,0 +1,358 @@
+"""PartialState and AcceleratorState: process-wide views on the one ambient context."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.enums import DistributedType, PrecisionType
+from accelerate._impl.environment.variables import environment, parse_flag_from_env
+from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
+from accelerate._impl.views.process_blocks import goes_first, split_between_processes
+from hasten.runtime.bootstrap import GroupSettings
+from hasten.runtime.devices import use_device
+
+logger = logging.getLogger("accelerate.state")
+# Any in this file: plugins, and the functions that decorators take.
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A dictionary for each thread."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: dict[Any, Any] = {}
+
+    def __get__(self, obj: Any, objtype: Any = None) -> dict[Any, Any]:
+        return self._storage
+
+    def __set__(self, obj: Any, value: dict[Any, Any]) -> None:
+        self._storage = value
+
+
+def is_initialized() -> bool:
+    """Whether an Accelerator has been made."""
+    return bool(AMBIENT.whole)
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Nothing."""
+
+
+def distributed_type_of(strategy: str, device: torch.device, num_processes: int) -> DistributedType:
+    """The established name of how processes work together."""
+    if strategy in ("fsdp", "deepspeed"):
+        return DistributedType(strategy.upper())
+    if num_processes == 1:
+        return DistributedType.NO
+    return DistributedType("MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}")
+
+
+class _Shared:
+    """What both states offer: this process among the others."""
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here. Ranks: every rank."""
+        ambient.process().wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        ambient.process().print(*args, **kwargs)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on the main process, then on the others."""
+        return goes_first(ambient.process().is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run the block on each node's main process, then on the others."""
+        return goes_first(ambient.process().is_local_main_process)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """This process's share."""
+        return split_between_processes(inputs, apply_padding)
+
+    is_main_process = shown(lambda self: ambient.process().is_main_process, "Whether this is rank 0.")
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its node."""
+        return ambient.process().is_local_main_process
+
+    is_last_process = shown(lambda self: ambient.process().is_last_process, "Whether this is the last rank.")
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """End the talk between processes."""
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+class PartialState(_Shared):
+    """This process among the others, without anything about training."""
+
+    _shared_state: dict[str, Any] = AMBIENT.partial
+    _known_attrs = (
+        "_cpu",
+        "backend",
+        "device",
+        "debug",
+        "distributed_type",
+        "num_processes",
+        "process_index",
+        "local_process_index",
+        "fork_launched",
+    )
+
+    # shown to type checkers; the values live in the shared dictionary
+    _cpu: bool
+    backend: str | None
+    device: torch.device
+    debug: bool
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    fork_launched: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            return
+        fill_partial(cpu, _group_settings(kwargs))
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}{('  Backend: ' + self.backend) if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        ambient.forget_process()
+
+    initialized = shown(lambda self: bool(self._shared_state), "Whether this process knows its place.")
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are other processes."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device a process would get by default."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return torch.device("cpu") if found is None else torch.device(found.type)
+
+    def set_device(self) -> None:
+        """Make this process's device the current one."""
+        use_device(self.device)
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function, run on the main process only."""
+        if not self.initialized:
+            raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
+        assert function is not None, "on_main_process needs a function"
+        return ambient.process().on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The function, run on each node's main process only."""
+        assert function is not None, "on_local_main_process needs a function"
+        return ambient.process().on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, run on the last process only."""
+        return ambient.process().on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """The function, run on one process only."""
+        return _alone(function) or ambient.process().on_process(function, process_index or 0)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """The function, run on one process of each node."""
+        return _alone(function) or ambient.process().on_local_process(function, local_process_index or 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"`PartialState` object has no attribute `{name}`. This happens if `PartialState._reset_state()` was called "
+                "and an `Accelerator` or `PartialState` was not reinitialized."
+            )
+        raise AttributeError(f"'PartialState' object has no attribute '{name}'")
+
+
+def _alone(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The function, where there is one process, which then is every process it may be meant for."""
+    # quirk: ONE_PROCESS_IS_ALL
+    return function if ambient.process().num_processes == 1 else None
+
+
+def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
+    plain = GroupSettings()
+    backend = kwargs.get("backend")
+    timeout = kwargs.get("timeout")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    return GroupSettings(
+        backend=None if backend in (None, "nccl") else backend,
+        init_method=kwargs.get("init_method"),
+        timeout_s=plain.timeout_s if seconds is None else float(seconds),
+    )
+
+
+def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str = "auto") -> None:
+    """Write down what PartialState shows, starting the context on first use."""
+    ctx = ambient.start(cpu, settings)
+    place = ctx.topology
+    AMBIENT.partial.update(
+        _cpu=cpu or parse_flag_from_env("ACCELERATE_USE_CPU"),
+        backend=dist.get_backend() if dist.is_initialized() and place.world_size > 1 else None,
+        device=ctx.device,
+        debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
+        distributed_type=distributed_type_of(strategy, ctx.device, place.world_size),
+        num_processes=place.world_size,
+        process_index=place.rank,
+        local_process_index=place.local_rank,
+        fork_launched=parse_flag_from_env("FORK_LAUNCHED"),
+    )
+
+
+def fill_whole(mixed_precision: str, **plugins: Any) -> None:
+    """Write down what AcceleratorState shows, beside what PartialState does."""
+    nothing: dict[str, Any] = {"deepspeed_plugins": None, "device_mesh": None}
+    AMBIENT.whole.update(AMBIENT.partial, **{**nothing, **plugins}, _mixed_precision=mixed_precision)
+
+
+def _precision(asked: str | None) -> str:
+    chosen = asked or environment().get("ACCELERATE_MIXED_PRECISION", "no")
+    return str(PrecisionType(str(chosen).lower()).value)
+
+
+_NOT_YET_MADE = (
+    "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` "
+    "before using any functionality from the `accelerate` library."
+)
+
+
+class AcceleratorState(_Shared):
+    """PartialState, and what an Accelerator has settled for the whole process."""
+
+    _shared_state: dict[str, Any] = AMBIENT.whole
+    _known_attrs = (
+        *PartialState._known_attrs,
+        "deepspeed_plugin",
+        "use_ipex",
+        "torch_tp_plugin",
+        "dynamo_plugin",
+        "fsdp_plugin",
+    )
+
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    parallelism_config: Any
+    dynamo_plugin: Any
+    fsdp_plugin: Any
+    deepspeed_plugins: Any
+    torch_tp_plugin: Any
+    device_mesh: Any
+    _mixed_precision: str
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            self._check_initialized(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ValueError(_NOT_YET_MADE)
+        PartialState(cpu, **kwargs)
+        given = {
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
+        given |= {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
+        fill_whole(_precision(mixed_precision), **given)
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."
+        if cpu and self.device.type != "cpu":
+            raise ValueError(fixed.format(flag="cpu=True"))
+        if mixed_precision is not None and mixed_precision != self._mixed_precision:
+            raise ValueError(fixed.format(flag=f"mixed_precision='{mixed_precision}'"))
+
+    def __repr__(self) -> str:
+        return repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
+
+    initialized = shown(lambda self: bool(self._shared_state), "Whether an Accelerator has been made.")
+    mixed_precision = shown("_mixed_precision", "Numbers of forward and backward.")
+    use_distributed = shown(lambda self: PartialState().use_distributed, "Whether there are other processes.")
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded, which FSDP2 always does."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in use, if any."""
+        plugins = self._shared_state.get("deepspeed_plugins")
+        return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """A DeepSpeed plugin by its name."""
+        return self._named_plugins(name)[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make the plugin of this name the one in use."""
+        for key, plugin in self._named_plugins(name).items():
+            plugin._unselect() if key != name else plugin.select(_from_accelerator_state=True)
+
+    def _named_plugins(self, name: str) -> dict[str, Any]:
+        plugins = self._shared_state.get("deepspeed_plugins")
+        if not isinstance(plugins, dict) or name not in plugins:
+            known = sorted(plugins) if isinstance(plugins, dict) else "none by name"
+            raise ValueError(f"There is no DeepSpeed plugin named {name!r}; there are: {known}.")
+        return plugins
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        AMBIENT.whole.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"`AcceleratorState` object has no attribute `{name}`. This happens if `AcceleratorState._reset_state()` was "
+                "called and an `Accelerator` or `PartialState` was not reinitialized."
+            )
+        raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
+
+
+settle(__name__, "accelerate.state")

@@ -1,0 +1,205 @@
+"""The transform that compiles repeated blocks without making the training wait for the compiler.
+
+The first two training steps run eagerly and show a block's inputs. If both are alike, a process of its own compiles a copy of the block
+without its weights for them, which fills the compiler's caches on disk; when it is done, the blocks are compiled in place, and find
+their code there. Until then, and if anything goes wrong, the model runs as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hasten import trees
+from hasten.config.compiling import TorchDynamoPlugin
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import get_logger
+from hasten.strategies.base import Stage, Wish, is_trainable
+from hasten.strategies.blocks import repeated_blocks
+from hasten.strategies.compiling import SETTLING, is_compiled, is_settling, options, uncompiled
+
+log = get_logger(__name__)
+
+_OFF = "performance={'compile': False} turns it off"
+
+
+class CompileAhead:
+    """Compiles each repeated block in place once that takes no time any more."""
+
+    stage = Stage.COMPILE_BLOCKS
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        name = type(model).__name__
+        blocks = [block for _, block in repeated_blocks(model) if not is_compiled(block)]
+        if not wish.train or not is_trainable(model) or is_settling(model):
+            return model
+        if not blocks:
+            log.info("performance: %s is not compiled: it has no repeated block", name)
+        elif why := _no_compiler(ctx.device):
+            log.info("performance: %s is not compiled: %s", name, why)
+        else:
+            _Look(blocks, name)
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        for part in model.modules():
+            look = vars(part).get(SETTLING)
+            if isinstance(look, _Look):
+                look.close()
+            uncompiled(part)
+        return model
+
+
+def _no_compiler(device: torch.device) -> str:
+    match device.type:
+        case "cuda":
+            return "" if importlib.util.find_spec("triton") else "Triton, which makes kernels for it, is not installed"
+        case "cpu":
+            return "" if shutil.which("g++") else "there is no g++ on this machine"
+    return f"compiling ahead was not tried on {device.type}"
+
+
+class _Look:
+    """Looks at the calls of one block, and waits for the process that compiles it."""
+
+    waits = True
+
+    def __init__(self, blocks: list[nn.Module], name: str) -> None:
+        self._blocks = blocks
+        self._name = name
+        self._first: object = None
+        self._process: subprocess.Popen[str] | None = None
+        self._loading = threading.Thread(
+            target=import_module, args=("torch._inductor.compile_fx",), name="hasten-load-compiler", daemon=True
+        )
+        self._handle: RemovableHandle = blocks[0].register_forward_pre_hook(self, with_kwargs=True)
+        vars(blocks[0])[SETTLING] = self
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's own
+        if not block.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if self._process is not None:
+            self._finish(self._process)
+            return
+        shown = [
+            (leaf.shape, leaf.dtype, leaf.stride(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+            for leaf in trees.leaves((args, kwargs))
+        ]
+        if self._first is None:
+            self._first = shown
+        elif self._first != shown:
+            self._give_up("shapes of its inputs change from step to step, and each would be compiled anew")
+        else:
+            try:
+                self._process = _start(_without_weights(block), block, args, kwargs)
+                self._loading.start()  # seconds, which the first compiled step need not spend
+            except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, OSError) as error:
+                self._give_up(f"its block cannot be copied to another process ({error})")
+
+    def _finish(self, process: subprocess.Popen[str]) -> None:
+        code = process.poll()
+        if code is None or self._loading.is_alive():
+            return
+        said = process.stderr.read().strip().splitlines() if process.stderr is not None else []
+        self.close()
+        if code:
+            why = said[-1] if said else f"exit code {code}"
+            log.info("performance: %s is not compiled: compiling its block ahead failed (%s)", self._name, why)
+            return
+        chosen = options(TorchDynamoPlugin(backend="inductor"))
+        for block in self._blocks:
+            block.compile(**chosen)
+        log.info(
+            "performance: the %d blocks of %s are compiled from now on: their code was made in the background, results are equal "
+            "except for rounding; %s",
+            len(self._blocks),
+            self._name,
+            _OFF,
+        )
+
+    def _give_up(self, why: str) -> None:
+        self.close()
+        log.info("performance: %s is not compiled: %s", self._name, why)
+
+    def close(self) -> None:
+        """Look at nothing any more, and end the process."""
+        self._handle.remove()
+        vars(self._blocks[0])[SETTLING] = None
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.kill()
+            self._process.wait()
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoLook:
+        """A copy of the model is not looked at."""
+        return _NoLook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nor is a pickled one."""
+        return _NoLook, ()
+
+
+class _NoLook:
+    """What a copy of a block has in the place of a look."""
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's own
+        return None
+
+
+def _without_weights(block: nn.Module) -> nn.Module:
+    """A copy of the block whose parameters have no memory."""
+    return copy.deepcopy(block, {id(p): nn.Parameter(_empty(p), p.requires_grad) for p in block.parameters()})
+
+
+def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subprocess.Popen[str]:  # Any: the user's own
+    """Compile the copy of a block in another process."""
+    device = next((tensor.device for tensor in (*block.parameters(), *block.buffers())), torch.device("cpu"))
+    content = {
+        "block": bare,
+        "inputs": trees.map_tensors(lambda t: _empty(t).requires_grad_(t.requires_grad), (args, kwargs)),
+        "device": str(device),
+        "autocast": torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None,
+        "tf32": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "options": options(TorchDynamoPlugin(backend="inductor")),
+    }
+    folder = Path(tempfile.mkdtemp(prefix="hasten_compile_"))
+    target = folder / "block.pkl"
+    try:
+        target.write_bytes(cloudpickle.dumps(content))
+        Path(f"{target}.paths").write_text("\0".join(sys.path), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hasten.strategies.compile_worker", str(target)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    weakref.finalize(process, shutil.rmtree, folder, ignore_errors=True)
+    weakref.finalize(block, process.kill)  # a training that ends first
+    return process
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    """A tensor of the same layout without memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

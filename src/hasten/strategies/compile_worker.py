@@ -1,0 +1,53 @@
+"""The program of `strategies.compile_ahead`: compiles one block for given inputs, to fill the compiler's caches. Imported by nobody."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten import trees
+
+
+def main(argv: list[str]) -> int:
+    """Compile the block of a file written by the process that waits for it."""
+    os.nice(10)  # the training goes first
+    sys.path[:0] = [entry for entry in _paths(argv[0]) if entry not in sys.path]
+    told: dict[str, Any] = pickle.loads(Path(argv[0]).read_bytes())  # written by this process's parent a moment ago
+    device = torch.device(told["device"])
+    torch.set_float32_matmul_precision(told["tf32"])
+    torch.set_num_threads(told["threads"])
+    block: nn.Module = told["block"]
+    for part in block.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(_filled(parameter, device), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    args, kwargs = trees.map_tensors(lambda t: _filled(t, device).requires_grad_(t.requires_grad), told["inputs"])
+    block.train().compile(**told["options"])
+    with torch.autocast(device.type, told["autocast"], enabled=told["autocast"] is not None):
+        out = block(*args, **kwargs)
+    losses = [tensor.float().sum() for tensor in trees.tensors(out) if tensor.requires_grad]
+    torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return 0
+
+
+def _filled(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
+
+
+def _paths(file: str) -> list[str]:
+    """Where the modules of the script are found."""
+    found: list[str] = Path(f"{file}.paths").read_text(encoding="utf-8").split("\0")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,212 @@
+"""Several machines on one: network namespaces as hosts, with launchers on them, to be killed and cut off. Linux, as root."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hasten.runtime import env as environment
+
+_CLONE_NEWNET: Final = 0x40000000
+_CLONE_NEWUTS: Final = 0x04000000
+
+Zygote = subprocess.Popen[str]
+"""A warm process that becomes `hasten launch` in a fork for every line of its input."""
+
+
+def ip(*words: str) -> None:
+    """Change the network."""
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+def why_impossible() -> str:
+    """Why hosts cannot be made here; empty where they can."""
+    probe = f"hasten-probe-{os.getpid()}"
+    try:
+        ip("netns", "add", probe)
+        ip("-n", probe, "link", "add", "br0", "type", "bridge")
+    except FileNotFoundError as error:
+        return f"the command {error.filename} is not installed"
+    except subprocess.CalledProcessError as error:
+        return f"network namespaces cannot be made here: {error.stderr.strip()}"
+    finally:
+        subprocess.run(["sh", "-c", f"command -v ip >/dev/null && ip netns del {probe}"], capture_output=True)
+    return ""
+
+
+def enter(network: str, name: str = "") -> None:
+    """Move this process into the network namespace behind a path; with `name`, give it a host name of its own there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = os.open(network, os.O_RDONLY)
+    if libc.setns(descriptor, _CLONE_NEWNET) or (name and libc.unshare(_CLONE_NEWUTS)):
+        raise OSError(ctypes.get_errno(), "cannot enter the namespace")
+    os.close(descriptor)
+    if name:
+        socket.sethostname(name)
+
+
+@dataclass(slots=True)
+class Host:
+    """One namespace that stands for a host."""
+
+    namespace: str
+    name: str
+    address: str
+    cable: tuple[str, str]
+    """The namespace of the switch and the port in it."""
+
+    @property
+    def processes(self) -> list[int]:
+        """Everything that runs on this host."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+    def kill(self) -> None:
+        """Kill everything that runs on this host and empty its memory, as if its power went."""
+        found = self.processes
+        memories = {memory for pid in found if (memory := _memory_of(pid))}
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:  # ended meanwhile
+                continue
+        for memory in memories:
+            shutil.rmtree(memory, ignore_errors=True)
+
+    def unplug(self) -> None:
+        """Cut the link between this host and the others; nobody is told, packets just go nowhere."""
+        ip("-n", self.cable[0], "link", "set", self.cable[1], "nomaster")
+
+
+def _memory_of(pid: int) -> str:
+    """The folder in memory that the launcher of a process has made."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((v.partition(b"=")[2].decode() for v in variables if v.startswith(b"HASTEN_MEMORY_FOLDER=")), "")
+
+
+@contextmanager
+def hosts(count: int) -> Iterator[list[Host]]:
+    """`count` hosts that reach each other; everything on them is killed at the end."""
+    tag = f"hst{os.getpid()}"
+    switch = f"{tag}-switch"
+    made = [Host(f"{tag}-{i}", f"host-{'abcdef'[i]}", f"10.77.0.{i + 1}", (switch, f"port{i}")) for i in range(count)]
+    try:
+        for space in (switch, *(host.namespace for host in made)):
+            ip("netns", "add", space)
+        ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        ip("-n", switch, "link", "set", "br0", "up")
+        for i, host in enumerate(made):
+            ip("-n", switch, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+            ip("-n", switch, "link", "set", f"port{i}", "master", "br0", "up")
+            ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.namespace, "link", "set", "eth0", "up")
+            ip("-n", host.namespace, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for host in made:
+            host.kill()
+        for space in (switch, *(host.namespace for host in made)):
+            subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+
+@dataclass(slots=True)
+class Machine:
+    """A host and the launcher on it."""
+
+    zygote: Zygote
+    host: Host
+    output: Path = Path()
+    launcher: int = 0
+    """The process that runs `hasten launch` on this host."""
+
+    @property
+    def name(self) -> str:
+        """The host's name."""
+        return self.host.name
+
+    @property
+    def namespace(self) -> str:
+        """The host's network namespace."""
+        return self.host.namespace
+
+    @property
+    def processes(self) -> list[int]:
+        """Everything that runs on this host."""
+        return self.host.processes
+
+    def start(self, folder: Path, words: list[str], **variables: str) -> None:
+        """Start `hasten launch` on this host."""
+        self.output = folder / f"{self.name}-{time.monotonic_ns()}"
+        argv = ["launch", "--cpu", *words]
+        names = {"namespace": self.namespace, "host": self.name, "folder": str(folder), "output": str(self.output)}
+        assert self.zygote.stdin is not None
+        assert self.zygote.stdout is not None
+        self.zygote.stdin.write(json.dumps({**names, "argv": argv, "variables": variables}) + "\n")
+        self.zygote.stdin.flush()
+        self.launcher = int(self.zygote.stdout.readline())
+
+    @property
+    def said(self) -> str:
+        """What was printed on this host until now."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def wait_for(self, words: str, seconds: float = 60.0) -> None:
+        """Return when these words were printed."""
+        deadline = time.monotonic() + seconds
+        while words not in self.said:
+            assert time.monotonic() < deadline, f"{self.name} never said {words!r}:\n{self.said}"
+            time.sleep(0.02)
+
+    def end(self, seconds: float = 60.0) -> tuple[int, str]:
+        """Exit code and everything that was printed."""
+        code, deadline = Path(f"{self.output}.code"), time.monotonic() + seconds
+        while not code.exists():
+            assert time.monotonic() < deadline, f"{self.name} did not end:\n{self.said}"
+            time.sleep(0.02)
+        return int(code.read_text()), self.said
+
+    def kill(self) -> None:
+        """Kill everything that runs on this host and empty its memory, as if its power went."""
+        self.host.kill()
+
+    def unplug(self) -> None:
+        """Cut the link between this host and the others."""
+        self.host.unplug()
+
+
+@contextmanager
+def machines(zygote: Zygote, count: int) -> Iterator[list[Machine]]:
+    """`count` hosts, on each of which launchers can be started."""
+    with hosts(count) as made:
+        yield [Machine(zygote, host) for host in made]
+
+
+@contextmanager
+def warm_launcher(script: Path, home: Path) -> Iterator[Zygote]:
+    """The process that launchers are forked from; `script` is its program, `home` the folder for hasten's own files."""
+    env = {**environment.snapshot(), "HASTEN_HOME": str(home), "HF_HOME": str(home), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, str(script)], stdin=pipe, stdout=pipe, text=True, env=env) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def meet(count: int) -> list[str]:
+    """The flags that every machine of a job gets."""
+    return [f"--num_machines={count}", "--main_process_ip=10.77.0.1", "--main_process_port=29517"]

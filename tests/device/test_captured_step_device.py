@@ -1,0 +1,132 @@
+"""capture_step() on a real GPU: a step as one CUDA graph trains as the plain loop does, and notices what a graph would freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasten.accelerator.facade import Accelerator
+from hasten.errors import HastenWarning
+
+pytestmark = pytest.mark.device
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started() -> None:
+    """The driver's handles stay for the life of the process; they are no test's leak."""
+    if not torch.cuda.is_available():
+        pytest.skip("CUDA graphs need a CUDA device")
+    torch.zeros(2, device="cuda").add_(1)
+
+
+class Run:
+    """One training: a model with dropout and batch norm, AdamW and a schedule."""
+
+    def __init__(self, performance: str, captured: bool, kind: Any = torch.optim.AdamW, **settings: Any) -> None:
+        torch.manual_seed(0)
+        torch.cuda.manual_seed(0)
+        self.accelerator = Accelerator(performance=performance, **settings)
+        net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+        made: torch.optim.Optimizer = kind(net.parameters(), lr=1e-2, fused=True)
+        schedule = torch.optim.lr_scheduler.LinearLR(made, 1.0, 0.1, total_iters=12)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(net, made, schedule)
+        self.step: Callable[[Tensor, Tensor], Tensor] = (
+            self.accelerator.capture_step(self._step) if captured else self._step
+        )
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.model(x), y)
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def train(self, numbers: range, rows: Callable[[int], int] = lambda number: 8) -> list[float]:
+        losses = []
+        for number in numbers:
+            made = torch.Generator().manual_seed(number)
+            x = torch.randn(rows(number), 16, generator=made).cuda()
+            y = torch.randint(4, (rows(number),), generator=made).cuda()
+            losses.append(self.step(x, y).detach())
+            self.schedule.step()
+        return [loss.item() for loss in losses]
+
+
+def weights(run: Run) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in (*run.model.parameters(), *run.model.buffers())]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_captured_step_trains_as_the_plain_one(kind: Any, precision: str) -> None:
+    plain = Run("off", False, kind, mixed_precision=precision)
+    expected = plain.train(range(14))
+    held = Run("auto", True, kind, mixed_precision=precision)
+    found = held.train(range(14))
+    step: Any = held.step
+    assert not step.refusal
+    assert step._graphs, "nothing was captured"
+    assert found == pytest.approx(expected, rel=1e-4)
+    for a, b in zip(weights(held), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    assert held.optimizer.num_updates == plain.optimizer.num_updates == 14
+    assert held.accelerator.clock.num_updates == 14
+    assert held.schedule.get_last_lr() == plain.schedule.get_last_lr()
+
+
+def test_other_shapes_have_graphs_of_their_own() -> None:
+    def rows(number: int) -> int:
+        return 5 if number % 4 == 3 else 8
+
+    expected = Run("off", False).train(range(24), rows)
+    held = Run("auto", True)
+    assert held.train(range(24), rows) == pytest.approx(expected, rel=1e-4)
+    step: Any = held.step
+    assert len(step._graphs) == 2
+
+
+def test_loaded_state_and_changed_options_are_noticed() -> None:
+    plain, held = Run("off", False), Run("auto", True)
+    for run in (plain, held):
+        run.train(range(8))
+        state = run.optimizer.state_dict()
+        run.train(range(8, 10))
+        run.optimizer.load_state_dict(state)  # torch makes new tensors
+        run.optimizer.param_groups[0]["weight_decay"] = 0.5
+    assert held.train(range(10, 18)) == pytest.approx(plain.train(range(10, 18)), rel=1e-4)
+
+
+def test_losses_of_replays_are_watched() -> None:
+    held = Run("auto", True)
+    held.train(range(8))
+    with torch.no_grad():
+        next(held.model.parameters()).fill_(float("nan"))
+
+    def to_the_end() -> None:
+        held.train(range(8, 12))
+        held.accelerator.end_training()
+
+    with pytest.warns(HastenWarning, match="loss"):
+        to_the_end()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"mixed_precision": "fp16"}, "fp16"),
+        ({"numbers": "stop"}, "numbers=stop"),
+        ({"gradient_accumulation_steps": 2}, "accumulated"),
+        ({"performance": {"step_graph": False}}, "step_graph is off"),
+    ],
+)
+def test_what_a_graph_cannot_hold_runs_as_it_is(settings: dict[str, Any], why: str) -> None:
+    accelerator = Accelerator(**{"performance": "auto", **settings})
+    step = accelerator.capture_step(lambda x: x)
+    assert why in step.refusal
+    assert step(3) == 3

@@ -1,0 +1,106 @@
+"""performance="auto" makes choices where they apply, says why it does not elsewhere, and trains to the same losses."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasten.accelerator.facade import Accelerator
+from hasten.config.base import given
+from hasten.config.performance import PerformanceSettings
+from hasten.config.resolve import resolve
+from hasten.errors import ArgumentError, ConfigError
+from hasten.optim import fused
+from hasten.strategies.choose import chooses_speed
+
+
+@pytest.mark.parametrize(
+    ("value", "active"),
+    [
+        (None, False),
+        ("off", False),
+        ("auto", True),
+        ({"fused": False}, True),
+        ({"mode": "off", "fused": False}, False),
+        (PerformanceSettings(step_graph=False), True),
+        (PerformanceSettings(mode="off"), False),
+    ],
+)
+def test_one_word_a_mapping_or_the_class_turn_it_on(value: Any, active: bool) -> None:
+    found = resolve(code={"performance": value}).config.performance
+    assert chooses_speed(found) is active
+    if isinstance(value, PerformanceSettings):
+        assert given(found) == given(value)
+
+
+def test_a_wrong_name_or_word_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'performance\.fused'"):
+        Accelerator(performance={"fusd": False}, cpu=True)
+    with pytest.raises(ConfigError, match="auto"):
+        Accelerator(performance="atuo", cpu=True)
+
+
+def train(performance: Any, captured: bool) -> list[float]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(performance=performance, cpu=True)
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    run = accelerator.capture_step(step) if captured else step
+    losses = []
+    for number in range(8):
+        made = torch.Generator().manual_seed(number)
+        losses.append(run(torch.randn(4, 8, generator=made), torch.randint(4, (4,), generator=made)).item())
+    return losses
+
+
+def test_losses_are_the_same_with_and_without_it() -> None:
+    plain = train("off", False)
+    assert train("auto", False) == plain  # nothing acts on a CPU in so few steps
+    assert train("auto", True) == plain
+    assert train("off", True) == plain
+
+
+def test_on_a_cpu_every_choice_says_why_it_is_not_made(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "hasten"):
+        train("auto", True)
+    said = [record.getMessage() for record in caplog.records]
+    assert len([text for text in said if "AdamW stays as it is" in text and "cpu" in text]) == 1
+    assert len([text for text in said if "step() runs as it is" in text and "CUDA device" in text]) == 1
+
+
+def test_a_captured_step_keeps_its_name_and_returns_no_gradients() -> None:
+    accelerator = Accelerator(performance="auto", cpu=True)
+
+    @accelerator.capture_step
+    def whole(x: Tensor) -> dict[str, Tensor]:
+        """What it does."""
+        return {"loss": x.sum()}
+
+    assert (whole.__name__, whole.__doc__) == ("whole", "What it does.")  # type: ignore[attr-defined]
+    assert not whole(torch.ones(2, requires_grad=True))["loss"].requires_grad
+    with pytest.raises(ArgumentError, match="capture_step"):
+        accelerator.capture_step(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"fused": False}, "fused=False"), ({"foreach": True}, "foreach=True"), ({}, "on cpu")],
+)
+def test_what_was_asked_of_an_optimizer_stays(options: dict[str, Any], why: str) -> None:
+    net = nn.Linear(2, 2)
+    assert why in fused.refusal(torch.optim.AdamW(net.parameters(), **options))
+    assert "no fused Rprop" in fused.refusal(torch.optim.Rprop(net.parameters()))
+    assert not fused.refusal(torch.optim.AdamW(net.parameters(), fused=True))

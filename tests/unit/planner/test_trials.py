@@ -1,0 +1,84 @@
+"""Every value that `hasten tune` may try runs in a real trial on a CPU, as far as a CPU has it, and trains to the same losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hasten.planner.tuning import HALF, SAME, Outcome, difference
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(310)]
+
+SCRIPT = Path(__file__).with_name("trained.py")
+UPDATES, WARM_UP = 6, 3
+ALONE: tuple[tuple[dict[str, Any], float], ...] = (  # Any: numbers, names and flags
+    ({"num_workers": 2}, SAME),
+    ({"prefetch": 0}, SAME),
+    ({"prefetch": 4}, SAME),
+    ({"fused": True}, SAME),
+    ({"channels_last": True}, SAME),
+    ({"mixed_precision": "bf16"}, HALF),
+    ({"tf32": True}, HALF),
+    ({"step_graph": True}, SAME),
+    ({"recompute": ["Block"]}, SAME),
+    ({"compile": "regional"}, SAME),
+    ({"compile": "whole"}, SAME),
+    ({"fused": True, "compile": "regional", "num_workers": 1, "recompute": ["Block"]}, SAME),
+)
+
+
+def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> Outcome:
+    """What a trial with these values measures."""
+    told, result = folder / "spec.json", folder / "result.json"
+    spec = {"values": values, "result": str(result), "warmup": WARM_UP, "updates": UPDATES}
+    told.write_bytes(msgspec.json.encode(spec))
+    command = [sys.executable, "-m", "hasten.planner.trial"]
+    if processes > 1:
+        launch = ["hasten.cli.main", "launch", "--cpu", "--num_processes", str(processes), "--module"]
+        command = [sys.executable, "-m", *launch, "hasten.planner.trial"]
+    done = subprocess.run([*command, str(told), str(SCRIPT)], capture_output=True, text=True, timeout=300, cwd=folder)
+    assert result.is_file(), done.stderr
+    return msgspec.json.decode(result.read_bytes(), type=Outcome)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The script as it is."""
+    return tried({}, tmp_path_factory.mktemp("base"))
+
+
+def test_the_script_as_it_is(base: Outcome) -> None:
+    assert not base.error
+    assert len(base.losses) == WARM_UP + UPDATES + 1
+    assert (base.batch_size, base.convolutions, base.whole_step, base.precision) == (4, True, True, "no")
+    assert base.block_classes == ("Block",)
+    assert base.step_s > 0
+
+
+@pytest.mark.parametrize(("values", "tolerance"), ALONE, ids=lambda value: str(value))
+def test_a_value_trains_to_the_same_losses(
+    values: dict[str, Any], tolerance: float, base: Outcome, tmp_path: Path
+) -> None:
+    found = tried(values, tmp_path)
+    assert not found.error
+    assert len(found.losses) == len(base.losses)
+    assert difference(base.losses, found.losses) <= tolerance
+    assert not (tmp_path / "must_not_be_there").exists()
+
+
+def test_another_batch_size_is_measured(base: Outcome, tmp_path: Path) -> None:
+    found = tried({"batch_size": 8}, tmp_path)
+    assert (found.error, found.batch_size) == ("", 8)
+
+
+def test_bucket_sizes_on_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    plain, found = tried({}, tmp_path / "a", 2), tried({"bucket_cap_mb": 50}, tmp_path, 2)
+    assert not plain.error
+    assert not found.error
+    assert difference(plain.losses, found.losses) <= SAME
