@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import torch.distributed.elastic.multiprocessing.api as processes
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult
@@ -34,6 +35,7 @@ OVERRIDDEN: Final = {
 }
 OPTIONAL: Final = ("timeout",)
 """Arguments of newer versions that TorchAgent takes and does without."""
+HANDLER: Final = "_terminate_process_handler"
 ATTRIBUTES: Final = ("_remaining_restarts", "_pcontext", "_worker_group")
 
 
@@ -112,6 +114,7 @@ def test_the_attributes_are_there(tmp_path: Path) -> None:
     agent = made_agent(tmp_path, "true", Recorder([0], []), restarts=3)
     assert [name for name in ATTRIBUTES if not hasattr(agent, name)] == []
     assert agent._remaining_restarts == 3
+    assert list(inspect.signature(getattr(processes, HANDLER)).parameters) == ["signum", "frame"]
     assert agent.ends() == []
 
 
@@ -168,3 +171,14 @@ def test_a_signal_gives_the_processes_the_time_the_supervisor_says(tmp_path: Pat
     assert recorder.stopped == [signal.SIGTERM]
     assert [end.code for end in agent.ends()] == [85, 85]
     assert SHUTDOWN_S < 20
+
+
+def test_a_signal_during_the_start_stops_every_process(tmp_path: Path) -> None:
+    recorder = Recorder([0], [])
+    script = "[ $LOCAL_RANK = 0 ] && kill -TERM $PPID; exec sleep 60"
+    agent = made_agent(tmp_path, script, recorder, count=8)
+    with pytest.raises(SignalException) as caught:
+        agent.run()
+    assert caught.value.sigval == signal.SIGTERM
+    assert recorder.stopped == [signal.SIGTERM]
+    assert [end.code for end in agent.ends()] == [-signal.SIGTERM] * 8

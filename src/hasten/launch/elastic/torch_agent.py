@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Final, Protocol
 
+import torch.distributed.elastic.multiprocessing.api as processes
 from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -81,7 +84,8 @@ class TorchAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         own = self._remaining_restarts
         self._remaining_restarts = worker_group.spec.max_restarts - self._supervisor.restart_count()
-        started: dict[int, int] = super()._start_workers(worker_group)
+        with _signals_deferred():
+            started: dict[int, int] = super()._start_workers(worker_group)
         self._remaining_restarts = self._supervisor.restarts_left(own)
         self._supervisor.started(started.values())
         return started
@@ -102,3 +106,27 @@ class TorchAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         if not self._supervisor.finished():
             super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Let signals take effect at the end of the block.
+
+    Torch's handler raises. In the middle of a start it would lose the handles of processes that already run, which nobody stops then.
+    """
+    raising = processes._terminate_process_handler
+    received: list[int] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+
+    processes._terminate_process_handler = remember
+    try:
+        yield
+    finally:
+        processes._terminate_process_handler = raising
+        for number in signal.valid_signals():
+            if signal.getsignal(number) is remember:
+                signal.signal(number, raising)
+    if received:
+        raising(received[0], None)
