@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +18,7 @@ from torch.distributed import TCPStore
 from hasten import Accelerator
 from hasten.cli.main import main
 from hasten.launch.network import free_port
+from hasten.launch.selfcheck import CheckFailed, measured_links
 from hasten.launch.selfcheck import run as self_check
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -33,6 +35,29 @@ def native_leftovers() -> None:
 @ranks(1, 2)
 def test_the_self_check_passes_on_real_ranks(ctx: ProcessContext) -> None:
     assert self_check(Accelerator(cpu=True, context=ctx))
+
+
+@ranks(4)
+def test_links_are_measured_inside_machines_and_between_them(ctx: ProcessContext) -> None:
+    place = replace(ctx.topology, node_rank=ctx.rank // 2, local_rank=ctx.rank % 2, local_world_size=2)
+    links = measured_links(Accelerator(cpu=True, context=replace(ctx, topology=place)))
+    assert (links.device, links.machines, links.per_machine) == ("cpu", 2, 2)
+    assert links.node_gb_s is not None
+    assert links.node_gb_s > 0
+    assert links.network_gb_s is not None
+    assert links.network_gb_s > 0
+
+
+@ranks(2)
+def test_a_machine_alone_has_no_network(ctx: ProcessContext) -> None:
+    links = measured_links(Accelerator(cpu=True, context=ctx))
+    assert links.node_gb_s is not None
+    assert links.network_gb_s is None
+
+
+def test_one_process_has_no_links() -> None:
+    with pytest.raises(CheckFailed, match="start two or more"):
+        measured_links(Accelerator(cpu=True))
 
 
 def test_the_self_check_tells_which_rank_fails(capsys: pytest.CaptureFixture[str]) -> None:

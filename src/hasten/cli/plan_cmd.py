@@ -18,6 +18,7 @@ from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.planner import hardware, report
 from hasten.planner.search import Plan, Request, search
+from hasten.runtime import links
 from hasten.runtime.bytes_plan import size
 
 _ABOUT = """target:
@@ -42,6 +43,8 @@ def main(argv: Sequence[str]) -> int:
     accelerator = hardware.find(given.gpu, known)
     if given.gpus_per_node:
         accelerator = replace(accelerator, per_node=given.gpus_per_node)
+    if given.links:
+        accelerator = hardware.linked(accelerator, links.read(given.links))
     request = Request(
         gpus=given.gpus,
         accelerator=accelerator,
@@ -139,6 +142,12 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus-per-node", "--gpus_per_node", type=int, help="GPUs in one machine (default: by the kind)"
     )
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file with GPUs of your own")
+    parser.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="speeds of links measured by `hasten test --links FILE`, in place of the table's",
+    )
     parser.add_argument("--tf32", action="store_true", help="count on TF32 for fp32 products")
     parser.add_argument("--no-offload", "--no_offload", action="store_true", help="leave host memory alone")
     parser.add_argument("--rows", type=int, default=10, help="rows of the table")

@@ -31,6 +31,11 @@ def main(argv: Sequence[str]) -> int:
         "--only", metavar="ddp,fsdp2,bf16", help="with --matrix: these backends, precisions or cells alone"
     )
     parser.add_argument("--json", action="store_true", help="with --matrix: print the table as JSON")
+    parser.add_argument(
+        "--links",
+        metavar="FILE",
+        help="also measure the links inside machines and between them, for `hasten plan --links FILE`",
+    )
     parser.add_settings()
     given = parser.parse_args(argv)
     if given.matrix:
@@ -40,7 +45,10 @@ def main(argv: Sequence[str]) -> int:
     as_module = Entry(("launch", "module"), "true", Source("flag", "hasten test"), text=True)
     job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
     job = job_module.prepare(
-        ["hasten.launch.selfcheck"], settings=[*given.settings, as_module], config_file=given.config_file, typed=argv
+        ["hasten.launch.selfcheck", *([] if given.links is None else [given.links])],
+        settings=[*given.settings, as_module],
+        config_file=given.config_file,
+        typed=argv,
     )
     if given.dry_run:
         sys.stdout.write(job.plan.render() + "\n")
@@ -51,10 +59,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _matrix(given: argparse.Namespace) -> int:
     others = [entry.name for entry in given.settings if entry.path != ("cpu",)]
-    if others or given.config_file or given.dry_run:
-        named = [*others, *(("config_file",) if given.config_file else ()), *(("dry_run",) if given.dry_run else ())]
+    others += [name for name in ("config_file", "dry_run", "links") if getattr(given, name)]
+    if others:
         raise ConfigError(
-            f"{named[0]} was given with --matrix, whose cells have settings of their own, so that it would not act; leave it out, or "
+            f"{others[0]} was given with --matrix, whose cells have settings of their own, so that it would not act; leave it out, or "
             "choose cells with --only. (--cpu acts.)"
         )
     room = import_module("hasten.cli.matrix")  # rich, and a look at the machine

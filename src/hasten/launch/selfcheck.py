@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from hasten.accelerator.facade import Accelerator
 from hasten.comm.ops import gather_object
 from hasten.runtime.axes import BATCH
+from hasten.runtime.links import Links
+from hasten.runtime.shared_groups import group_of
 
 Check = Callable[[Accelerator], str]
 
@@ -107,20 +110,58 @@ def bandwidth(accelerator: Accelerator) -> str:
     size = accelerator.num_processes
     if size == 1:
         return "one process, nothing to reduce"
+    speed, num_bytes, seconds = _all_reduce(accelerator, list(range(size)))
+    return f"{speed:.2f} GB/s over {size} processes ({num_bytes >> 20} MiB, {seconds * 1e3:.1f} ms)"
+
+
+def measured_links(accelerator: Accelerator) -> Links:
+    """The speed of the links inside machines and between them, as collectives reach it. Ranks: every rank.
+
+    Raises: CheckFailed where there is one process only.
+    """
+    _expect(
+        accelerator.num_processes > 1, "there are no links between the processes of a job of one; start two or more"
+    )
+    topology = accelerator.ctx.topology
+    machines = gather_object(topology.node_rank, accelerator.comm)
+    beside = [rank for rank, machine in enumerate(machines) if machine == topology.node_rank]
+    node = _all_reduce(accelerator, beside)[0] if len(beside) > 1 else None
+    between = _all_reduce(accelerator, list(range(len(machines))))[0] if len(set(machines)) > 1 else None
+    everywhere = zip(*gather_object((node, between), accelerator.comm), strict=True)
+    slowest = [min(found) if all(found) else None for found in everywhere]
+    return Links(
+        device=_device_name(accelerator),
+        machines=len(set(machines)),
+        per_machine=len(beside),
+        node_gb_s=slowest[0],
+        network_gb_s=None if slowest[1] is None else slowest[1] / len(beside),
+    )
+
+
+def _device_name(accelerator: Accelerator) -> str:
+    return (
+        torch.cuda.get_device_name(accelerator.device) if accelerator.device.type == "cuda" else accelerator.device.type
+    )
+
+
+def _all_reduce(accelerator: Accelerator, members: list[int]) -> tuple[float, int, float]:
+    """GB/s of each link in an all-reduce among `members`, its bytes and its seconds. Ranks: every rank; groups do not overlap."""
     on_cpu = accelerator.device.type == "cpu"
     numbers, repeats = (1 << 20, 5) if on_cpu else (1 << 26, 10)
-    block = torch.ones(numbers, device=accelerator.device)
-    accelerator.comm.all_reduce(block)
+    group = group_of(members)
+    block = torch.zeros(numbers, device=accelerator.device)
+    dist.all_reduce(block, group=group)
     accelerator.wait_for_everyone()
     start = time.perf_counter()
     for _ in range(repeats):
-        result = accelerator.comm.all_reduce(block)
+        block.fill_(1.0)
+        dist.all_reduce(block, group=group)
     if not on_cpu:
         torch.accelerator.synchronize()
     seconds = (time.perf_counter() - start) / repeats
-    _expect(float(result[0]) == size, f"all_reduce of ones gave {float(result[0])}")
-    bytes_moved = numbers * 4 * 2 * (size - 1) / size
-    return f"{bytes_moved / seconds / 1e9:.2f} GB/s over {size} processes ({numbers * 4 >> 20} MiB, {seconds * 1e3:.1f} ms)"
+    _expect(float(block[0]) == len(members), f"an all-reduce of ones gave {float(block[0])}")
+    moved = numbers * 4 * 2 * (len(members) - 1) / len(members)
+    return moved / seconds / 1e9, numbers * 4, seconds
 
 
 CHECKS: Final[tuple[tuple[str, Check], ...]] = (
@@ -184,10 +225,20 @@ def _trained_alone(data: Rows, batch_size: int) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def _written(accelerator: Accelerator, file: str) -> str:
+    links = measured_links(accelerator)
+    if accelerator.is_main_process:
+        links.write(file)
+    inside = "" if links.node_gb_s is None else f"{links.node_gb_s:.2f} GB/s inside a machine, "
+    between = "" if links.network_gb_s is None else f"{links.network_gb_s:.2f} GB/s between machines for each process, "
+    return f"{inside}{between}written to {file}"
+
+
 def main() -> int:
-    """Check under the settings that the launcher handed over."""
+    """Check under the settings that the launcher handed over; the argument is a file for measured link speeds."""
     accelerator = Accelerator()
-    good = run(accelerator)
+    file = sys.argv[1] if len(sys.argv) > 1 else None
+    good = run(accelerator, CHECKS if file is None else (*CHECKS, ("links", lambda given: _written(given, file))))
     if accelerator.is_main_process:
         sys.stdout.write("everything works\n" if good else "something does not work, see above\n")
     return 0 if good else 1

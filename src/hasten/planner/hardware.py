@@ -13,6 +13,7 @@ from typing import Any, Final
 import yaml
 
 from hasten.errors import ConfigError
+from hasten.runtime.links import Links
 
 _GIB: Final = 1024**3
 
@@ -217,6 +218,17 @@ def find(name: str, own: Mapping[str, Accelerator] = KNOWN) -> Accelerator:
 
 def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character.isalnum())
+
+
+def linked(accelerator: Accelerator, links: Links) -> Accelerator:
+    """`accelerator` with measured speeds in place of the table's, where there are any. They are what collectives reach, not a peak."""
+    share = accelerator.link_share
+    return replace(
+        accelerator,
+        node_gb_s=links.node_gb_s or accelerator.node_gb_s * share,
+        network_gb_s=links.network_gb_s or accelerator.network_gb_s * share,
+        link_share=1.0,
+    )
 
 
 def read(path: Path | str, known: Mapping[str, Accelerator] = KNOWN) -> dict[str, Accelerator]:
