@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten import Accelerator
+from hasten import Accelerator, ProjectConfiguration
 from hasten.config.parallel import ParallelismConfig, TorchContextParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
@@ -24,6 +25,7 @@ ALL: Final = (*MESHES, ("auto 4", 4), ("fsdp 1", 1), ("fsdp 2", 2), ("tp", 2), (
 SETTINGS: Final = MappingProxyType(
     {
         "pp+tp": {"parallelism_config": ParallelismConfig(pp_size=2, tp_size=2)},
+        "hsdp": {"strategy": "fsdp", "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
         "tp": {"parallelism_config": ParallelismConfig(tp_size=2)},
         "tp+fsdp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)},
         "tp+ddp": {"parallelism_config": ParallelismConfig(tp_size=2, dp_replicate_size=2)},
@@ -79,3 +81,29 @@ def test_sharded_saves_in_the_background(ctx: ProcessContext, tmp_path: Path) ->
     state = held(accelerator, net, optimizer)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     accelerator.end_training()
+
+
+@ranks(4)
+@pytest.mark.parametrize("layout", ["hsdp", "fsdp", "tp+ddp"])
+def test_each_machine_saves_what_it_needs_on_a_disk_of_its_own(
+    ctx: ProcessContext, tmp_path: Path, layout: str
+) -> None:
+    place = replace(ctx.topology, node_rank=ctx.rank // 2, local_rank=ctx.rank % 2, local_world_size=2)
+    project = ProjectConfiguration(project_dir=str(tmp_path / f"disk{place.node_rank}"), save_on_each_node=True)
+    settings = SETTINGS.get(layout, {"strategy": layout})
+
+    def begun(seed: int) -> Run:
+        accelerator = Accelerator(context=replace(ctx, topology=place), project_config=project, **settings)
+        net: nn.Module = seeded(lambda: TinyLM(vocab=11, width=8, heads=2, depth=2, context=6, tied=True), seed)
+        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=True))
+        return accelerator, net, optimizer
+
+    first = begun(1)
+    step(*first)
+    expected = held(*first)
+    first[0].save_state()
+    second = begun(2)
+    second[0].load_state()
+    state = held(*second)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)

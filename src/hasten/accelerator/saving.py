@@ -199,7 +199,11 @@ class Saving:
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
         weights = self._run_save_hooks(group)
         fmt: Format = "safetensors" if safe_serialization else "torch"
-        tree = owned_by_axes(collect(self._parts, fmt, weights), self._is_first)
+        tree = collect(self._parts, fmt, weights)
+        if group.ranks == self._ctx.world.ranks:
+            tree = owned_by_axes(tree, self._is_first)
+        else:  # disks of their own: each machine writes all that its ranks hold
+            tree = self._machine_owners.owned(tree, group.ranks, together)
         if self._ctx.mesh.size(Axis.PP) > 1:
             first = self._ctx.mesh.index(self._ctx.rank, *(axis for axis in Axis if axis is not Axis.PP)) == 0
             tree = over_stages(tree, self._parts.plain_models(), self._ctx.groups(Axis.PP), first)

@@ -179,6 +179,7 @@ NAMES: Final = (
     Name(_AGENT, "_shutdown", (_LAUNCH,), _ELASTIC),
     Name(_AGENT, "_start_workers", (_LAUNCH,), _ELASTIC),
     Name(_AGENT, "_worker_group", (_LAUNCH,), _ELASTIC),
+    Name("torch.distributed.elastic.multiprocessing.api", "_terminate_process_handler", (_LAUNCH,), _ELASTIC),
     Name(
         "torch.distributed.distributed_c10d",
         "_get_default_store",
