@@ -91,7 +91,7 @@ def graph_by_hand(bench: Bench) -> Step:
         raise RuntimeError("for the tiny step only")
     model = bench.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, capturable=True)
-    graph, static, held = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in bench.batches()[0]], []
+    graph, static, losses = torch.cuda.CUDAGraph(), [tensor.clone() for tensor in bench.batches()[0]], []
     keep = [parameter.detach().clone() for parameter in model.parameters()]
 
     def whole() -> Tensor:
@@ -108,7 +108,7 @@ def graph_by_hand(bench: Bench) -> Step:
             whole()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        held.append(whole())
+        losses.append(whole())
     with torch.no_grad():  # from the start again
         for parameter, first in zip(model.parameters(), keep, strict=True):
             parameter.copy_(first)
@@ -119,8 +119,9 @@ def graph_by_hand(bench: Bench) -> Step:
         for mine, given in zip(static, batch, strict=True):
             mine.copy_(given)
         graph.replay()
-        return held[0].clone()
+        return losses[0].clone()
 
+    step.written_by_the_graph = (model, optimizer)  # type: ignore[attr-defined]  # a graph keeps addresses, not tensors
     return step
 
 
