@@ -1,7 +1,9 @@
-"""What the divergence check and the numbers watch cost in a whole loop: DDP on two gloo ranks, a small model with AdamW.
+"""What the always-on watches cost in a whole loop.
 
-    python benchmarks/trust_overhead.py
+    python benchmarks/trust_overhead.py                   # DDP on two gloo ranks, a small model with AdamW
+    python benchmarks/trust_overhead.py --device cuda     # a group of one on the GPU, a tiny step
 
+In a group of one the stall watch, the divergence check and the numbers watch all run as they do among many ranks.
 Loops with and without them take turns of a hundred updates in one process. Shown are milliseconds of the training thread's processor
 time for an update, so that a busy machine does not change them, and by the clock; a ratio is the median of the rounds' ratios.
 """
@@ -14,14 +16,20 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import on_two_ranks
+import torch.distributed as dist
+from loading import RESULTS, versions
+from measuring import on_two_ranks, write_results
 from torch import nn
 from torch.nn import functional as F
 
 from hasten import Accelerator
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.runtime.context import ProcessContext
 
 TURN = 100
 WIDTH, ROWS = 384, 256
@@ -37,14 +45,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def loop(settings: dict[str, Any]) -> Callable[[int], None]:
+def loop(settings: dict[str, Any], device: str = "cpu", rows: int = ROWS) -> Callable[[int], None]:
     """A training loop that runs so many updates when called."""
-    accelerator = Accelerator(cpu=True, **settings)
+    accelerator = Accelerator(cpu=device == "cpu", **settings)
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, 10))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
-    x, y = torch.randn(ROWS, WIDTH), torch.randint(0, 10, (ROWS,))
+    x, y = torch.randn(rows, WIDTH, device=device), torch.randint(0, 10, (rows,), device=device)
 
     def run(updates: int) -> None:
         for _ in range(updates):
@@ -55,19 +63,52 @@ def loop(settings: dict[str, Any]) -> Callable[[int], None]:
     return run
 
 
+def group_of_one(device: str) -> ProcessContext:
+    """This process as the only rank of a real group, with the store that watches write to."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    alone = Accelerator(cpu=device == "cpu", **OFF).ctx
+    assert dist.group.WORLD is not None
+    return replace(alone, world=ProcessGroupComm(dist.group.WORLD, store, alone.device))
+
+
+def measure_alone(rounds: int, device: str) -> dict[str, list[tuple[float, float]]]:
+    """Turns of loops without any watch, and with those of a rank among others."""
+    torch.set_num_threads(1)
+    ctx, every = group_of_one(device), OFF | {"stall": "off"}
+    loops = {
+        "nothing": loop({**every, "context": ctx}, device, 8),
+        "nothing, again": loop({**every, "context": ctx}, device, 8),
+        "stall watch": loop({**OFF, "context": ctx}, device, 8),
+        "divergence every 100": loop({**every, "divergence": "stop", "context": ctx}, device, 8),
+        "numbers=report": loop({**every, "numbers": "report", "context": ctx}, device, 8),
+        "all, as by default": loop({"context": ctx}, device, 8),
+    }
+    return turns(loops, rounds, torch.cuda.synchronize if device == "cuda" else lambda: None)
+
+
 def measure(rounds: int) -> None:
     torch.set_num_threads(1)
-    loops = {name: loop(settings) for name, settings in VARIANTS.items()}
+    spent = turns({name: loop(settings) for name, settings in VARIANTS.items()}, rounds)
+    if os.environ["RANK"] == "0":
+        print(json.dumps(spent))
+
+
+def turns(
+    loops: dict[str, Callable[[int], None]], rounds: int, synchronize: Callable[[], None] = lambda: None
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of each loop's turns: of the training thread's processor time, and by the clock."""
     for run in loops.values():
-        run(20)
+        run(120)
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
     for _ in range(rounds):
         for name, run in loops.items():
+            synchronize()
             cpu, clock = time.thread_time(), time.perf_counter()
             run(TURN)
+            synchronize()
             spent[name].append((time.thread_time() - cpu, time.perf_counter() - clock))
-    if os.environ["RANK"] == "0":
-        print(json.dumps(spent))
+    return spent
 
 
 def table(spent: dict[str, list[tuple[float, float]]]) -> str:
@@ -89,12 +130,26 @@ def table(spent: dict[str, list[tuple[float, float]]]) -> str:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--device", choices=["cpu", "cuda"], help="a group of one on this device")
+    options.add_argument("--out", type=Path, default=RESULTS)
     options.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.worker:
         measure(given.rounds)
         return
-    print(table(on_two_ranks(__file__, "--rounds", str(given.rounds))))
+    if given.device is None:
+        print(table(on_two_ranks(__file__, "--rounds", str(given.rounds))))
+        return
+    spent, known = measure_alone(given.rounds, given.device), versions(given.device)
+    title = (
+        f"# Always-on watches in a group of one\n\n{', '.join(f'{key} {value}' for key, value in known.items())}\n\n"
+    )
+    about = (
+        f"{given.rounds} rounds of {TURN} updates of each loop in turns; ratios are medians of the rounds' ratios.\n\n"
+    )
+    write_results(
+        given.out / f"trust_{given.device}", {"versions": known, "spent": spent}, title + about + table(spent) + "\n"
+    )
 
 
 if __name__ == "__main__":
