@@ -47,7 +47,7 @@ def main() -> int:
     pinned = folder / "constraints.txt"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "setuptools=="))) + "\n")
-    without_torch = _dependencies() + [*OF_TORCH, *FOR_TESTS]
+    without_torch = [*_dependencies(), *OF_TORCH, *FOR_TESTS]
     subprocess.check_call([*pip, "--constraint", str(pinned), *without_torch])
     subprocess.check_call([*pip, "--no-deps", *links, *PINNED])
     subprocess.check_call([*pip, "--no-deps", "--editable", str(ROOT)])

@@ -13,6 +13,7 @@ from hasten.config.base import given
 from hasten.config.performance import PerformanceSettings
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.runtime import env
 from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
@@ -71,8 +72,11 @@ def device_for(config: Config, topology: Topology) -> torch.device:
 
     Raises: DeviceError when the device does not exist.
     """
-    if config.strategy == "xla":
-        device: torch.device = import_module("hasten.strategies.xla").start(topology)  # an optional package
+    found = env.snapshot().get("PJRT_DEVICE") == "TPU" and config.strategy == "auto" and not config.cpu
+    if found:
+        log.info("strategy=auto means xla: PJRT_DEVICE=TPU says that this machine has TPUs")
+    if found or config.strategy == "xla":
+        device: torch.device = import_module("hasten.strategies.xla").start(config, topology)  # an optional package
         return device
     return choose_device(topology.local_rank, config.cpu)
 

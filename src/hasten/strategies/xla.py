@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from hasten.config.base import given
 from hasten.config.root import Config
-from hasten.errors import ConfigError, MissingPackageError
+from hasten.errors import ConfigError, DeviceError, MissingPackageError
 from hasten.optional import check_installed, need
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.topology import Topology
@@ -29,12 +29,14 @@ VERSIONS: Final = ">=2.9,<2.10"
 _WHY: Final = "strategy='xla'"
 
 
-def start(topology: Topology) -> torch.device:
+def start(config: Config, topology: Topology) -> torch.device:
     """The device that stands for all devices of this host, with SPMD switched on.
 
     Its random numbers follow from torch's seed.
-    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started.
+    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started, or a
+    setting cannot be honoured; DeviceError after a backward pass on the CPU.
     """
+    refuse(config)
     refuse_processes(topology)
     check_installed("torch_xla", VERSIONS, _WHY)
     refuse_other_torch(torch.__version__)
@@ -45,7 +47,21 @@ def start(topology: Topology) -> torch.device:
     if runtime.process_count() > 1:
         raise ConfigError(several_hosts(int(runtime.process_count())))
     device: torch.device = need("torch_xla").device()
+    _try_backward(device)
     return device
+
+
+def _try_backward(device: torch.device) -> None:
+    """Record a backward pass. torch makes its threads for all devices at the first one, and never again."""
+    try:
+        torch.ones(1, device=device, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise DeviceError(
+            "backward() ran on the CPU before XLA was started, and torch then never backpropagates on XLA devices in this process. Make "
+            "the Accelerator before the first backward()."
+        ) from error
 
 
 def refuse_processes(topology: Topology) -> None:
@@ -79,6 +95,11 @@ def refuse_other_torch(version: str) -> None:
 def refuse(config: Config) -> None:
     """Raise for settings that would have no effect under torch_xla."""
     for name, set_, instead in (
+        (
+            "cpu",
+            config.cpu,
+            "XLA chooses the device; leave it out, and set the variable PJRT_DEVICE=CPU to try XLA on the CPU",
+        ),
         ("dynamo.backend", config.dynamo.backend != "no", "XLA compiles every step by itself; leave it out"),
         ("recompute", bool(config.recompute), "it was not tried with XLA; leave it out, or set xla.fsdp_v2"),
         (

@@ -32,15 +32,19 @@ class Devices:
             count, str(runtime.device_type()), need("torch_xla").device(), spmd.Mesh(range(count), (count,), (AXIS,))
         )
 
+    def divides(self, size: int) -> bool:
+        """Whether a dimension of this size is shared; uneven parts make XLA's partitioner abort the process (torch_xla 2.9)."""
+        return self.count > 1 and size > 0 and size % self.count == 0
+
     def shard(self, tensor: Tensor, dim: int = 0) -> None:
-        """Lay a tensor on the devices so that each holds a part of `dim`; its numbers stay what they are."""
-        if self.count > 1:
+        """Lay a tensor on the devices so that each holds a part of `dim`, where it can be divided; numbers stay what they are."""
+        if self.divides(tensor.shape[dim]):
             need("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, self._spec(tensor.ndim, dim))
 
     def send(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the devices, its rows divided over them."""
+        """A host tensor on the devices, its rows divided over them; whole on each where they cannot be."""
         sharding = None
-        if tensor.ndim and self.count > 1:
+        if tensor.ndim and self.divides(tensor.shape[0]):
             sharding = need("torch_xla.distributed.spmd").ShardingSpec(self.mesh, self._spec(tensor.ndim, 0))
         sent: Tensor = need("torch_xla.core.xla_model").send_cpu_data_to_device([tensor], self.device, sharding)[0]
         return sent

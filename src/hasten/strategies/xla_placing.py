@@ -42,9 +42,10 @@ class PlaceOnDevices:
         return model
 
     def _shard(self, parameter: Tensor) -> None:
-        """Divide the largest dimension; what has fewer rows than there are devices stays whole."""
-        if parameter.ndim and max(parameter.shape) >= self._devices.count:
-            self._devices.shard(parameter, parameter.shape.index(max(parameter.shape)))
+        """Divide the largest dimension that the devices can share; without one the parameter stays whole."""
+        dims = [dim for dim, size in enumerate(parameter.shape) if self._devices.divides(size)]
+        if dims:
+            self._devices.shard(parameter, max(dims, key=lambda dim: parameter.shape[dim]))
 
 
 class ShardOutput:
