@@ -64,7 +64,10 @@ def plan_pod(request: Request, flags: tuple[str, ...]) -> LaunchPlan:
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
     argv += ["--worker", ",".join(xla.tpu_vm) if xla.tpu_vm else "all", "--command", f"{exports}{setup}{sudo}{command}"]
     return LaunchPlan(
-        launcher="xla", procs=(Proc(tuple(argv)),), notes=("gcloud runs it on every VM",), target=request.target
+        launcher="xla",
+        procs=(Proc(tuple(argv)),),
+        notes=("gcloud runs it on every VM; training on several together is refused there, as it was never tried",),
+        target=request.target,
     )
 
 

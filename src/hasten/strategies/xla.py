@@ -102,11 +102,6 @@ def refuse(config: Config) -> None:
         ),
         ("dynamo.backend", config.dynamo.backend != "no", "XLA compiles every step by itself; leave it out"),
         ("recompute", bool(config.recompute), "it was not tried with XLA; leave it out, or set xla.fsdp_v2"),
-        (
-            "the section fsdp",
-            bool(given(config.fsdp)),
-            "it belongs to torch's FSDP2; set xla.fsdp_v2=True to shard parameters",
-        ),
         ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients by itself; leave it out"),
         ("performance", bool(given(config.performance)), "its choices are for other devices; leave it out"),
     ):
