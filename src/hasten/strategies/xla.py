@@ -38,8 +38,8 @@ def start(config: Config, topology: Topology) -> torch.device:
     """
     refuse(config)
     refuse_processes(topology)
-    check_installed("torch_xla", VERSIONS, _WHY)
     refuse_other_torch(torch.__version__)
+    check_installed("torch_xla", VERSIONS, _WHY)
     runtime = need("torch_xla.runtime")
     if not runtime.is_spmd():
         runtime.use_spmd()

@@ -62,9 +62,15 @@ def test_only_the_torch_of_its_number(version: str, fits: bool) -> None:
 
 
 @pytest.mark.skipif(available("torch_xla"), reason="torch_xla is installed")
-def test_a_missing_package_is_one_sentence() -> None:
-    with pytest.raises(MissingPackageError, match=r"torch_xla.* is not installed.*Run: pip install 'hasten\[tpu\]'"):
-        xla.start(resolve(code={"strategy": "xla"}).config, Topology())
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(code={"strategy": "xla"}).config
+    with pytest.raises(MissingPackageError, match="Make an environment of its own for TPUs"):
+        xla.start(config, Topology())
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    with pytest.raises(
+        MissingPackageError, match=r"'torch_xla' is not installed.*Run: pip install 'torch_xla>=2.9,<2.10'"
+    ):
+        xla.start(config, Topology())
 
 
 def test_only_even_parts_are_shared() -> None:
