@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 THERE = available("torch_xla")
 if THERE:  # switched on for good before the first test, as these variables stay
     os.environ.setdefault("PJRT_DEVICE", "CPU")
+    # Every program here runs a few times: compiling takes a third of the time without LLVM's optimisations.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
     import_module("hasten").Accelerator(strategy="xla")
 
 

@@ -12,6 +12,8 @@ import pytest
 from hasten import notebook_launcher
 from hasten.strategies.xla_devices import Devices
 
+pytestmark = pytest.mark.timeout(400)  # each starts processes that load torch and torch_xla and compile
+
 SCRIPT = """
 import torch
 from hasten import Accelerator
@@ -28,7 +30,7 @@ print("trained", accelerator.strategy.name, accelerator.device, accelerator.num_
 def hasten(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command."""
     command = [sys.executable, "-m", "hasten.cli.main", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, cwd=cwd)
 
 
 @pytest.mark.parametrize("flag", ["--tpu", "--strategy=xla"])
@@ -79,7 +81,7 @@ except Exception as error:
 else:
     print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=380, check=False)
     assert done.stdout.startswith("DeviceError backward() ran on the CPU before XLA was started"), (
         done.stdout + done.stderr
     )
