@@ -23,8 +23,8 @@ STEPS: Final = 20
 ROWS: Final = 8
 FP32: Final = 2e-6
 """The order of sums differs between XLA's kernels and torch's; 20 steps of AdamW stay within this."""
-BF16: Final = 2e-2
-"""bf16 keeps 8 bits of a product, and the losses here are of order 1."""
+BF16: Final = 0.1
+"""Losses begin at 6, and bf16 keeps 8 bits; torch's own bf16 on the CPU differs from fp32 by up to 0.05 here."""
 Precision = Literal["no", "bf16"]
 
 
