@@ -218,6 +218,14 @@ def test_resumes_bit_for_bit(every: int, stop: int, shards: bool, tmp_path: Path
     assert_equal(again.numbers(), whole.numbers())
 
 
+def test_saving_changes_no_later_draw(tmp_path: Path) -> None:
+    set_seed(3)
+    saved = Run.made(samples(), dropout=0.2).train(9, tmp_path / "saved")
+    set_seed(3)
+    unsaved = Run.made(samples(), dropout=0.2).train()
+    assert [float(loss) for loss in saved.losses] == [float(loss) for loss in unsaved.losses]
+
+
 def test_parameters_and_moments_are_sharded_and_stay_so(tmp_path: Path) -> None:
     spec = need("torch_xla")._XLAC._get_xla_sharding_spec
     count = Devices.all().count
@@ -326,14 +334,16 @@ def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
-    """What was saved on XLA devices is read on the CPU, without strategy='xla'; random states differ there and are warned about."""
+    """What was saved on XLA devices is read on the CPU, without strategy='xla', by who accepts other random numbers there."""
     run = Run.made(samples()).train(20, tmp_path / "saved")
     accelerator = Accelerator(cpu=True)
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
     parts = accelerator.prepare(model, optimizer, schedule, DataLoader(samples(), batch_size=ROWS))
-    accelerator.load_state(tmp_path / "saved")
+    with pytest.raises(DeviceError, match="captured on 'xla' and this process works on 'cpu'"):
+        accelerator.load_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved", strict=False)
     assert_equal(Run(accelerator, *parts).numbers(), run.numbers())
 
 
