@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-slurm test-megatron test-oldest test-newest check format lint types layers unit names laws parity bench clean
+.PHONY: help train docs test test-all test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,13 +36,20 @@ test: $(READY) ## run the test suite: every law on a small world, a quarter of a
 	$(BIN)/python -m pytest -m 'not exhaustive and timed' tests/dist || status=$$?; \
 	exit $$status
 
-test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM and 1000 random cases: hours
+test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM, 1000 random cases and torch_xla: hours
 	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0
 	@$(MAKE) --no-print-directory laws
+	@$(MAKE) --no-print-directory test-xla
 
 test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, through a stand-in for CUDA's calls: minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'megatron-core>=0.16,<0.17'
 	$(BIN)/python -m pytest -o faulthandler_timeout=0 tests/dist/test_megatron_laws.py
+
+# XLA_WHEELS names a folder with the wheels of torch and torch_xla, if they are not to be downloaded.
+test-xla: ## run the laws of strategy='xla' on a real torch_xla, on one device and on four virtual ones: minutes
+	@$(PYTHON) tests/xla/environment.py .torch-xla $(XLA_WHEELS); code=$$?; if [ $$code = 3 ]; then exit 0; else exit $$code; fi
+	@test ! -e .torch-xla/.ready || for count in 1 4; do echo "== $$count device(s)"; \
+		PJRT_DEVICE=CPU CPU_NUM_DEVICES=$$count .torch-xla/bin/python -m pytest -o faulthandler_timeout=0 tests/xla || exit 1; done
 
 test-slurm: $(READY) ## run training jobs under a real two-node SLURM (packages slurm-wlm and munge, as root)
 	HASTEN_TEST_SLURM=1 $(BIN)/python -m pytest tests/dist/test_launch_slurm.py
@@ -105,5 +112,5 @@ bench: $(READY) ## run the benchmarks and write one table
 	$(BIN)/python benchmarks/run_all.py
 
 clean: ## remove the environment, caches and runs
-	rm -rf $(VENV) $(PARITY) .torch-oldest .torch-newest runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
+	rm -rf $(VENV) $(PARITY) .torch-oldest .torch-newest .torch-xla runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,7 @@ from hasten.testing.plugin import POOL
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ROOT: Final = Path(__file__).parent
-TIERS: Final = ("arch", "unit", "dist", "laws", "examples", "golden", "device")
+TIERS: Final = ("arch", "unit", "dist", "laws", "examples", "golden", "device", "xla")
 TIMEOUT_S: Final = 120.0
 GRACE_S: Final = 8.0  # threads and children that were told to stop may need a moment, more of it on a busy machine
 # torch sets the last two for good when its compiler is first imported, which the first optimizer does

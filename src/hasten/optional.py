@@ -14,7 +14,6 @@ _EXTRAS = (  # import name -> extra of hasten that brings it
     ("huggingface_hub", "hub"),
     ("deepspeed", "deepspeed"),
     ("megatron", "megatron"),
-    ("torch_xla", "tpu"),
     ("torchao", "fp8"),
     ("fsspec", "remote"),
     ("torchdata", "data"),

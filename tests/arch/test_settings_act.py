@@ -196,7 +196,7 @@ def test_the_finder_finds_and_misses() -> None:
 
 def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
     for name, value, words in (
-        ("strategy", "xla", "training on TPUs is not in this version"),
+        ("xla.downcast_bf16", True, "deprecated there, is not in this version"),
         (
             "megatron.use_custom_fsdp",
             True,

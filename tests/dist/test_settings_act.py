@@ -65,7 +65,7 @@ def test_what_cannot_be_honoured_is_refused_in_the_constructor(ctx: ProcessConte
             {"gradient_accumulation_plugin": GradientAccumulationPlugin(adjust_scheduler=False)},
             "adjust_scheduler=false",
         ),
-        ({"strategy": "xla"}, "training on TPUs is not in this version"),
+        ({"xla": {"downcast_bf16": True}}, "downcast_bf16=true .* is not in this version; set mixed_precision: bf16"),
     )
     for settings, words in cases:
         with pytest.raises(ConfigError, match=words):
@@ -120,8 +120,8 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
         (["--rdzv_conf=a=1"], "the static meeting does not know"),
         (["--rdzv_endpoint=nonsense"], "is not host:port"),
         (["--strategy=megatron", "--num_processes=2"], "the package 'megatron' is not installed"),
-        (["--strategy=xla"], "training on TPUs is not in this version"),
-        (["--tpu"], "training on TPUs is not in this version"),
+        (["--strategy=xla"], "the package 'torch_xla' is not installed"),
+        (["--tpu"], "the package 'torch_xla' is not installed"),
         (
             ["--deepspeed_zero_stage=3", "--deepspeed_zero3_init_flag=true"],
             "while a model is built is not in this version",
@@ -135,8 +135,9 @@ def test_the_launcher_refuses_in_one_sentence_with_code_2(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    if "--strategy=megatron" in flags and available("megatron"):
-        pytest.skip("megatron-core is installed")
+    for package in ("megatron", "torch_xla"):
+        if f"the package {package!r} is not installed" in words and available(package):
+            pytest.skip(f"{package} is installed")
     monkeypatch.setenv("HASTEN_HOME", str(tmp_path))
     (tmp_path / "script.py").write_text("print('ran')")
     cpu = [] if "--tpu" in flags else ["--cpu"]

@@ -110,6 +110,13 @@ CASES: Final[dict[str, Case]] = {
         GPUS,
     ),
     "tpu": Case("--mixed_precision bf16 train.py", TPU),
+    "tpu_by_name_of_strategy": Case("--strategy xla train.py", env={"PJRT_DEVICE": "CPU"}),
+    "tpu_pod_prepared": Case(
+        "--tpu --tpu_cluster --tpu_name pod --tpu_use_sudo --env A=1 --tpu_commands 'pip install x' --vm 0 train.py", TPU
+    ),
+    "wrong_tpu_absent": Case("--tpu train.py"),
+    "wrong_tpu_processes": Case("--num_processes 4 train.py", TPU),
+    "wrong_tpu_no_name": Case("--tpu --tpu_cluster train.py", TPU),
     "tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod --tpu_zone us-central2-b train.py --lr 3", TPU),
     "wrong_port_zero": Case("--num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", GPUS),
     "wrong_no_address": Case("--num_machines 2 train.py", GPUS),

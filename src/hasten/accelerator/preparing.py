@@ -220,6 +220,7 @@ class Preparer:
             seed=seed,
             slice_fn=slice_fn,
             rng_types=self._rng_types,
+            transfer=self._strategy.caps.transfer,
         )
         self.done.loaders.append(prepared)
         return prepared

@@ -21,6 +21,7 @@ from hasten.checkpoint.reshard import Copy, local_tensor
 from hasten.checkpoint.stages import names_elsewhere
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
+from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import LoopState
 
@@ -163,15 +164,19 @@ class _PartOf:
 
 
 def _into_live_state(plan: OptimizerPlan) -> Iterator[Copy]:
-    """The copies that overwrite what the optimizer holds now."""
+    """The copies that overwrite what the optimizer holds now; on a lazy device, where no address tells, all of them."""
     held = {
-        local_tensor(value).untyped_storage().data_ptr()
+        _address(local_tensor(value))
         for state in plan.optimizer.state.values()
         if isinstance(state, dict)
         for value in state.values()
         if isinstance(value, Tensor)
     }
-    return (copy for copy in plan.copies if copy.target.untyped_storage().data_ptr() in held)
+    return (copy for copy in plan.copies if _address(copy.target) in held)
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if kind_of(tensor.device).lazy else tensor.untyped_storage().data_ptr()
 
 
 def plan_restore(

@@ -49,6 +49,7 @@ from hasten.config.checkpoint import ProjectConfiguration
 from hasten.errors import ConfigError, MismatchError
 from hasten.runtime.axes import AXES, Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.strategies.base import Strategy
 from hasten.version import __version__
@@ -104,7 +105,8 @@ class Saving:
         """
         state = collect(self._parts, "safetensors", [None] * len(self._parts.objects.models))
         size = sum(component.num_bytes for component in state.components.values())
-        self._writer.reserve(size, self._ctx.device if self._ctx.device.type != "cpu" else None)
+        device = self._ctx.device
+        self._writer.reserve(size, None if device.type == "cpu" or kind_of(device).lazy else device)
 
     def wait_for_memory(self) -> None:
         """Return when the memory that `reserve` asked for is there."""

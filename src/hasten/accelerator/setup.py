@@ -34,12 +34,12 @@ from hasten.runtime.affinity import set_affinity
 from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.devices import choose_device, pci_address
+from hasten.runtime.devices import pci_address
 from hasten.runtime.logs import show_logs
 from hasten.runtime.mesh_plan import mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
-from hasten.strategies.choose import choose
+from hasten.strategies.choose import choose, device_for
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
@@ -111,7 +111,7 @@ def _settings(given: Mapping[str, Any]) -> Resolved:
 
 def _context(config: Config) -> ProcessContext:
     topology = Topology.from_env(env.snapshot())
-    device = choose_device(topology.local_rank, config.cpu)
+    device = device_for(config, topology)
     if config.launch.enable_cpu_affinity:
         plan = set_affinity(topology.local_rank, topology.local_world_size, pci_address(device))
         log.info("cpu affinity: %s", plan.reason)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.manifest import CHUNK_BYTES
+from hasten.runtime.devices import kind_of
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -37,12 +38,13 @@ def copy_bytes(target: Tensor, source: Tensor) -> None:
 def is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is consecutive memory that holds its numbers as they are, so that it can be copied as bytes."""
     dense = tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.is_contiguous()
-    return dense and not (tensor.is_conj() or tensor.is_neg())
+    return dense and not (tensor.is_conj() or tensor.is_neg() or kind_of(tensor.device).lazy)
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """The accelerators the tensors lie on; none when all are on the host."""
-    return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu"))
+    """The accelerators with streams that the tensors lie on; none when all are on the host."""
+    found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu")
+    return [device for device in found if not kind_of(device).lazy]
 
 
 def worker_pool(threads: int, devices: Sequence[torch.device], name: str) -> ThreadPoolExecutor:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from hasten.launch.host import look
 from hasten.launch.matrix import Cell, Outcome, chosen, devices_of, last_words
+from hasten.runtime import env
 
 _LIMIT_S: Final = 600.0
 
@@ -50,7 +51,8 @@ def _try(cell: Cell, cpu: bool, place: str, told: Console) -> Outcome:
         words = [sys.executable, "-m", "hasten.cli.main", "launch", *cell.command(str(out), cpu)]
         began = time.perf_counter()
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S)
+            variables = {**env.snapshot(), **dict([cell.cpu_variable] if cpu and cell.cpu_variable else [])}
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, env=variables)
         except subprocess.TimeoutExpired:
             return Outcome(cell, "FAILED", seconds=_LIMIT_S, note=f"did not end within {_LIMIT_S:.0f} s")
         if done.returncode or not out.exists():

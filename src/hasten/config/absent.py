@@ -65,10 +65,12 @@ class Absent:
 
 
 ABSENT: Final[tuple[Absent, ...]] = (
-    Absent("strategy", "training on TPUs", "use strategy: ddp or fsdp on GPUs or the CPU", values=("xla",)),
-    Absent("launch.tpu", "training on TPUs", "remove it to train on GPUs or the CPU"),
-    Absent("launch.launcher", "training on TPUs", "leave the launcher out", values=("xla",)),
-    Absent("xla", "training on TPUs", "remove it to train on GPUs or the CPU"),
+    Absent("xla.downcast_bf16", "this switch of torch_xla, which is deprecated there,", "set mixed_precision: bf16"),
+    Absent(
+        "xla.main_training_function",
+        "starting a function of the script for each TPU core",
+        "one process runs the script and drives all of them; leave it out",
+    ),
     Absent("deepspeed.offload_optimizer_device", "offload to NVMe", _HOST, values=("nvme",)),
     Absent("deepspeed.offload_param_device", "offload to NVMe", _HOST, values=("nvme",)),
     Absent("deepspeed.offload_optimizer_nvme_path", "offload to NVMe", _HOST),

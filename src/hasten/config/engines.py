@@ -131,6 +131,7 @@ class MegatronLMPlugin(Section):
 class XLAConfig(Section):
     """Options of TPUs through torch_xla."""
 
+    fsdp_v2: bool = setting(False, "shard parameters and optimizer state over the devices (FSDPv2)", flag="xla_fsdp_v2")
     downcast_bf16: bool = setting(False, "floats are bf16 and doubles fp32 on the TPU")
     main_training_function: str = setting("main", "function of the script each TPU process starts")
     tpu_name: str | None = setting(None, "name of the TPU")

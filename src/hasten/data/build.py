@@ -17,7 +17,7 @@ from hasten.data.agreement import agree_on_loader
 from hasten.data.dispatch import DispatchSource, Reader, Seats
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, plainly
 from hasten.data.iterable import Cutting, Sharing
-from hasten.data.loader import Loader, Move, Parts, Track, plain_move
+from hasten.data.loader import Loader, MakeMove, Move, Parts, Track, plain_move
 from hasten.data.memory import Memory
 from hasten.data.order import DistributedOrder, check_distributed, order_of
 from hasten.data.plan import plan_batches, plan_rows
@@ -50,8 +50,11 @@ def prepare_loader(
     seed: int,
     slice_fn: SliceFn | None = None,
     rng_types: Collection[str] = (),
+    transfer: MakeMove | None = None,
 ) -> Loader:
     """The loader, reading this rank's share, on `device` (None leaves batches where they are).
+
+    `transfer` makes what brings batches there, where a copy would not do.
 
     Ranks: every rank, with the same dataset and settings.
     Raises: DataError when the ranks' loaders differ; ConfigError or PrepareError when one cannot be split.
@@ -70,7 +73,9 @@ def prepare_loader(
     make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
-    source, total, shown = make(_Request(reading, ctx, config, seats, slice_fn, _depth(device, config), device))
+    source, total, shown = make(
+        _Request(reading, ctx, config, seats, slice_fn, _depth(device, config, transfer), device, transfer)
+    )
     if pinned:
         shown["pin_memory"] = True
     track = Track(Position(seed=seed))
@@ -80,7 +85,7 @@ def prepare_loader(
         source=source,
         clock=clock,
         track=track,
-        move=_move(device, config),
+        move=_move(device, config, transfer),
         shard=seats.shard,
         total_batch_size=total,
         equalise=_equaliser(rng_types, loader, ctx),
@@ -132,6 +137,7 @@ class _Request:
     depth: int
     """Batches read ahead of the one in use."""
     device: torch.device | None = None
+    transfer: MakeMove | None = None
 
 
 Made = tuple[Source, int | None, dict[str, Any]]
@@ -326,28 +332,31 @@ def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoad
     return bool(config.pin_memory)
 
 
-def _depth(device: torch.device | None, config: DataLoaderConfiguration) -> int:
+def _depth(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
     """How many batches are read ahead of the one in use."""
     if device is None:
         return 0
     if device.type == "cpu":
         return config.prefetch or 0
     depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
-    return depth if kind_of(device).side_streams else 0
+    return depth if transfer is not None or kind_of(device).side_streams else 0
 
 
 def _ahead(request: _Request) -> Ahead:
     """Whether batches are read before they are asked for: only large ones where a side stream copies them."""
     if not request.depth:
         return "never"
-    return "always" if request.device is None or request.device.type == "cpu" else "when large"
+    always = request.transfer is not None or request.device is None or request.device.type == "cpu"
+    return "always" if always else "when large"
 
 
-def _move(device: torch.device | None, config: DataLoaderConfiguration) -> Move | None:
+def _move(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None) -> Move | None:
     """What brings batches to the device, or None when they stay."""
     if device is None:
         return None
-    depth = _depth(device, config)
+    depth = _depth(device, config, transfer)
+    if transfer is not None:
+        return transfer(depth, config.prefetch_skip_keys or ())
     if device.type == "cpu":
         return LookAhead(depth) if depth else None
     if depth:

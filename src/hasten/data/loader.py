@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -18,6 +18,8 @@ from hasten.errors import PrepareError
 from hasten.optim.clock import LoaderCursor, StepClock
 
 Move = Callable[[Iterator[Item]], Iterator[Item]]
+MakeMove = Callable[[int, Collection[str]], Move]
+"""Makes a move that works so many batches ahead and leaves values under these keys where they are."""
 
 Extent = tuple[int, int, int]
 """A global batch: its epoch, and where it begins and ends there, in units of the order (of a stream: in batches)."""

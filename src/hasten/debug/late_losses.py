@@ -13,6 +13,8 @@ from typing import Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from hasten.runtime.devices import kind_of
+
 Origin = TypeVar("Origin")
 
 _HELD: Final = 64
@@ -54,12 +56,20 @@ class LateLosses(Generic[Origin]):
 
     def rest(self) -> list[Update[Origin]]:
         """Everything that has not been read yet; waits for it."""
-        return [*self.copy(), *self._arrived()]
+        return [*self.copy(ready_only=False), *self._arrived()]
 
-    def copy(self) -> list[Update[Origin]]:
-        """Start the copy of what is held; what the copy before it brought."""
+    def copy(self, ready_only: bool = True) -> list[Update[Origin]]:
+        """Start the copy of what is held; what the copy before it brought.
+
+        With `ready_only`, a loss that its device has not computed yet is held on where waiting for it would cost a step.
+        """
         arrived, self._copied_at = self._arrived(), time.monotonic()
         held, self.held = self.held, []
+        if held and kind_of(held[-1][0].device).lazy:
+            # the newest is not computed yet, and reading it would cut its step in two
+            if ready_only:
+                held, self.held = held[:-1], held[-1:]
+            held = [(loss.cpu(), _on_host(weight), origin, step) for loss, weight, origin, step in held]
         if held:
             joined = _joined([(loss, weight) for loss, weight, _, _ in held])
             values = joined.to("cpu", non_blocking=True)
@@ -79,6 +89,10 @@ class LateLosses(Generic[Origin]):
         for update in updates:
             update.values = [next(numbers) for _ in update.losses]
         return updates
+
+
+def _on_host(weight: float | Tensor | None) -> float | Tensor | None:
+    return weight.cpu() if isinstance(weight, Tensor) else weight
 
 
 def _by_update(held: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]) -> list[Update[Origin]]:

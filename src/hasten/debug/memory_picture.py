@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from hasten.debug.memory import MemoryReport, measure, words
+from hasten.errors import DeviceError
+from hasten.runtime.devices import kind_of
 
 _WIDTH: Final = 960
 _MARGIN: Final = 24
@@ -128,6 +130,11 @@ def snapshot(
 
     On a CUDA device the allocator's blocks go beside them, with stacks if `torch.cuda.memory._record_memory_history()` was called.
     """
+    if kind_of(device).lazy:
+        raise DeviceError(
+            f"memory_snapshot() cannot look into {device}: operations run there as whole programs, and tensors have no memory that torch "
+            "can see. Use the device's own profiler (torch_xla.debug.profiler)."
+        )
     report = measure("on request", models, optimizers, device)
     picture = save(report, folder, rank)
     picture.with_suffix(".json").write_text(json.dumps(_as_json(report), indent=2), "utf-8")

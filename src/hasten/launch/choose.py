@@ -80,7 +80,11 @@ def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
         return "task"
     if launch.launcher in ("single", "torchrun", "xla"):
         return cast(OwnLauncher, launch.launcher)
-    if launch.tpu or (host.device == "tpu" and not config.cpu):
+    if (
+        launch.tpu
+        or config.strategy == "xla"
+        or (host.device == "tpu" and not config.cpu and config.strategy == "auto")
+    ):
         return "xla"
     alone = shape.num_processes == 1 and shape.max_machines == 1
     return "torchrun" if _needs_agent(launch) or not alone else "single"

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from hasten.config import absent, handoff
 from hasten.config.effective import effective
 from hasten.config.resolve import Resolved
+from hasten.config.root import Config
 from hasten.config.source import Entry
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.launch.base import LaunchPlan, Request, Target
@@ -24,8 +26,8 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.bytes_plan import outlook
 from hasten.runtime.mesh_plan import mesh_of, mesh_table, mesh_title, shards_parameters
 
-_ENGINES: Final = ("deepspeed", "megatron")
-"""Strategies that are packages of their own, under the same name."""
+_ENGINES: Final = MappingProxyType({"deepspeed": "deepspeed", "megatron": "megatron", "xla": "torch_xla"})
+"""Strategies that need a package, and its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,7 @@ def prepare(
     resolved = effective(env, config_file, settings)
     absent.check(resolved.entries)
     if not resolved.config.launch.no_python:
-        _check_engine(resolved.config.strategy)
-    if host.device == "tpu" and not resolved.config.cpu:
-        raise ConfigError(
-            f"{host.name} has TPUs, and training on them is not in this version; pass --cpu, or start on a machine with GPUs."
-        )
+        _check_engine(resolved.config)
     launch = resolved.config.launch
     if not words:
         raise ConfigError(
@@ -108,10 +106,11 @@ def prepare(
     return Job(request, resolved, host, complete(plan, host.env))
 
 
-def _check_engine(strategy: str) -> None:
+def _check_engine(config: Config) -> None:
+    strategy, elsewhere = config.strategy, config.launch.tpu and config.xla.tpu_use_cluster
     try:
-        if strategy in _ENGINES:
-            check_installed(strategy, why=f"strategy={strategy!r}")
+        if strategy in _ENGINES and not elsewhere:
+            check_installed(_ENGINES[strategy], why=f"strategy={strategy!r}")
     except MissingPackageError as error:
         raise ConfigError(str(error)) from error
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from hasten.errors import ConfigError
 from hasten.optional import available
 
 PROGRAM: Final = "hasten.testing.matrix_run"
+_ON_CPU: Final = MappingProxyType({"torch_xla": ("PJRT_DEVICE", "CPU")})
 _SHORT: Final = (("fp32", "no"), ("bf16", "bf16"), ("fp16", "fp16"))
 
 
@@ -24,6 +26,8 @@ class Cell:
     """What `hasten launch` is given besides precision and processes."""
     package: str = ""
     """An optional package that it needs."""
+    cpu_variable: tuple[str, str] | None = None
+    """What says "on the CPU" to an engine that chooses its device by a variable, in the place of --cpu."""
 
     @property
     def name(self) -> str:
@@ -33,7 +37,7 @@ class Cell:
     def command(self, out: str, cpu: bool) -> tuple[str, ...]:
         """The words after `hasten launch` that run this cell and write what it found to the file `out`."""
         return (
-            *(("--cpu",) if cpu else ()),
+            *(("--cpu",) if cpu and self.cpu_variable is None else ()),
             *("--num_processes", str(self.processes), "--mixed_precision", dict(_SHORT)[self.precision]),
             *self.flags,
             *("-m", PROGRAM, out),
@@ -68,8 +72,10 @@ def cells() -> tuple[Cell, ...]:
         offload = tuple(word for part in parts for word in (f"--offload_{part}_device", "cpu"))
         more = ("--strategy", "deepspeed", "--zero_stage", str(stage), *offload)
         kinds.append((f"zero{stage}_offload", 2, more, full, "deepspeed"))
+    kinds.append(("xla", 1, ("--strategy", "xla"), full, "torch_xla"))
+    kinds.append(("xla_fsdp", 1, ("--strategy", "xla", "--xla_fsdp_v2", "true"), full, "torch_xla"))
     return tuple(
-        Cell(backend, precision, processes, flags, package)
+        Cell(backend, precision, processes, flags, package, _ON_CPU.get(package))
         for backend, processes, flags, precisions, package in kinds
         for precision in precisions
     )

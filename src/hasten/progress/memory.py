@@ -8,13 +8,15 @@ from pathlib import Path
 
 import torch
 
+from hasten.runtime.devices import kind_of
+
 
 class MemoryGauge:
     """Bytes in use by this process, and how many there are."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._module = None if device.type == "cpu" or kind_of(device).lazy else torch.get_device_module(device)
         self.total_bytes = self._total()
 
     def used_bytes(self) -> int | None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hasten.runtime.devices import kind_of
+
 
 def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
     """The numbers in one-element `tensors`: one transfer per device and dtype, however many tensors there are."""
@@ -17,6 +19,10 @@ def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)
     numbers: list[float] = [0.0] * len(tensors)
     for indices in groups.values():
+        if kind_of(tensors[indices[0]].device).lazy:  # joining them would be a program for each number of tensors
+            for index in indices:
+                numbers[index] = float(tensors[index])
+            continue
         flat = [tensor if tensor.ndim == 0 else tensor.reshape(()) for tensor in (tensors[i] for i in indices)]
         with torch.no_grad():
             stacked = torch.stack(flat)
@@ -43,7 +49,7 @@ class LateScalars:
         for name, value in self._given.items():
             if not isinstance(value, Tensor):
                 self._shown[name] = value
-            elif value.device.type == "cpu" or wait:
+            elif wait or not _travels(value):
                 self._shown[name] = float(value.detach())
         if not wait and self._sent is None:
             self._send()
@@ -51,7 +57,7 @@ class LateScalars:
 
     def _send(self) -> None:
         """Start a copy to the host and leave an event behind it."""
-        waiting = {n: v for n, v in self._given.items() if isinstance(v, Tensor) and v.device.type != "cpu"}
+        waiting = {n: v for n, v in self._given.items() if isinstance(v, Tensor) and _travels(v)}
         if not waiting:
             return
         device = next(iter(waiting.values())).device
@@ -72,3 +78,8 @@ class LateScalars:
         if wait or event.query():
             self._shown.update(zip(names, host.tolist(), strict=True))
             self._sent = None
+
+
+def _travels(value: Tensor) -> bool:
+    """Whether the value can be copied to the host beside other work."""
+    return value.device.type != "cpu" and not kind_of(value.device).lazy

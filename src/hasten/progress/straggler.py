@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 from torch.distributed import DistError, PrefixStore, Store
 
+from hasten.runtime.devices import kind_of
+
 
 class Notes(Protocol):
     """A board where ranks leave short texts for each other."""
@@ -49,7 +51,7 @@ class Pulse:
     def __init__(
         self, device: torch.device, every_s: float = 10.0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._asynchronous = device.type != "cpu"
+        self._asynchronous = device.type != "cpu" and not kind_of(device).lazy
         self._every_s, self._clock = every_s, clock
         self._asked_s: float | None = None
         self._next_s = clock() + every_s

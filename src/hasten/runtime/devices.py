@@ -22,6 +22,9 @@ class DeviceKind:
     autocast: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
     side_streams: bool = True
     """Copies can run beside compute on a stream of their own."""
+    lazy: bool = False
+    """Operations are recorded and run together later: no streams, no events, no tensor has an address, and reading one
+    runs what it needs."""
 
 
 KINDS: Final = (
@@ -35,6 +38,7 @@ KINDS: Final = (
     DeviceKind("musa", "mccl"),
     DeviceKind("sdaa", "tccl"),
     DeviceKind("mtia", "hccl"),
+    DeviceKind("xla", None, indexed=False, autocast=(torch.bfloat16,), side_streams=False, lazy=True),
 )
 
 
@@ -83,7 +87,7 @@ def _numbered(kind: str, local_rank: int) -> torch.device:
 
 def use_device(device: torch.device) -> None:
     """Make `device` the current one of this process, so that bare `cuda` means it."""
-    if device.type != "cpu" and device.index is not None:
+    if kind_of(device).indexed and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
@@ -97,7 +101,7 @@ def pci_address(device: torch.device) -> str | None:
 
 def empty_cache(device: torch.device) -> None:
     """Hand cached, unused memory of the device back to the driver."""
-    if device.type == "cpu":
+    if device.type == "cpu" or kind_of(device).lazy:
         return
     module = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -39,6 +40,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # seeds every accelerator that torch knows as well
+    if "torch_xla" in sys.modules:  # whose devices it does not; strategy='xla' begins from torch's seed
+        need("torch_xla").manual_seed(seed)
     if deterministic:
         _make_deterministic()
     return seed
@@ -169,16 +172,32 @@ def _words(value: object, dtype: torch.dtype, count: int | None) -> Tensor:
 def _device_state(device: torch.device) -> Tensor:
     """The state of the device's default generator, as bytes on the CPU."""
     if device.type == "xla":
-        seed = need("torch_xla.core.xla_model").get_rng_state()
-        return torch.tensor([seed], dtype=torch.int64).view(torch.uint8)
+        return torch.tensor(list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8)
     module = torch.get_device_module(device)
     state: Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
     return state.cpu()
 
 
+def _settled_xla_seed() -> int:
+    """The seed from which XLA devices go on, as it is between two steps; what was recorded is run.
+
+    A step begins with a seed, each draw in it makes another, and its end makes the next step's out of the first: what a step in
+    progress shows would lead elsewhere. Where nothing was drawn, the seed stays as it is, so that saving changes no later draw.
+    """
+    model, sync = need("torch_xla.core.xla_model"), need("torch_xla").sync
+    shown = int(model.get_rng_state())
+    sync()
+    following = int(model.get_rng_state())
+    model.set_rng_state(shown)
+    sync()
+    settled = shown if int(model.get_rng_state()) == following else following
+    model.set_rng_state(settled)
+    return settled
+
+
 def _set_device_state(device: torch.device, state: Tensor) -> None:
     if device.type == "xla":
-        need("torch_xla.core.xla_model").set_rng_state(int(state.view(torch.int64).item()))
+        need("torch_xla.core.xla_model").set_rng_state(int.from_bytes(bytes(state.tolist()), "little"))
         return
     module = torch.get_device_module(device)
     if device.type == "mps":

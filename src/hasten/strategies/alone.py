@@ -19,6 +19,9 @@ class Alone:
 
     stage = Stage.SPREAD
 
+    def __init__(self, retries: bool = True) -> None:
+        self._retries = retries
+
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
         return model
 
@@ -29,7 +32,7 @@ class Alone:
         return nullcontext()
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        return Whole()
+        return Whole() if self._retries else None
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
         return dict(model.state_dict())

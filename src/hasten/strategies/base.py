@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bundle import Bundle
+from hasten.data.loader import MakeMove
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.retry import Retry
@@ -30,6 +31,8 @@ class Caps:
     """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
     gradients_s: Callable[[], float] = lambda: 0.0
     """The time a backward waits for gradients of other ranks, as last measured; 0 where it is not known."""
+    transfer: MakeMove | None = None
+    """Makes what brings batches to the device, where a copy to it would not do."""
 
 
 class Stage(IntEnum):

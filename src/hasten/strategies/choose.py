@@ -7,13 +7,18 @@ from functools import partial
 from importlib import import_module
 from typing import assert_never
 
+import torch
+
 from hasten.config.base import given
 from hasten.config.performance import PerformanceSettings
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.runtime import env
 from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
+from hasten.runtime.topology import Topology
 from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps, Spread, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
@@ -40,6 +45,8 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
     if ctx.mesh.size(Axis.PP) > 1 and config.strategy != "megatron":
         return _pipelined(config, ctx)
     match config.strategy:
+        case "auto" if ctx.device.type == "xla":
+            return _on_xla(config, ctx)
         case "auto" if ctx.mesh.size(Axis.DP_SHARD) > 1:
             return _sharded(config, ctx)
         case "auto" | "none" | "ddp":
@@ -55,12 +62,28 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             chosen = engine.MegatronStrategy(config, ctx)
             return chosen  # noqa: RET504  # typed by its annotation above
         case "xla":
-            raise ConfigError(
-                f"strategy={config.strategy!r} is not in this version yet, and falling back to another one would "
-                "change what you asked for; use 'ddp' or 'fsdp'."
-            )
+            return _on_xla(config, ctx)
         case other:
             assert_never(other)
+
+
+def device_for(config: Config, topology: Topology) -> torch.device:
+    """The device of this process: the strategy's own kind, else the host's accelerator, else the CPU.
+
+    Raises: DeviceError when the device does not exist.
+    """
+    found = env.snapshot().get("PJRT_DEVICE") == "TPU" and config.strategy == "auto" and not config.cpu
+    if found:
+        log.info("strategy=auto means xla: PJRT_DEVICE=TPU says that this machine has TPUs")
+    if found or config.strategy == "xla":
+        device: torch.device = import_module("hasten.strategies.xla").start(config, topology)  # an optional package
+        return device
+    return choose_device(topology.local_rank, config.cpu)
+
+
+def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:
+    chosen: Strategy = import_module("hasten.strategies.xla").strategy(config, ctx)  # an optional package
+    return chosen
 
 
 def chooses_speed(asked: PerformanceSettings) -> bool:

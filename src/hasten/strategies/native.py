@@ -50,9 +50,12 @@ class NativeStrategy:
         transforms: Sequence[Transform],
         caps: Caps,
         stages: RunsStages | None = None,
+        on_optimizer: Callable[[Optimizer], None] | None = None,
     ) -> None:
+        """`on_optimizer` is told of each optimizer when it has its parameters."""
         self.name = name
         self._stages = stages
+        self._on_optimizer = on_optimizer
         self.caps = caps
         self._spread = spread
         self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
@@ -72,6 +75,8 @@ class NativeStrategy:
             record.bind(item.value, inner)
             refuse_unshardable(item.value)
             update_own_shards(item.value)
+            if self._on_optimizer is not None:
+                self._on_optimizer(item.value)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return self._spread.no_sync(model)

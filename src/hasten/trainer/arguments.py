@@ -54,7 +54,7 @@ _REFUSED: Final = MappingProxyType(
         "save_safetensors": "weights are always written as safetensors; leave it out",
         "save_only_model": "checkpoints always hold what a resume needs; use save_strategy='no' and save_model()",
         "split_batches": "per_device_train_batch_size is the size on one process; leave it out",
-        "tpu_num_cores": "TPUs are not in this version; leave it out",
+        "tpu_num_cores": "one process drives all TPU devices of a machine; leave it out",
         "use_liger_kernel": "replacing kernels is not in this version; patch the model before you give it to the Trainer",
         "use_mps_device": "Apple devices are found by themselves; leave it out",
     }

@@ -1,0 +1,141 @@
+"""Training on TPUs through torch_xla: one process for all devices of a host, which share each batch (SPMD)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from hasten.config.base import given
+from hasten.config.root import Config
+from hasten.errors import ConfigError, DeviceError, MissingPackageError
+from hasten.optional import check_installed, need
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.topology import Topology
+from hasten.strategies.alone import Alone
+from hasten.strategies.base import Caps
+from hasten.strategies.native import NativeStrategy
+from hasten.strategies.placing import Convert
+from hasten.strategies.xla_devices import Devices
+from hasten.strategies.xla_placing import PlaceOnDevices
+from hasten.strategies.xla_transfer import Transfer
+
+log = logging.getLogger(__name__)
+
+VERSIONS: Final = ">=2.9,<2.10"
+"""The releases of torch_xla that hasten runs on. Each runs on the torch of its own number alone."""
+_WHY: Final = "strategy='xla'"
+
+
+def start(config: Config, topology: Topology) -> torch.device:
+    """The device that stands for all devices of this host, with SPMD switched on.
+
+    Its random numbers follow from torch's seed.
+    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started, or a
+    setting cannot be honoured; DeviceError after a backward pass on the CPU.
+    """
+    refuse(config)
+    refuse_processes(topology)
+    refuse_other_torch(torch.__version__)
+    check_installed("torch_xla", VERSIONS, _WHY)
+    runtime = need("torch_xla.runtime")
+    if not runtime.is_spmd():
+        runtime.use_spmd()
+        need("torch_xla").manual_seed(torch.initial_seed())
+    if runtime.process_count() > 1:
+        raise ConfigError(several_hosts(int(runtime.process_count())))
+    device: torch.device = need("torch_xla").device()
+    _try_backward(device)
+    return device
+
+
+def _try_backward(device: torch.device) -> None:
+    """Record a backward pass. torch makes its threads for all devices at the first one, and never again."""
+    try:
+        torch.ones(1, device=device, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise DeviceError(
+            "backward() ran on the CPU before XLA was started, and torch then never backpropagates on XLA devices in this process. Make "
+            "the Accelerator before the first backward()."
+        ) from error
+
+
+def refuse_processes(topology: Topology) -> None:
+    """Raise where several processes were started: the devices of a host belong to one."""
+    if topology.source == "xla" and topology.local_world_size == 1 and topology.world_size > 1:
+        raise ConfigError(several_hosts(topology.world_size))
+    if topology.world_size > 1:
+        raise ConfigError(
+            f"{topology.world_size} processes were started with strategy='xla', where one process drives all devices of a host and they "
+            "share each batch. Start the script once: `hasten launch --tpu script.py`, or `python script.py`."
+        )
+
+
+def several_hosts(count: int) -> str:
+    """Why a slice of several hosts is not trained on."""
+    return (
+        f"this TPU slice has {count} hosts, and strategy='xla' was never run on more than one; what it computed there could not be "
+        "trusted. Use a slice with a single host (such as v5litepod-8), or strategy='fsdp' on GPUs."
+    )
+
+
+def refuse_other_torch(version: str) -> None:
+    """Raise for a torch that torch_xla was not built for, which would crash when it is imported."""
+    if version.split(".")[:2] != ["2", "9"]:
+        raise MissingPackageError(
+            f"torch {version} is installed, but torch_xla{VERSIONS} runs on torch 2.9 alone. Make an environment of its own for TPUs; "
+            "docs/engines.md has the commands."
+        )
+
+
+def refuse(config: Config) -> None:
+    """Raise for settings that would have no effect under torch_xla."""
+    for name, set_, instead in (
+        (
+            "cpu",
+            config.cpu,
+            "XLA chooses the device; leave it out, and set the variable PJRT_DEVICE=CPU to try XLA on the CPU",
+        ),
+        ("dynamo.backend", config.dynamo.backend != "no", "XLA compiles every step by itself; leave it out"),
+        ("recompute", bool(config.recompute), "it was not tried with XLA; leave it out, or set xla.fsdp_v2"),
+        ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients by itself; leave it out"),
+        ("performance", bool(given(config.performance)), "its choices are for other devices; leave it out"),
+    ):
+        if set_:
+            raise ConfigError(f"{name} was given with strategy='xla' and cannot be honoured: {instead}.")
+
+
+def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
+    """Whole parameters on every device, or sharded with `xla.fsdp_v2`; the compiler reduces gradients.
+
+    Raises: ConfigError for settings that it cannot honour.
+    """
+    refuse(config)
+    devices = Devices.all()
+    log.info(
+        "xla: %d %s device(s) share each batch of this process; parameters are %s",
+        devices.count,
+        devices.kind,
+        "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "whole on each",
+    )
+    return NativeStrategy(
+        "xla",
+        Alone(retries=False),
+        [PlaceOnDevices(devices, config.xla.fsdp_v2), Convert(config.master_weights)],
+        Caps(synchronises=False, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
+        on_optimizer=_end_steps,
+    )
+
+
+def _end_steps(optimizer: Optimizer) -> None:
+    """Run what was recorded whenever the optimizer has updated its parameters: one step is one program."""
+    sync = need("torch_xla").sync
+
+    def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # Any: torch's signature of a hook
+        sync()
+
+    optimizer.register_step_post_hook(end)

@@ -1,0 +1,79 @@
+"""What strategy='xla' refuses, and in which words; nothing here needs torch_xla."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hasten.config.resolve import resolve
+from hasten.errors import ConfigError, MissingPackageError
+from hasten.optional import available
+from hasten.runtime.topology import Topology
+from hasten.strategies import xla
+from hasten.strategies.xla_devices import Devices
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cpu": True}, "cpu was given .* set the variable PJRT_DEVICE=CPU"),
+        ({"dynamo.backend": "inductor"}, "dynamo.backend was given .* XLA compiles every step by itself"),
+        ({"recompute": ("Block",)}, "recompute was given .* not tried with XLA"),
+        ({"ddp.bucket_cap_mb": 5}, "the section ddp was given .* reduces gradients by itself"),
+        ({"performance": "auto"}, "performance was given .* for other devices"),
+    ],
+)
+def test_settings_without_effect_are_refused(settings: dict[str, Any], words: str) -> None:
+    config = resolve(code={"strategy": "xla", **settings}).config
+    with pytest.raises(ConfigError, match=words):
+        xla.refuse(config)
+
+
+@pytest.mark.parametrize("settings", [{"fsdp.reshard_after_forward": False}, {"parallelism.tp_size": 2}])
+def test_options_of_other_strategies_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"strategy: xla .* contradicts"):
+        resolve(code={"strategy": "xla", **settings})
+
+
+def test_other_settings_pass() -> None:
+    xla.refuse(resolve(code={"strategy": "xla", "mixed_precision": "bf16", "xla.fsdp_v2": True}).config)
+
+
+def test_one_process_drives_a_host() -> None:
+    xla.refuse_processes(Topology())
+    with pytest.raises(ConfigError, match=r"4 processes were started .* `hasten launch --tpu script.py`"):
+        xla.refuse_processes(Topology(rank=1, world_size=4, local_rank=1, local_world_size=4, source="torch"))
+    pod = Topology.from_env({"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c,d"})
+    with pytest.raises(ConfigError, match=r"this TPU slice has 4 hosts .* a single host"):
+        xla.refuse_processes(pod)
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"), [("2.9.0+cu128", True), ("2.9.1", True), ("2.11.0", False), ("2.8.0", False)]
+)
+def test_only_the_torch_of_its_number(version: str, fits: bool) -> None:
+    if fits:
+        xla.refuse_other_torch(version)
+    else:
+        with pytest.raises(MissingPackageError, match=f"torch {version} .* runs on torch 2.9 alone.*docs/engines.md"):
+            xla.refuse_other_torch(version)
+
+
+@pytest.mark.skipif(available("torch_xla"), reason="torch_xla is installed")
+def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(code={"strategy": "xla"}).config
+    with pytest.raises(MissingPackageError, match="Make an environment of its own for TPUs"):
+        xla.start(config, Topology())
+    monkeypatch.setattr(torch, "__version__", "2.9.0")
+    with pytest.raises(
+        MissingPackageError, match=r"'torch_xla' is not installed.*Run: pip install 'torch_xla>=2.9,<2.10'"
+    ):
+        xla.start(config, Topology())
+
+
+def test_only_even_parts_are_shared() -> None:
+    four, one = Devices(4, "TPU", torch.device("cpu"), None), Devices(1, "TPU", torch.device("cpu"), None)
+    assert [size for size in range(13) if four.divides(size)] == [4, 8, 12]
+    assert not any(one.divides(size) for size in range(13))

@@ -1,0 +1,92 @@
+"""TPU jobs as users start them, on XLA's CPU devices: `hasten launch`, a notebook's cell, `hasten test --matrix`, `hasten env`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hasten import notebook_launcher
+from hasten.strategies.xla_devices import Devices
+
+pytestmark = pytest.mark.timeout(400)  # each starts processes that load torch and torch_xla and compile
+
+SCRIPT = """
+import torch
+from hasten import Accelerator
+accelerator = Accelerator(mixed_precision="bf16")
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loss = model(torch.ones(8, 4, device=accelerator.device)).square().mean()
+accelerator.backward(loss)
+optimizer.step()
+print("trained", accelerator.strategy.name, accelerator.device, accelerator.num_processes, loss.item() > 0)
+"""
+
+
+def hasten(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command."""
+    command = [sys.executable, "-m", "hasten.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=380, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize("flag", ["--tpu", "--strategy=xla"])
+def test_launch(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = hasten("launch", flag, "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained xla xla:0 1 True" in done.stdout
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = hasten("launch", "--tpu", "--num_processes", "2", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "one process drives all devices" in done.stderr
+
+
+def test_a_cell_of_a_notebook(tmp_path: Path) -> None:
+    (tmp_path / "tpu.yaml").write_text("strategy: xla\n")
+
+    def train(rows: int) -> list[object]:
+        import torch
+
+        from hasten import Accelerator
+
+        accelerator = Accelerator()
+        return [accelerator.strategy.name, torch.ones(rows, device=accelerator.device).sum().item()]
+
+    assert notebook_launcher(train, (6,), config_file=str(tmp_path / "tpu.yaml")) == ["xla", 6.0]
+
+
+def test_matrix_and_env() -> None:
+    done = hasten("test", "--matrix", "--json", "--only", "xla-fp32,xla_fsdp-bf16")
+    rows = json.loads(done.stdout)
+    assert [(row["name"], row["status"]) for row in rows] == [("xla-fp32", "equal"), ("xla_fsdp-bf16", "equal")], rows
+    assert json.loads(hasten("env", "--json").stdout)["packages"]["torch_xla"].startswith("2.9")
+
+
+def test_a_backward_before_the_accelerator_is_told() -> None:
+    code = """
+import torch
+from hasten import Accelerator
+torch.ones(1, requires_grad=True).sum().backward()
+try:
+    Accelerator(strategy="xla")
+except Exception as error:
+    print(type(error).__name__, error)
+else:
+    print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=380, check=False)
+    assert done.stdout.startswith("DeviceError backward() ran on the CPU before XLA was started"), (
+        done.stdout + done.stderr
+    )
+
+
+def test_the_number_of_devices_is_the_one_asked_for() -> None:
+    """`make test-xla` runs this folder with one device and with four."""
+    assert Devices.all().count in (1, 4)

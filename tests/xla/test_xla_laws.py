@@ -1,0 +1,375 @@
+"""Training through torch_xla equals plain torch, on one device and on several that share each batch, and resumes bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hasten import Accelerator, DataLoaderConfiguration, XLAConfig, set_seed
+from hasten.errors import DeviceError, NumbersError, PrecisionError
+from hasten.optional import need
+from hasten.strategies.xla_devices import Devices
+
+STEPS: Final = 20
+ROWS: Final = 8
+FP32: Final = 2e-6
+"""The order of sums differs between XLA's kernels and torch's; 20 steps of AdamW stay within this."""
+BF16: Final = 0.1
+"""Losses begin at 6, and bf16 keeps 8 bits; torch's own bf16 on the CPU differs from fp32 by up to 0.05 here."""
+Precision = Literal["no", "bf16"]
+
+
+class Net(nn.Module):
+    """Layers that compute samples together (batch norm), share weights and repeat a block; 10 classes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(16, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the classes."""
+        hidden: Tensor = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        scores: Tensor = self.head(self.drop(self.norm(hidden)))
+        return scores
+
+
+def samples(count: int = STEPS * ROWS) -> TensorDataset:
+    """Classes that follow from the input."""
+    x = torch.arange(count) * 7 % 10
+    return TensorDataset(x, (x * 3 + 1) % 10)
+
+
+def net(dropout: float = 0.0) -> Net:
+    """The same weights every time."""
+    torch.manual_seed(5)
+    return Net(dropout)
+
+
+def plain(every: int, clip: float | None, data: TensorDataset) -> tuple[list[float], Net]:
+    """Losses and weights of a loop in plain torch."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+    losses = []
+    batches = list(DataLoader(data, batch_size=ROWS))
+    for number, (x, y) in enumerate(batches, 1):
+        loss = nn.functional.cross_entropy(model(x), y)
+        losses.append(loss.item())
+        short = len(batches) - len(batches) % every  # a window of what is left begins after this batch
+        (loss / (every if number <= short else len(batches) - short)).backward()  # type: ignore[no-untyped-call]
+        if number % every == 0 or number == len(batches):
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return losses, model
+
+
+@dataclass
+class Run:
+    """A training under strategy='xla'."""
+
+    accelerator: Accelerator
+    model: Any
+    optimizer: Any
+    schedule: Any
+    loader: Any
+    clip: float | None = None
+    losses: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def made(
+        cls,
+        data: Dataset[Any],
+        every: int = 1,
+        clip: float | None = None,
+        precision: Precision = "no",
+        shards: bool = False,
+        dropout: float = 0.0,
+        **options: Any,  # Any: further arguments of an Accelerator
+    ) -> Run:
+        """The parts of a training, prepared."""
+        accelerator = Accelerator(
+            strategy="xla",
+            xla=XLAConfig(fsdp_v2=shards),
+            gradient_accumulation_steps=every,
+            mixed_precision=precision,
+            **options,
+        )
+        model = net(dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+        parts = accelerator.prepare(model, optimizer, schedule, DataLoader(data, batch_size=ROWS))
+        return cls(accelerator, *parts, clip)
+
+    def train(self, stop: int | None = None, folder: Path | None = None) -> Run:
+        """Train to the end of the epoch; save after batch `stop`."""
+        for number, (x, y) in enumerate(self.loader, 1):
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.cross_entropy(self.model(x), y)
+                self.losses.append(loss.detach())
+                self.accelerator.backward(loss)
+                if self.clip is not None:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            if number == stop:
+                self.accelerator.save_state(folder)
+        return self
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Every weight, buffer and moment, on the host."""
+        found = {name: value.cpu() for name, value in self.model.state_dict().items()}
+        for index, state in enumerate(self.optimizer.state.values()):
+            found |= {f"{index}.{key}": value.cpu() for key, value in state.items()}
+        return found
+
+
+def compiled() -> int:
+    """Programs compiled so far."""
+    data = need("torch_xla.debug.metrics").metric_data("CompileTime")
+    return 0 if data is None else int(data[0])
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    """Compare two sets of numbers bit for bit."""
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.fixture(autouse=True)
+def finished() -> Iterator[None]:
+    """Run what a test left recorded, so that it does not become part of the next one's program."""
+    yield
+    need("torch_xla").sync()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("every", [1, 3])
+def test_equals_plain_torch(every: int, clip: float | None, shards: bool) -> None:
+    data = samples()
+    wanted, reference = plain(every, clip, data)
+    run = Run.made(data, every, clip, shards=shards).train()
+    assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
+    for name, value in reference.state_dict().items():
+        if name == "norm.running_var":
+            continue  # see test_batch_norm_keeps_the_biased_variance
+        torch.testing.assert_close(run.model.state_dict()[name].cpu(), value, atol=2e-5, rtol=0, msg=name)
+    assert run.accelerator.num_processes == 1
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_bf16_follows_plain_torch(every: int) -> None:
+    data = samples()
+    wanted, _ = plain(every, 0.5, data)
+    run = Run.made(data, every, 0.5, "bf16").train()
+    assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=BF16)
+    assert run.model.embed.weight.dtype == torch.float32
+    assert any(abs(float(loss) - one) > FP32 for loss, one in zip(run.losses, wanted, strict=True)), "nothing in bf16"
+
+
+def test_batch_norm_keeps_the_biased_variance() -> None:
+    """torch_xla's own way, told in docs/engines.md: torch multiplies by n / (n - 1) what it remembers for evaluation."""
+    accelerator = Accelerator(strategy="xla")
+    norm, reference = accelerator.prepare_model(nn.BatchNorm1d(3, momentum=1.0)), nn.BatchNorm1d(3, momentum=1.0)
+    x = torch.randn(ROWS, 3)
+    torch.testing.assert_close(norm(x.to(accelerator.device)).cpu(), reference(x), atol=1e-5, rtol=0)
+    assert reference.running_var is not None
+    torch.testing.assert_close(norm.running_var.cpu(), reference.running_var * (ROWS - 1) / ROWS)
+
+
+def test_a_last_batch_that_devices_cannot_share() -> None:
+    data = samples(STEPS * ROWS - 3)
+    wanted, _ = plain(1, None, data)
+    run = Run.made(data).train()
+    assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize(("every", "stop"), [(1, 9), (3, 9), (3, 10)])
+def test_resumes_bit_for_bit(every: int, stop: int, shards: bool, tmp_path: Path) -> None:
+    """Also in the middle of an epoch and of an accumulation window, with dropout."""
+    set_seed(3)
+    whole = Run.made(samples(), every, 0.5, shards=shards, dropout=0.2).train(stop, tmp_path / "saved")
+    set_seed(99)
+    again = Run.made(samples(), every, 0.5, shards=shards, dropout=0.2)
+    again.accelerator.load_state(tmp_path / "saved")
+    again.train()
+    assert [float(loss) for loss in again.losses] == [float(loss) for loss in whole.losses[stop:]]
+    assert_equal(again.numbers(), whole.numbers())
+
+
+def test_saving_changes_no_later_draw(tmp_path: Path) -> None:
+    set_seed(3)
+    saved = Run.made(samples(), dropout=0.2).train(9, tmp_path / "saved")
+    set_seed(3)
+    unsaved = Run.made(samples(), dropout=0.2).train()
+    assert [float(loss) for loss in saved.losses] == [float(loss) for loss in unsaved.losses]
+
+
+def test_parameters_and_moments_are_sharded_and_stay_so(tmp_path: Path) -> None:
+    spec = need("torch_xla")._XLAC._get_xla_sharding_spec
+    count = Devices.all().count
+    run = Run.made(samples(), shards=True).train(9, tmp_path / "saved")
+    run.accelerator.load_state(tmp_path / "saved")
+    run.train()
+    for name, parameter in run.model.named_parameters():
+        for tensor in (parameter, run.optimizer.state[parameter]["exp_avg"]):
+            assert (f"{count}]" in spec(tensor) or f"[{count}," in spec(tensor)) == (count > 1), (name, spec(tensor))
+    whole = Run.made(samples()).train()
+    assert all("devices" not in spec(parameter) for parameter in whole.model.parameters())
+
+
+def test_batches_are_divided_over_the_devices() -> None:
+    spec = need("torch_xla")._XLAC._get_xla_sharding_spec
+    count = Devices.all().count
+    accelerator = Accelerator(strategy="xla")
+    loader = accelerator.prepare(DataLoader(samples(20), batch_size=ROWS))
+    shared = ["devices" in spec(x) for x, _ in loader]
+    assert shared == [count > 1, count > 1, count > 1 and 4 % count == 0]
+
+
+def test_ties_attributes_and_groups_survive_the_move() -> None:
+    accelerator = Accelerator(strategy="xla")
+    model = net()
+    model.embed.weight.mark = "kept"  # type: ignore[attr-defined]
+    groups = [{"params": [model.embed.weight], "lr": 0.5}, {"params": model.blocks.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    moved, prepared = accelerator.prepare(model, optimizer)
+    assert moved.head.weight is moved.embed.weight
+    assert moved.embed.weight.mark == "kept"
+    assert moved.embed.weight.device.type == "xla"
+    assert prepared.param_groups[0]["params"][0] is moved.embed.weight
+    assert [len(group["params"]) for group in prepared.param_groups] == [1, 4]
+
+
+def test_a_step_is_compiled_once() -> None:
+    """Neither the step's number, nor the learning rate, nor the watch over losses makes another program."""
+    run = Run.made(samples(), every=2, clip=0.5)
+    counts = []
+    for x, y in run.loader:
+        with run.accelerator.accumulate(run.model):
+            run.accelerator.backward(nn.functional.cross_entropy(run.model(x), y))
+            run.accelerator.clip_grad_norm_(run.model.parameters(), 0.5)
+            run.optimizer.step()
+            run.schedule.step()
+            run.optimizer.zero_grad()
+        counts.append(compiled())
+    run.accelerator.end_training()
+    assert counts[6] == counts[-1], counts
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_dropout_follows_the_seed(early: bool) -> None:
+    """Whether it is set before the Accelerator is made or afterwards."""
+    drawn = []
+    for seed in (1, 2, 1):
+        if early:
+            set_seed(seed)
+        accelerator = Accelerator(strategy="xla")
+        if not early:
+            set_seed(seed)
+        drawn.append(nn.functional.dropout(torch.ones(64, device=accelerator.device)).cpu())
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Samples with tensors, a name and a number that stays on the host."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.tensor(index % 10), "name": str(index), "index": torch.tensor(index)}
+
+
+def test_metrics_see_every_sample_once() -> None:
+    accelerator = Accelerator(strategy="xla", dataloader_config=DataLoaderConfiguration(prefetch_skip_keys=("index",)))
+    model, loader = accelerator.prepare(net().eval(), DataLoader(Rows(), batch_size=ROWS))
+    scores, names, indices = [], [], []
+    with torch.no_grad():
+        for batch in loader:
+            assert batch["index"].device.type == "cpu"
+            scores.append(accelerator.gather_for_metrics(model(batch["x"])).cpu())
+            names += accelerator.gather_for_metrics(batch["name"], use_gather_object=True)
+            indices += batch["index"].tolist()
+    assert names == [str(number) for number in range(21)]
+    assert indices == list(range(21))
+    wanted = net().eval()(torch.arange(21) % 10).detach()
+    torch.testing.assert_close(torch.cat(scores), wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
+    run = Run.made(samples(40), shards=shards).train()
+    run.accelerator.save_model(run.model, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    state = run.accelerator.get_state_dict(run.model)
+    assert_equal(saved, {name: value.cpu() for name, value in state.items()})
+    other = Run.made(samples(40), shards=shards)
+    other.accelerator.load_model(other.model, tmp_path)
+    assert_equal(saved, {name: value.cpu() for name, value in other.model.state_dict().items()})
+    twin = copy.deepcopy(run.accelerator.unwrap_model(run.model))
+    assert twin.head.weight is twin.embed.weight
+
+
+def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
+    """What was saved on XLA devices is read on the CPU, without strategy='xla', by who accepts other random numbers there."""
+    run = Run.made(samples()).train(20, tmp_path / "saved")
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+    parts = accelerator.prepare(model, optimizer, schedule, DataLoader(samples(), batch_size=ROWS))
+    with pytest.raises(DeviceError, match="captured on 'xla' and this process works on 'cpu'"):
+        accelerator.load_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved", strict=False)
+    assert_equal(Run(accelerator, *parts).numbers(), run.numbers())
+
+
+def test_a_background_save_holds_the_numbers_of_its_moment(tmp_path: Path) -> None:
+    run = Run.made(samples(40)).train()
+    before = run.numbers()
+    run.accelerator.save_state(tmp_path / "saved", blocking=False)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    run.accelerator.wait_for_saves()
+    run.accelerator.load_state(tmp_path / "saved")
+    assert_equal(run.numbers(), before)
+
+
+def test_a_loss_that_is_no_number_stops_the_run() -> None:
+    run = Run.made(samples(40), numbers="stop")
+    x, y = next(iter(run.loader))
+    loss = nn.functional.cross_entropy(run.model(x), y) * float("nan")
+    run.accelerator.backward(loss)
+    with pytest.raises(NumbersError):
+        run.optimizer.step()
+
+
+def test_fp16_and_snapshots_of_memory_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PrecisionError, match="Use mixed_precision='bf16' or 'no'"):
+        Accelerator(strategy="xla", mixed_precision="fp16")
+    with pytest.raises(DeviceError, match="Use the device's own profiler"):
+        Accelerator(strategy="xla").memory_snapshot(tmp_path)
