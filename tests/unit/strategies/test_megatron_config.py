@@ -17,7 +17,8 @@ from hasten.config.source import Entry, Source
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.axes import Axis
 from hasten.runtime.mesh_plan import mesh_of
-from hasten.strategies.megatron_config import ModelFacts, model_facts, translate
+from hasten.strategies.megatron_config import translate
+from hasten.strategies.megatron_families import ModelFacts, model_facts
 from hasten.strategies.megatron_layout import entries, place
 from hasten.strategies.megatron_weights import box_of, fuse, part_of, unfuse
 
