@@ -61,6 +61,12 @@ class MegatronStrategy:
                     f"{name} cannot be honoured with strategy='megatron', whose engine has layers and gradients of its own; leave it "
                     "out (the engine recomputes with megatron.recompute_activations)."
                 )
+        if config.checkpoint_in_memory and config.megatron.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"checkpoint_in_memory={config.checkpoint_in_memory} does not go with megatron.expert_model_parallel_size="
+                f"{config.megatron.expert_model_parallel_size}: the experts of a checkpoint are put together over machines. Leave it out, "
+                "and call save_state() every so many updates."
+            )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
         self._place, self._convert = Place(), Convert(config.master_weights)
         self.caps = Caps(

@@ -77,7 +77,7 @@ def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # 
         "num_moe_experts": facts.experts.number,
         "moe_router_topk": facts.experts.each,
         "moe_ffn_hidden_size": facts.ffn,
-        "moe_router_pre_softmax": facts.experts.each == 1,  # the same weights, where there is more than one
+        "moe_router_pre_softmax": False,  # over the chosen ones, which is what dividing by their sum comes to
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
@@ -31,6 +32,24 @@ _PLAIN: Final = MappingProxyType(
 )
 
 
+_SIZES: Final = MappingProxyType(
+    {
+        "tp_degree": "tensor_model_parallel_size",
+        "pp_degree": "pipeline_model_parallel_size",
+        "context_parallel_size": "context_parallel_size",
+        "expert_model_parallel_size": "expert_model_parallel_size",
+        "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    }
+)
+"""Fields of the plugin, and what megatron-core calls them."""
+
+
+def _shown(sizes: Mapping[str, int | None]) -> str:
+    """The sizes of a layout that are not 1, by the names of the plugin's fields."""
+    told = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
+    return ", ".join(told) or "data parallel ranks only"
+
+
 def refuse_other_devices(ctx: ProcessContext) -> None:
     """Raise where megatron-core's calls of torch.cuda would not reach the device of this process."""
     try:
@@ -49,21 +68,15 @@ def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
     state = package("parallel_state")
     if not dist.is_initialized():
         device_mesh(ctx.mesh, ctx.device)
-    sizes = {
-        "tensor_model_parallel_size": plugin.tp_degree,
-        "pipeline_model_parallel_size": plugin.pp_degree,
-        "context_parallel_size": plugin.context_parallel_size,
-        "expert_model_parallel_size": plugin.expert_model_parallel_size,
-        "expert_tensor_parallel_size": plugin.expert_tensor_parallel_size,
-    }
+    sizes = {keyword: getattr(plugin, field) for field, keyword in _SIZES.items()}
     world, known = getattr(state, "hasten_layout", (None, None))
     if state.model_parallel_is_initialized():
         if world is dist.group.WORLD and known == sizes:
             return
         if world is dist.group.WORLD:
             raise ConfigError(
-                f"an Accelerator with {sizes} was made in a process that has one with {known}, and megatron-core keeps one layout per "
-                "process. Start another process."
+                f"an Accelerator with {_shown(sizes)} was made in a process that has one with {_shown(known)}, and megatron-core keeps one "
+                "layout per process. Start another process."
             )
         state.destroy_model_parallel()
     with quiet():

@@ -96,7 +96,11 @@ def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a 
     facts = _READERS[kind](config)
     if facts.activation not in ACTIVATIONS:
         raise _variant(kind, "activation", facts.activation, f"one of {', '.join(ACTIVATIONS)}")
-    return facts if tied is None else replace(facts, tied=tied)
+    if tied is not None:
+        facts = replace(facts, tied=tied)
+    if kind == "bert" and not facts.tied:
+        raise _variant(kind, "tie_word_embeddings", False, "True")
+    return facts
 
 
 def check_class(names: list[str], facts: ModelFacts) -> None:
@@ -182,6 +186,8 @@ def _mixtral(config: Any) -> ModelFacts:
     _same("mixtral", config, router_jitter_noise=0.0, sliding_window=None)
     if getattr(config, "output_router_logits", False):
         raise _variant("mixtral", "output_router_logits", True, "False, which leaves the balancing loss out")
+    if config.num_experts_per_tok == 1:
+        raise _variant("mixtral", "num_experts_per_tok", 1, "at least 2")
     return _llama(config, "mixtral", Experts(config.num_local_experts, config.num_experts_per_tok))
 
 

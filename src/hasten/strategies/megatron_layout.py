@@ -123,8 +123,7 @@ def _mixture(ours: str, hub: str, number: int) -> Iterator[Entry]:
 
 def _bert(facts: ModelFacts) -> Iterator[Entry]:
     lead, head = "bert.embeddings.", "cls.predictions."
-    tied = (f"{head}decoder.weight",) if facts.tied else ()
-    yield Entry(WORDS, (f"{lead}word_embeddings.weight", *tied), split="vocab")
+    yield Entry(WORDS, (f"{lead}word_embeddings.weight", f"{head}decoder.weight"), split="vocab")
     yield Entry("embedding.position_embeddings.weight", (f"{lead}position_embeddings.weight",))
     yield Entry("embedding.tokentype_embeddings.weight", (f"{lead}token_type_embeddings.weight",))
     for kind in ("weight", "bias"):
@@ -143,8 +142,6 @@ def _bert(facts: ModelFacts) -> Iterator[Entry]:
             yield Entry(f"{ours}mlp.linear_fc1.{kind}", (f"{hub}intermediate.dense.{kind}",), split="rows")
             yield Entry(f"{ours}mlp.linear_fc2.{kind}", (f"{hub}output.dense.{kind}",), split=across)
             yield Entry(f"{ours}mlp_bda.norm.{kind}", (f"{hub}output.LayerNorm.{kind}",))
-    if not facts.tied:
-        yield Entry("output_layer.weight", (f"{head}decoder.weight",), split="vocab")
     yield Entry("output_layer.bias", (f"{head}bias", f"{head}decoder.bias"), split="vocab")
 
 
