@@ -238,7 +238,7 @@ def assert_trains_alike(
     expected = plain.model.state_dict()
     assert weights.keys() == expected.keys(), weights.keys() ^ expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4, msg=lambda said, of=name: f"{of}: {said}")
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4, msg=name)
     near = (
         1e-3 if family == "t5" else 2e-4
     )  # T5 does not scale its scores, so that its logits answer more to a weight's rounding

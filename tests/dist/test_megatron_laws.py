@@ -287,7 +287,7 @@ def test_what_an_engine_cannot_do_is_refused(ctx: ProcessContext, tmp_path: Path
         with pytest.raises(PrepareError, match="takes gradients, but the optimizer does not hold it"):
             accelerator.prepare(frozen, torch.optim.SGD(frozen.transformer.wte.parameters()))
         run = kit().Run(accelerator, kit().language_model("gpt2"), 1)
-        batch = next(iter(DataLoader(kit().samples(), batch_size=kit().ROWS)))  # type: ignore[arg-type]
+        batch = next(iter(DataLoader(kit().samples(), batch_size=kit().ROWS)))
         with pytest.raises(StepError, match="call the model under"):
             run.model(**batch)
         with pytest.raises(StepError, match="forward_backward"):

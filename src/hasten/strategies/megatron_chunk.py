@@ -96,7 +96,7 @@ def _as_bert(chunk: Any, facts: ModelFacts, config: Any) -> nn.Module:
     return made
 
 
-@cache
+@cache  # the class, not an instance: it is made from a package that is imported late
 def _bert() -> Any:
     """megatron-core's BertModel, taking descriptions of a stage's layers."""
     base: Any = package("models.bert.bert_model").BertModel

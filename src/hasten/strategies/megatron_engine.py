@@ -69,7 +69,7 @@ def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
     if not dist.is_initialized():
         device_mesh(ctx.mesh, ctx.device)
     sizes = {keyword: getattr(plugin, field) for field, keyword in _SIZES.items()}
-    world, known = getattr(state, "hasten_layout", (None, None))
+    world, known = getattr(state, "hasten_layout", (None, {}))
     if state.model_parallel_is_initialized():
         if world is dist.group.WORLD and known == sizes:
             return

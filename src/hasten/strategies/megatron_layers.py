@@ -118,7 +118,7 @@ def decoder_layers(config: Any, number: int) -> Any:
     return _block(layer, number, Norm)
 
 
-@cache
+@cache  # the class, not an instance: it is made from a package that is imported late
 def _router() -> Any:
     """megatron-core's router, which in 0.16 names a function of Transformer Engine whether it is installed or not."""
     base: Any = package("transformer.moe.router").TopKRouter
