@@ -186,6 +186,22 @@ def test_sequence_parallel_and_recompute_change_no_number(
     kit().assert_trains_alike(ctx, "gpt2", layout, tmp_path, by_hand=True)
 
 
+@ranks(2, timeout_s=LONG)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "layout"), [("llama", "pp2"), ("bert", "tp2"), ("t5", "tp2"), ("mixtral", "ep2")])
+def test_a_model_without_weights_is_initialised_by_the_engine(ctx: ProcessContext, family: str, layout: str) -> None:
+    with kit().on_cpu():
+        with torch.device("meta"):
+            model = kit().language_model(family)
+        run = kit().Run(kit().engine(kit().LAYOUTS[layout]), model, kit().split_of(layout))
+        weights = run.accelerator.get_state_dict(run.model)
+        run.steps(8)
+    assert weights.keys() == kit().language_model(family).state_dict().keys()
+    matrices = [value for name, value in weights.items() if value.ndim > 1]
+    assert all(value.isfinite().all() and value.std() > 0 for value in matrices)
+    assert sum(run.losses[4:]) < sum(run.losses[:4])  # the same four batches again
+
+
 # ---------------------------------------------------------------- precision and checkpoints
 
 

@@ -104,7 +104,7 @@ class MegatronStrategy:
         facts = _facts_of(module)
         made = translate(self._plugin, facts, self._config.mixed_precision)
         groups = groups_by_name(module, given)
-        source = source_of(module, self._config.fsdp, self._ctx)
+        source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is Source.RANK_0:
             _materialise(module, self._ctx.device)
         if source is not Source.NOBODY:
