@@ -43,7 +43,7 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
 def test_what_is_left_out_says_why() -> None:
     from accelerate.utils.megatron_lm import GPTTrainStep, initialize
 
-    with pytest.raises(NotImplementedError, match=r"left out .* trains GPT-2 and Llama"):
+    with pytest.raises(NotImplementedError, match=r"left out .* trains GPT-2, Llama"):
         initialize(None)
     with pytest.raises(NotImplementedError, match=r"utils\.GPTTrainStep is left out"):
         GPTTrainStep(None, None)

@@ -18,7 +18,7 @@ PURE: Final = (
     *("runtime.env", "runtime.topology", "runtime.axes", "runtime.affinity", "runtime.nodelist"),
     *("data.plan", "data.shuffle", "data.position", "checkpoint.manifest", "checkpoint.retention"),
     *("bigmodel.solver", "strategies.pipeline_split", "strategies.deepspeed_config"),
-    *("strategies.megatron_config", "strategies.megatron_layout"),
+    *("strategies.megatron_config", "strategies.megatron_families", "strategies.megatron_layout"),
     *("planner.hardware", "planner.memory", "planner.traffic", "planner.search", "planner.report"),
     *("planner.candidate", "planner.speed", "planner.traced", "planner.tuning"),
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from hasten.strategies.megatron_engine import package
+from hasten.strategies.megatron_package import package
 
 CPU: Final = torch.device("cpu")
 
@@ -21,8 +23,8 @@ class Nothing:
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __getattr__(self, name: str) -> Callable[..., Nothing]:
+        return lambda *args, **kwargs: self
 
     def __enter__(self) -> Nothing:
         return self
@@ -40,6 +42,7 @@ class OnCPU(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _on_cuda(kwargs.get("device")):
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.to and len(args) > 1 and _on_cuda(args[1]):
@@ -52,6 +55,36 @@ class OnCPU(TorchFunctionMode):
 
 def _on_cuda(device: object) -> bool:
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
+
+
+def _counted(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Numbers of tokens where the processor reads them, which megatron-core moves only from CUDA devices."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _all_gather(even: Any, outputs: list[torch.Tensor], own: torch.Tensor, group: Any = None, **kwargs: Any) -> Any:
+    """all_gather() of tensors of different lengths, which NCCL has and gloo has not."""
+    if len({tuple(one.shape) for one in outputs}) == 1:
+        return even(outputs, own, group=group, **kwargs)
+    for rank, output in enumerate(outputs):
+        if rank == dist.get_rank(group):
+            output.copy_(own)
+        dist.broadcast(output, dist.get_global_rank(group, rank), group=group)
+    return None
+
+
+def _reduce_scatter(
+    even: Any, output: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **kwargs: Any
+) -> Any:
+    """reduce_scatter() likewise."""
+    if len({tuple(one.shape) for one in parts}) == 1:
+        return even(output, parts, group=group, **kwargs)
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        if rank == dist.get_rank(group):
+            output.copy_(total)
+    return None
 
 
 @contextmanager
@@ -80,5 +113,9 @@ def megatron_on_cpu() -> Iterator[None]:
         stack.enter_context(
             patch.object(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
         )
+        tokens = package("transformer.moe.token_dispatcher")
+        stack.enter_context(patch.object(tokens, "maybe_move_tensor_to_cpu", _counted))
+        for name, stand_in in (("all_gather", _all_gather), ("reduce_scatter", _reduce_scatter)):
+            stack.enter_context(patch.object(dist, name, partial(stand_in, getattr(dist, name))))
         stack.enter_context(OnCPU())
         yield

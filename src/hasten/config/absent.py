@@ -32,7 +32,14 @@ _MEGATRON: Final = (
     "hidden_dropout",
     "attention_softmax_in_fp32",
     "seq_length",
+    "encoder_seq_length",
+    "decoder_seq_length",
     "use_distributed_optimizer",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "use_rotary_position_embeddings",
+    "return_logits",
 )
 """Options of Megatron-LM that act."""
 
@@ -83,21 +90,15 @@ ABSENT: Final[tuple[Absent, ...]] = (
     *(
         Absent(f"megatron.{name}", what, instead)
         for what, instead, names in (
-            ("Megatron's context parallelism", "use strategy: fsdp with cp_size", ("context_parallel_size",)),
-            (
-                "training mixtures of experts with Megatron",
-                "gpt2 and llama models have none; leave it out",
-                ("expert_model_parallel_size", "expert_tensor_parallel_size"),
-            ),
             (
                 "an interleaved schedule of Megatron",
                 "leave it out for one stage per rank, or use pp_size with strategy: fsdp",
                 ("num_layers_per_virtual_pipeline_stage",),
             ),
             (
-                "training encoders (BERT, T5) with Megatron",
-                "use strategy: fsdp",
-                ("pipeline_model_parallel_split_rank", "encoder_seq_length", "decoder_seq_length"),
+                "a pipeline through encoder and decoder",
+                "a T5 model lies whole on its tensor parallel ranks; leave it out and raise tp_degree",
+                ("pipeline_model_parallel_split_rank",),
             ),
             (
                 "sharding parameters or offloading optimizer state with Megatron",

@@ -178,13 +178,31 @@ def deepspeed(config: Config, entries: Entries) -> Iterator[ConfigError]:
 def megatron(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """Megatron's own sizes divide the processes."""
     sizes, total = config.megatron, config.launch.num_processes
-    product = sizes.tp_degree * sizes.pp_degree * sizes.context_parallel_size
-    if config.strategy == "megatron" and total and total % product:
-        widest = "tp_degree" if sizes.tp_degree >= sizes.pp_degree else "pp_degree"
-        blamed = at(config, entries, f"megatron.{widest}")
-        count = at(config, entries, "launch.num_processes")
-        why = f"tp {sizes.tp_degree} × pp {sizes.pp_degree} × cp {sizes.context_parallel_size} = {product} does not fit"
-        yield contradiction(blamed, count, why, f"use a multiple of {product} processes")
+    if config.strategy != "megatron" or not total:
+        return
+    inside = sizes.expert_tensor_parallel_size or sizes.tp_degree
+    for parts in (
+        {
+            "tp_degree": sizes.tp_degree,
+            "pp_degree": sizes.pp_degree,
+            "context_parallel_size": sizes.context_parallel_size,
+        },
+        {
+            "expert_tensor_parallel_size": inside,
+            "pp_degree": sizes.pp_degree,
+            "expert_model_parallel_size": sizes.expert_model_parallel_size,
+        },
+    ):
+        product = prod(parts.values())
+        if total % product:
+            widest = max(parts, key=parts.__getitem__)
+            blamed = at(config, entries, f"megatron.{widest}")
+            count = at(config, entries, "launch.num_processes")
+            shown = " × ".join(f"{name} {size}" for name, size in parts.items())
+            yield contradiction(
+                blamed, count, f"{shown} = {product} does not fit", f"use a multiple of {product} processes"
+            )
+            return
 
 
 def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:

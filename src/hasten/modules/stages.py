@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hasten.modules import forwarding
+from hasten.runtime.axes import Axis
 
 TAG = "pipeline"
 """The tag of the forward that runs a stage."""
@@ -28,6 +29,10 @@ class StagePart:
     """A parameter's name on this rank to its first name in the whole model, where another rank holds that one."""
     copies: frozenset[str] = frozenset()
     """Parameters here (by their name in the whole model) that another rank holds as well, and counts and writes."""
+    axes: frozenset[Axis] = frozenset({Axis.PP})
+    """The axes along which ranks hold different parts."""
+    first: bool = True
+    """No earlier rank along those axes holds the same part."""
 
     def whole_name(self, name: str) -> str:
         """The first name in the whole model of a parameter that has `name` on this rank."""

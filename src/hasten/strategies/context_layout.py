@@ -23,13 +23,14 @@ class SequenceLayout:
     """Equal chunks of a sequence over ranks.
 
     Balanced, every rank holds one chunk from the back and its mirror image from the front: under a causal mask late
-    tokens attend to more keys than early ones, and so each rank has the same work. The late chunk comes first, so that
-    positions jump on every rank, the one whose chunks are neighbours included: a model that looks at positions does
-    the same on all ranks. Otherwise a rank holds one chunk.
+    tokens attend to more keys than early ones, and so each rank has the same work. With `late_first` positions jump on
+    every rank, the one whose chunks are neighbours included: a model that looks at positions does the same on all
+    ranks. Otherwise a rank holds one chunk.
     """
 
     ranks: int
     balanced: bool
+    late_first: bool = True
 
     @property
     def chunks_per_rank(self) -> int:
@@ -43,7 +44,10 @@ class SequenceLayout:
 
     def chunks(self, rank: int) -> tuple[int, ...]:
         """The chunks of the sequence that `rank` holds, in the order in which it holds them."""
-        return (rank,) if self.chunks_per_rank == 1 else (self.num_chunks - 1 - rank, rank)
+        if self.chunks_per_rank == 1:
+            return (rank,)
+        late = self.num_chunks - 1 - rank
+        return (late, rank) if self.late_first else (rank, late)
 
     def order(self) -> tuple[int, ...]:
         """For each chunk of the sequence, its place when the ranks' parts are joined in order of rank."""

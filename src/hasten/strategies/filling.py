@@ -27,8 +27,10 @@ class Source(StrEnum):
     NOBODY = "nobody"
 
 
-def source_of(model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext) -> Source:
-    """Who has the weights, after making sure that every rank built the same model.
+def source_of(
+    model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: ProcessContext, *, buffers: bool = True
+) -> Source:
+    """Who has the weights, after making sure that every rank built the same model; an engine does not need its `buffers`.
 
     Ranks: every rank. Raises: MismatchError naming what differs; PrepareError when rank 0 lacks what others have.
     """
@@ -48,7 +50,8 @@ def source_of(model: nn.Module, config: FullyShardedDataParallelPlugin, ctx: Pro
             "on rank 0, or on meta everywhere."
         )
     if everyone[0]:
-        _refuse_lost_buffers(model, config)
+        if buffers:
+            _refuse_lost_buffers(model, config)
         return Source.NOBODY
     if not config.sync_module_states:
         raise PrepareError(

@@ -19,16 +19,21 @@ from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
 from hasten.modules.stages import StagePart
 from hasten.precision.base import Precision
-from hasten.runtime.axes import BATCH, Axis
+from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.strategies import megatron_engine
 from hasten.strategies.base import Caps, LoopState, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.megatron_binding import bind, groups_by_name, owner_of
-from hasten.strategies.megatron_config import model_facts, translate
-from hasten.strategies.megatron_model import MegatronModel, StageOutput
+from hasten.strategies.megatron_call import Given
+from hasten.strategies.megatron_config import translate
+from hasten.strategies.megatron_families import ModelFacts, check_class, model_facts
+from hasten.strategies.megatron_model import Calls, MegatronModel, StageOutput
 from hasten.strategies.megatron_optimizer import MegatronOptimizer
-from hasten.strategies.megatron_weights import box_of, part_of, unfuse
+from hasten.strategies.megatron_package import hushed, package
+from hasten.strategies.megatron_ranks import own_ranks
+from hasten.strategies.megatron_weights import to_hub
+from hasten.strategies.megatron_whole import whole_weights
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.pipeline_split import check_rows
 from hasten.strategies.pipeline_travel import share
@@ -36,7 +41,6 @@ from hasten.strategies.placing import Convert, Place
 from hasten.trees import Tree
 
 LossOf = Callable[[nn.Module, Tree], Tensor]
-Micro = tuple[Any, ...]  # Any: input_ids, attention_mask, position_ids, labels
 
 
 class MegatronStrategy:
@@ -45,7 +49,7 @@ class MegatronStrategy:
     name = "megatron"
 
     def __init__(self, config: Config, ctx: ProcessContext) -> None:
-        megatron_engine.package()
+        package()
         megatron_engine.refuse_other_devices(ctx)
         for name, set_ in (
             ("gradient_accumulation.sync_each_batch", config.gradient_accumulation.sync_each_batch),
@@ -57,6 +61,12 @@ class MegatronStrategy:
                     f"{name} cannot be honoured with strategy='megatron', whose engine has layers and gradients of its own; leave it "
                     "out (the engine recomputes with megatron.recompute_activations)."
                 )
+        if config.checkpoint_in_memory and config.megatron.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"checkpoint_in_memory={config.checkpoint_in_memory} does not go with megatron.expert_model_parallel_size="
+                f"{config.megatron.expert_model_parallel_size}: the experts of a checkpoint are put together over machines. Leave it out, "
+                "and call save_state() every so many updates."
+            )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
         self._place, self._convert = Place(), Convert(config.master_weights)
         self.caps = Caps(
@@ -91,49 +101,45 @@ class MegatronStrategy:
                 f"{type(given).__name__} has state of earlier steps, which an engine would lose when it lays out its parameters. "
                 "Prepare a new optimizer, and load the state with load_state()."
             )
-        facts = model_facts(getattr(module, "config", None))
+        facts = _facts_of(module)
         made = translate(self._plugin, facts, self._config.mixed_precision)
         groups = groups_by_name(module, given)
-        source = source_of(module, self._config.fsdp, self._ctx)
+        source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
         if source is Source.RANK_0:
             _materialise(module, self._ctx.device)
         if source is not Source.NOBODY:
             copy_from_rank_0(module, self._ctx)
         megatron_engine.join(self._plugin, self._ctx)
         seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
-        built = megatron_engine.build(made, source is Source.NOBODY, seed, self._plugin.use_distributed_optimizer)
-        peers = self._ctx.mesh.index(self._ctx.rank, *BATCH)
-        model = MegatronModel(
-            built,
-            facts,
-            module.config,
-            (self._tp.rank, self._tp.size),
-            peers == 0,
-            self._evaluate,
-            self._draw,
-            self._plugin.seq_length,
-        )
+        shared = self._plugin.use_distributed_optimizer
+        built = megatron_engine.build(made, facts, source is Source.NOBODY, seed, shared)
+        calls = Calls(self._evaluate, self._draw)
+        model = MegatronModel(built, facts, module.config, own_ranks(), self._plugin, calls)
         if source is not Source.NOBODY:
             model.fill(dict(module.state_dict()))
         bind(given, model, groups)
         self._cut(model)
         model.train(module.training)
         self.model, self._given = model, given
-        shared = self._plugin.use_distributed_optimizer
         self.optimizer = MegatronOptimizer(model, given, self._plugin.gradient_clipping, seed, shared)
         item.value, optimizer.value = model, self.optimizer
 
     def _cut(self, model: MegatronModel) -> None:
-        """Tell checkpoints what the other stages hold. Ranks: every rank."""
-        if self._pp.size == 1:
+        """Tell checkpoints what the other ranks hold: other stages, and other experts. Ranks: every rank."""
+        divided = model.ranks.ep[1] > 1
+        if self._pp.size == 1 and not divided:
             return
         everyone: list[list[str]] = self._pp.all_gather_object(list(model.held))
-        earlier = {name for names in everyone[: self._pp.rank] for name in names}
+        copies = {name for names in everyone[: self._pp.rank] for name in names}
+        if model.ranks.ep[0] > 0:
+            copies |= {name for name, parameter in model.held.items() if not model.is_expert(parameter)}
         model.stage_part = StagePart(
             state_keys=tuple(model.entries),
             parameters=frozenset(model.entries),
-            own_keys=frozenset(model.held) - earlier,
-            copies=frozenset(model.held) & earlier,
+            own_keys=frozenset(model.held) - copies,
+            copies=frozenset(model.held) & copies,
+            axes=frozenset({Axis.PP, *(LOSS if divided else ())}),
+            first=model.ranks.first_of_experts if divided else True,
         )
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -145,9 +151,9 @@ class MegatronStrategy:
             return
         seed, number = optimizer.draws
         optimizer.draws[1] += 1
-        place = self._ctx.mesh.index(self._ctx.rank, *BATCH), self._pp.rank
+        place = self._ctx.mesh.index(self._ctx.rank, *LOSS), self._pp.rank
         digest = hashlib.sha256(f"{seed}/{number}/{place}".encode()).digest()
-        random = megatron_engine.package("tensor_parallel.random")
+        random = package("tensor_parallel.random")
         random.model_parallel_cuda_manual_seed(int.from_bytes(digest[:5], "little"), force_reset_rng=True)
 
     def _trained(self) -> tuple[MegatronModel, MegatronOptimizer]:
@@ -169,7 +175,7 @@ class MegatronStrategy:
                 "loss_of takes the model and a batch and returns the loss."
             )
         self._trained()[1].passed()
-        with megatron_engine.hushed():
+        with hushed():
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def forward_backward(
@@ -184,7 +190,9 @@ class MegatronStrategy:
         count = self._plugin.num_micro_batches
         rows = check_rows(trees.batch_size(batch), count)
         micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), rows * count) for i in range(count)]
-        factor = weigh(torch.ones((), device=self._ctx.device))
+        factor = (
+            weigh(torch.ones((), device=self._ctx.device)) / trained.ranks.cp[1]
+        )  # which the schedule multiplies with
         optimizer.passed()
         self._draw()
 
@@ -196,7 +204,7 @@ class MegatronStrategy:
         mine = torch.stack([one["loss"].float() for one in losses]).mean() if trained.built.last else None
         return _from_last(mine, self._pp, self._ctx.device)
 
-    def _evaluate(self, model: MegatronModel, micro: Micro) -> Any:  # Any: an output of transformers
+    def _evaluate(self, model: MegatronModel, given: Given) -> Any:  # Any: an output of transformers
         """The output of the whole model, on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
@@ -205,11 +213,11 @@ class MegatronStrategy:
                 "model under torch.no_grad()."
             )
 
-        def step(given: Tree) -> tuple[Tensor, Callable[..., Any]]:
-            out: Any = model.run(*given)
+        def step(given: Given) -> tuple[Tensor, Callable[..., Any]]:
+            out: Any = model.run(given)
             return out.logits, lambda _, non_loss_data: out
 
-        outputs = self._schedule(model, [micro], step, forward_only=True)
+        outputs = self._schedule(model, [given], step, forward_only=True)
         result = outputs[0] if model.built.last else None
         assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
         return share(result, self._pp, self._pp.size - 1)
@@ -226,10 +234,10 @@ class MegatronStrategy:
                 return reached.hidden, None
 
         tokens = _tokens(micros[0])
-        run = megatron_engine.package("pipeline_parallel").get_forward_backward_func()
+        run = package("pipeline_parallel").get_forward_backward_func()
         model.in_schedule = True
         try:
-            with megatron_engine.hushed():
+            with hushed():
                 found = run(
                     forward_step_func=forward_step,
                     data_iterator=iter(micros),
@@ -268,26 +276,12 @@ class MegatronStrategy:
             return dict(self.unwrap(model).state_dict())
         found: dict[str, Tensor] = {}
         for name, parameter in model.held.items():
-            found[name] = self._whole(model, parameter)
+            found |= dict(whole_weights(model, name, parameter))
         if self._pp.size > 1:
             assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
             for stage in range(self._pp.size):
                 found |= share(dict(found) if stage == self._pp.rank else None, self._pp, stage)
-        hub: dict[str, Any] = {}
-        for name, entry in model.entries.items():
-            hub |= unfuse(entry, found[name].cpu(), model.facts)
-        return hub
-
-    def _whole(self, model: MegatronModel, parameter: nn.Parameter) -> Tensor:
-        at = model.place_of(parameter)
-        if not model.split(parameter):
-            return part_of(parameter.detach(), at)
-        everyone = self._tp.all_gather(parameter.detach())
-        whole = torch.empty(at.shape, dtype=parameter.dtype, device=parameter.device)
-        for rank, theirs in enumerate(everyone.unbind(0)):
-            their = model.place_of(parameter, rank)
-            box_of(whole, their).copy_(part_of(theirs, their))
-        return whole
+        return to_hub(model.entries.values(), {name: tensor.cpu() for name, tensor in found.items()}, model.facts)
 
     @contextmanager
     def whole_weights(self, model: nn.Module) -> Iterator[None]:
@@ -330,6 +324,16 @@ class MegatronStrategy:
 
     def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
         return None
+
+
+def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
+    """The numbers of the model. Raises: PrepareError for one that the engine cannot be built for."""
+    config = getattr(module, "config", None)
+    model_facts(config)  # what it is, before its parts are looked at
+    words, head = module.get_input_embeddings(), module.get_output_embeddings()
+    facts = model_facts(config, None if head is None else head.weight is words.weight)
+    check_class([kind.__name__ for kind in type(module).__mro__], facts)
+    return facts
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:

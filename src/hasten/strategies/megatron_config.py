@@ -4,38 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, assert_never
 
 from hasten.config.engines import MegatronLMPlugin
-from hasten.errors import ConfigError, PrepareError
-
-FAMILIES: Final = ("gpt2", "llama")
-"""Values of `model_type` in the Hub's configuration that the engine can be built for."""
-_GELU: Final = ("gelu_new", "gelu_pytorch_tanh", "gelu", "silu", "relu")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The numbers of a decoder-only language model."""
-
-    family: Literal["gpt2", "llama"]
-    layers: int
-    hidden: int
-    heads: int
-    groups: int
-    """Heads of keys and values."""
-    head_dim: int
-    ffn: int
-    vocab: int
-    positions: int
-    epsilon: float
-    activation: str
-    tied: bool
-    """Input and output embeddings are one tensor."""
-    hidden_dropout: float
-    attention_dropout: float
-    init_std: float
-    rope_base: float = 10000.0
+from hasten.errors import ConfigError
+from hasten.strategies.megatron_families import ModelFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,101 +19,21 @@ class EngineArguments:
     model: Mapping[str, Any]
 
 
-def model_facts(config: Any) -> ModelFacts:  # Any: a configuration of transformers
-    """The numbers of the model that a configuration of the Hub describes.
-
-    Raises: PrepareError for an architecture, or a variant of one, that would be computed differently.
-    """
-    kind = getattr(config, "model_type", None)
-    if kind not in FAMILIES:
-        raise PrepareError(
-            f"strategy='megatron' was given a model of type {kind!r}, and the engine's own layers take its place, so that only known "
-            f"architectures can be trained: {', '.join(FAMILIES)}, as transformers builds them. Use strategy='fsdp' for others."
-        )
-    facts = _gpt2(config) if kind == "gpt2" else _llama(config)
-    if facts.activation not in _GELU:
-        raise _variant(kind, "activation", facts.activation, f"one of {', '.join(_GELU)}")
-    return facts
-
-
-def _gpt2(config: Any) -> ModelFacts:
-    if config.embd_pdrop != config.resid_pdrop:
-        raise _variant("gpt2", "embd_pdrop", config.embd_pdrop, f"resid_pdrop ({config.resid_pdrop})")
-    for name, wanted in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("reorder_and_upcast_attn", False),
-        ("add_cross_attention", False),
-    ):
-        if getattr(config, name, wanted) != wanted:
-            raise _variant("gpt2", name, getattr(config, name), str(wanted))
-    return ModelFacts(
-        family="gpt2",
-        layers=config.n_layer,
-        hidden=config.n_embd,
-        heads=config.n_head,
-        groups=config.n_head,
-        head_dim=config.n_embd // config.n_head,
-        ffn=config.n_inner or 4 * config.n_embd,
-        vocab=config.vocab_size,
-        positions=config.n_positions,
-        epsilon=config.layer_norm_epsilon,
-        activation=config.activation_function,
-        tied=bool(config.tie_word_embeddings),
-        hidden_dropout=config.resid_pdrop,
-        attention_dropout=config.attn_pdrop,
-        init_std=config.initializer_range,
-    )
-
-
-def _llama(config: Any) -> ModelFacts:
-    rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise _variant("llama", "rope_type", kind, "'default'")
-    for name in ("attention_bias", "mlp_bias"):
-        if getattr(config, name, False):
-            raise _variant("llama", name, True, "False")
-    return ModelFacts(
-        family="llama",
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        groups=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        positions=config.max_position_embeddings,
-        epsilon=config.rms_norm_eps,
-        activation=config.hidden_act,
-        tied=bool(config.tie_word_embeddings),
-        hidden_dropout=0.0,
-        attention_dropout=getattr(config, "attention_dropout", 0.0),
-        init_std=config.initializer_range,
-        rope_base=rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0),
-    )
-
-
-def _variant(family: str, name: str, value: object, needed: str) -> PrepareError:
-    return PrepareError(
-        f"{name}={value!r} of this {family} model has no counterpart in the engine, which would compute something else; it needs "
-        f"{needed}. Change it, or use strategy='fsdp'."
-    )
-
-
 def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str) -> EngineArguments:
     """The engine's own keywords.
 
     Raises: ConfigError for settings that the model or each other cannot hold.
     """
     _check(plugin, facts)
+    _check_kind(plugin, facts)
+    _check_experts(plugin, facts)
     half = {"bf16": "bfloat16"}.get(mixed_precision)
     if half is None and mixed_precision != "no":
         raise ConfigError(
             f"mixed_precision={mixed_precision!r} is not in this version with strategy='megatron', and another precision would change "
             "the numbers; use 'bf16' or 'no'."
         )
-    llama = facts.family == "llama"
+    lean = facts.family not in ("gpt2", "bert")  # no biases, and norms without a mean
     granularity = plugin.recompute_granularity or ("selective" if plugin.recompute_activations else None)
     full = granularity == "full"
     transformer = {
@@ -151,17 +44,19 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
         "kv_channels": facts.head_dim,
         "ffn_hidden_size": facts.ffn,
         "layernorm_epsilon": facts.epsilon,
-        "normalization": "RMSNorm" if llama else "LayerNorm",
-        "gated_linear_unit": llama,
-        "add_bias_linear": not llama,
+        "normalization": "RMSNorm" if lean else "LayerNorm",
+        "gated_linear_unit": facts.gated,
+        "add_bias_linear": not lean,
         "activation_func": facts.activation,
         "init_method_std": facts.init_std,
         "hidden_dropout": _or(plugin.hidden_dropout, facts.hidden_dropout),
         "attention_dropout": _or(plugin.attention_dropout, facts.attention_dropout),
         "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
         "attention_backend": plugin.attention_backend or "auto",
+        "softmax_scale": 1.0 if facts.family == "t5" else None,
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
+        "context_parallel_size": plugin.context_parallel_size,
         "sequence_parallel": plugin.sequence_parallelism,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
         "recompute_granularity": granularity,
@@ -172,18 +67,47 @@ def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str)
         "pipeline_dtype": half or "float32",
         "autocast_dtype": half or "float32",
     }
-    return EngineArguments(transformer, _model(plugin, facts))
+    return EngineArguments(transformer | _experts(plugin, facts), _model(plugin, facts))
+
+
+def _experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, words and switches
+    if facts.experts is None:
+        return {}
+    return {
+        "num_moe_experts": facts.experts.number,
+        "moe_router_topk": facts.experts.each,
+        "moe_ffn_hidden_size": facts.ffn,
+        "moe_router_pre_softmax": False,  # over the chosen ones, which is what dividing by their sum comes to
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": plugin.expert_model_parallel_size,
+        "expert_tensor_parallel_size": plugin.expert_tensor_parallel_size,
+    }
 
 
 def _model(plugin: MegatronLMPlugin, facts: ModelFacts) -> dict[str, Any]:  # Any: numbers, words and switches
-    ranks, llama = plugin.tp_degree, facts.family == "llama"
-    return {
+    ranks = plugin.tp_degree
+    made: dict[str, Any] = {
         "vocab_size": -(-facts.vocab // ranks) * ranks,
-        "max_sequence_length": facts.positions,
+        "max_sequence_length": facts.positions or 0,
         "share_embeddings_and_output_weights": facts.tied,
-        "position_embedding_type": "rope" if llama else "learned_absolute",
-        "rotary_base": facts.rope_base,
     }
+    match facts.family:
+        case "gpt2":
+            return made | {"position_embedding_type": "learned_absolute"}
+        case "llama" | "mixtral":
+            return made | {"position_embedding_type": "rope", "rotary_base": facts.rope_base}
+        case "bert":
+            return made | {"num_tokentypes": facts.token_types, "add_binary_head": False}
+        case "t5":
+            return made | {
+                "position_embedding_type": "relative",
+                "relative_attention_num_buckets": facts.buckets,
+                "relative_attention_max_distance": facts.distance,
+            }
+        case other:
+            assert_never(other)
 
 
 def _or(given: float | None, otherwise: float) -> float:
@@ -226,4 +150,69 @@ def _check(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
     if plugin.recompute_activations and full:
         raise ConfigError(
             "megatron.recompute_activations=True recomputes attention only, and recompute_granularity='full' whole layers; keep one."
+        )
+
+
+def _check_kind(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
+    """Raise for settings that this kind of model has no place for."""
+    name = facts.family
+    if name == "t5" and plugin.pp_degree > 1:
+        raise ConfigError(
+            f"megatron.pp_degree={plugin.pp_degree} was set for a t5 model, and megatron-core's schedules hand one tensor from stage to "
+            "stage, where a decoder needs the encoder's output as well; set pp_degree=1 and raise tp_degree."
+        )
+    if name == "t5" and (plugin.recompute_activations or plugin.recompute_granularity):
+        raise ConfigError(
+            "recompute was set for a t5 model (megatron.recompute_activations, recompute_granularity), and megatron-core recomputes layers "
+            "without the gradient of relative positions; leave it out."
+        )
+    if plugin.context_parallel_size > 1 and not facts.causal:
+        raise ConfigError(
+            f"megatron.context_parallel_size={plugin.context_parallel_size} was set for a {name} model, and sequences are divided for "
+            "causal models (gpt2, llama, mixtral) only; set it to 1."
+        )
+    if plugin.use_rotary_position_embeddings and not facts.rotary:
+        raise ConfigError(
+            f"megatron.use_rotary_position_embeddings=True was set for a {name} model, whose weights were made for other positions; leave "
+            "it out, the model's own configuration says which it has."
+        )
+    for field, taken in (
+        ("encoder_seq_length", name in ("bert", "t5")),
+        ("decoder_seq_length", name == "t5"),
+        ("seq_length", name != "t5"),
+    ):
+        if getattr(plugin, field) is not None and not taken:
+            use = "encoder_seq_length and decoder_seq_length" if name == "t5" else "seq_length"
+            raise ConfigError(
+                f"megatron.{field}={getattr(plugin, field)} has no meaning for a {name} model, so nothing would be checked; use {use}."
+            )
+
+
+def _check_experts(plugin: MegatronLMPlugin, facts: ModelFacts) -> None:
+    ranks, inside = plugin.expert_model_parallel_size, plugin.expert_tensor_parallel_size
+    if facts.experts is None:
+        for field, value in (("expert_model_parallel_size", ranks), ("expert_tensor_parallel_size", inside or 1)):
+            if value > 1:
+                raise ConfigError(
+                    f"megatron.{field}={value} was set for a {facts.family} model, which has no experts to divide; leave it out."
+                )
+        return
+    if facts.experts.number % ranks:
+        raise ConfigError(
+            f"megatron.expert_model_parallel_size={ranks} does not divide the model's {facts.experts.number} experts, so ranks would hold "
+            f"different numbers of them; set it to a divisor of {facts.experts.number}."
+        )
+    if inside is not None and facts.ffn % inside:
+        raise ConfigError(
+            f"megatron.expert_tensor_parallel_size={inside} does not divide the experts' inner size {facts.ffn}; set it to a divisor."
+        )
+    if plugin.tp_degree > 1 and not plugin.sequence_parallelism:
+        raise ConfigError(
+            f"megatron.tp_degree={plugin.tp_degree} was set for a model with experts, and megatron-core divides their tokens along the "
+            "sequence; set sequence_parallelism=True as well."
+        )
+    if plugin.use_distributed_optimizer:
+        raise ConfigError(
+            "megatron.use_distributed_optimizer=True was set for a model with experts, whose optimizer state has other data parallel ranks "
+            "than the rest, and shares of both are not in this version; leave it out."
         )

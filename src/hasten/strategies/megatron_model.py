@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.errors import StepError
+from hasten.config.engines import MegatronLMPlugin
 from hasten.modules.stages import StagePart
 from hasten.optional import need
-from hasten.strategies import megatron_engine
-from hasten.strategies.megatron_config import ModelFacts
+from hasten.strategies.megatron_attention import layout_of
+from hasten.strategies.megatron_call import IGNORED, OUTPUTS, Given, arguments, check_lengths, given_to, targets
+from hasten.strategies.megatron_context import gathered
 from hasten.strategies.megatron_engine import Built
-from hasten.strategies.megatron_layout import WORDS, Place, entries, place
+from hasten.strategies.megatron_families import ModelFacts
+from hasten.strategies.megatron_layout import WORDS, Place, entries, expert_of, place, renumbered
+from hasten.strategies.megatron_package import hushed, package
+from hasten.strategies.megatron_ranks import Ranks
 from hasten.strategies.megatron_weights import box_of, fuse, part_of, slice_of
-
-_IGNORED = -100
 
 
 class StageOutput(Exception):  # no error: it ends a loss function on a stage that has no logits
@@ -29,6 +32,16 @@ class StageOutput(Exception):  # no error: it ends a loss function on a stage th
         self.hidden = hidden
 
 
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What a call of the model needs from the strategy."""
+
+    through: Callable[..., Any]  # Any: an output of transformers
+    """Runs a batch through all pipeline stages."""
+    draw: Callable[[], None]
+    """Begins the random numbers of a batch anew."""
+
+
 class MegatronModel(nn.Module):
     """This rank's part of a language model; its parameters have the names they have in the whole one."""
 
@@ -37,26 +50,23 @@ class MegatronModel(nn.Module):
         built: Built,
         facts: ModelFacts,
         config: Any,  # Any: the configuration of transformers
-        tp: tuple[int, int],
-        owned: bool,
-        through: Callable[..., Any],
-        draw: Callable[[], None],
-        seq_length: int | None = None,
+        ranks: Ranks,
+        plugin: MegatronLMPlugin,
+        calls: Calls,
     ) -> None:
         super().__init__()
         self.engine = built.wrapper
         self.built = built
         self.facts = facts
         self.config = config
+        self.ranks = ranks
         self.stage_part: StagePart | None = None
         self.hub: dict[str, Tensor] | None = None
         """Whole weights in the Hub layout, while they may be written."""
         self.in_schedule = False
-        self._output = need("transformers.modeling_outputs").CausalLMOutputWithPast
-        self.tp = tp
-        """This rank's number among tensor parallel ranks, and how many there are."""
-        self._owned, self._seq_length = owned, seq_length
-        self._through, self._draw = through, draw
+        self._output = getattr(need("transformers.modeling_outputs"), OUTPUTS[facts.family])
+        self._plugin, self._calls = plugin, calls
+        self._layout = layout_of(ranks.cp[1])
         self.entries = {entry.name: entry for entry in entries(facts)}
         self.held = dict(self._named())
         """This rank's parameters by their names in the whole model."""
@@ -68,12 +78,18 @@ class MegatronModel(nn.Module):
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.built.chunk.named_parameters():
-            if name.startswith("decoder.layers."):
-                head, number, rest = name.removeprefix("decoder.").split(".", 2)
-                name = f"decoder.{head}.{int(number) + self.built.layer_offset}.{rest}"
+            if name.startswith(("decoder.layers.", "encoder.layers.")):
+                stack, layers, number, rest = name.split(".", 3)
+                name = f"{stack}.{layers}.{int(number) + self.built.layer_offset}.{rest}"
+                if (expert := expert_of(name)) is not None:
+                    name = renumbered(name, expert + self.first_expert(self.ranks.ep[0]))
             elif name == "output_layer.weight" and self.facts.tied:
                 name = WORDS  # the copy on the last stage
             yield name, parameter
+
+    def first_expert(self, rank: int) -> int:
+        """The number, in the whole model, of the first expert that expert parallel rank `rank` holds."""
+        return 0 if self.facts.experts is None else self.facts.experts.number // self.ranks.ep[1] * rank
 
     # -- what checkpoints and optimizers ask ----------------------------------------------------------------------
     def named_parameters(
@@ -88,19 +104,32 @@ class MegatronModel(nn.Module):
         state = dict(self.held) if self.hub is None else self.hub
         return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
 
+    def is_expert(self, parameter: Tensor) -> bool:
+        """Whether a parameter belongs to one of the experts."""
+        return self.entries[self._names[id(parameter)]].expert is not None
+
+    def tp_of(self, parameter: Tensor) -> tuple[int, int]:
+        """This rank's number among the ranks that hold parts of a parameter, and how many there are."""
+        return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
+
     def place_of(self, parameter: Tensor, rank: int | None = None) -> Place:
         """Where this tensor parallel rank's part of a parameter, or that of another, lies in the whole tensor."""
-        own, ranks = self.tp
+        own, ranks = self.tp_of(parameter)
         split = self.entries[self._names[id(parameter)]].split
         return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
 
     def split(self, parameter: Tensor) -> bool:
         """Whether tensor parallel ranks hold different parts of a parameter."""
-        return self.tp[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+        return self.tp_of(parameter)[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one of the tensor parallel ranks that speaks for its part of a parameter."""
+        return self.split(parameter) or self.tp_of(parameter)[0] == 0
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank writes its part of a parameter into checkpoints."""
-        return self._owned and (self.split(parameter) or self.tp[0] == 0)
+        first = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
+        return first and self.counts(parameter)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints see it
         """This rank's part of a parameter."""
@@ -116,84 +145,50 @@ class MegatronModel(nn.Module):
             part_of(parameter.data, at).copy_(box_of(fuse(entry, hub, self.facts), at))
 
     # -- calling it -----------------------------------------------------------------------------------------------
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        **others: Any,  # Any: arguments of the transformers model that have no counterpart
-    ) -> Any:
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any) -> Any:
         """Loss and logits, as the transformers model gives them; with gradients and labels the loss alone.
 
-        Raises: StepError for arguments that the engine would ignore.
+        Any: arguments and outputs of transformers.
+        Raises: StepError for arguments that the engine would ignore, and for sequences of another length.
         """
-        unused = {
-            name: value
-            for name, value in others.items()
-            if value is not None and name not in ("return_dict", "use_cache")
-        }
-        if unused:
-            raise StepError(
-                f"the model was called with {sorted(unused)}, which the engine's layers do not take and would ignore; give input_ids, "
-                "attention_mask, position_ids and labels."
-            )
-        length = input_ids.shape[1]
-        if self._seq_length not in (None, length) or length > self.facts.positions:
-            raise StepError(
-                f"a batch has sequences of {length} tokens, and "
-                + (
-                    f"megatron.seq_length={self._seq_length}; pad to that length, or leave it out."
-                    if self._seq_length not in (None, length)
-                    else f"the model has {self.facts.positions} positions; cut the sequences."
-                )
-            )
+        given = given_to(self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **others})
+        check_lengths(given, self.facts, self._plugin)
         if not self.in_schedule and self.built.config.pipeline_model_parallel_size > 1:
-            return self._through(self, (input_ids, attention_mask, position_ids, labels))
+            return self._calls.through(self, given)
         if not self.in_schedule and torch.is_grad_enabled():
-            self._draw()
-        return self.run(input_ids, attention_mask, position_ids, labels)
+            self._calls.draw()
+        return self.run(given)
 
-    def run(
-        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, labels: Tensor | None
-    ) -> Any:  # Any: an output of transformers
+    def run(self, given: Given) -> Any:  # Any: an output of transformers
         """Run this rank's layers. Raises: StageOutput on a stage that is not the last."""
-        rows, length = input_ids.shape
-        if position_ids is None:
-            position_ids = torch.arange(length, device=input_ids.device).expand(rows, length)
-        with megatron_engine.hushed():
-            out = self.engine(input_ids, position_ids, _blocked(input_ids, attention_mask))
+        labels = given.get("labels")
+        with hushed():
+            out = self.engine(*arguments(self.facts, given, self._layout, self.ranks.cp[0]))
             if not self.built.last:
                 raise StageOutput(out)
-            logits = self._without_padding(out.float())
+            out = out[0] if isinstance(out, tuple) else out
+            logits = self._without_padding(out.float() * self.facts.logit_scale)
             loss = None if labels is None else self._loss(logits, labels)
             shown = None
-            if loss is None or not torch.is_grad_enabled():
-                gather = megatron_engine.package("tensor_parallel").gather_from_tensor_model_parallel_region
-                shown = gather(logits)[..., : self.facts.vocab]
+            if loss is None or not torch.is_grad_enabled() or self._plugin.return_logits:
+                gather = package("tensor_parallel").gather_from_tensor_model_parallel_region
+                shown = gathered(gather(logits)[..., : self.facts.vocab], self._layout)
         return self._output(loss=loss, logits=shown)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Logits in which the columns that pad the vocabulary have no weight."""
-        width, start = logits.shape[-1], logits.shape[-1] * self.tp[0]
+        width, start = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
         real = max(0, min(width, self.facts.vocab - start))
         if real == width:
             return logits
         return functional.pad(logits[..., :real], (0, width - real), value=torch.finfo(logits.dtype).min)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross entropy of the next tokens, over vocabularies divided by rank."""
-        following = functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-        counted = following != _IGNORED
-        parallel = megatron_engine.package("tensor_parallel")
-        each: Tensor = parallel.vocab_parallel_cross_entropy(logits, following.clamp(min=0))
-        return (each * counted).sum() / counted.sum()
-
-
-def _blocked(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Which pairs of tokens must not see each other: later ones, and padding."""
-    length = input_ids.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).triu(1)[None, None]
-    if attention_mask is None:
-        return later
-    return later | (attention_mask == 0)[:, None, None, :]
+        """The mean cross entropy of the tokens to predict, over vocabularies divided by rank."""
+        wanted = targets(self.facts, labels)
+        counted = wanted != IGNORED
+        own = wanted.clamp(min=0)
+        if self._layout.ranks > 1:
+            own = own[:, self._layout.positions(self.ranks.cp[0], own.shape[1])]
+        each: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(logits, own)
+        return (gathered(each, self._layout) * counted).sum() / counted.sum()

@@ -14,9 +14,9 @@ from hasten.checkpoint.base import Slice, local_data
 from hasten.errors import CheckpointError, PrepareError
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
-from hasten.strategies import megatron_engine
 from hasten.strategies.megatron_model import MegatronModel
-from hasten.strategies.megatron_shards import Part, parts_of
+from hasten.strategies.megatron_package import hushed, package, quiet
+from hasten.strategies.megatron_shards import Part, clip_with_experts, parts_of
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +67,15 @@ class MegatronOptimizer(EngineOptimizer):
         """Reduce what the window has gathered over data parallel ranks and stages, once. Ranks: every rank."""
         if self._final or not self.num_passes:
             return
-        with megatron_engine.hushed():
-            megatron_engine.package("distributed").finalize_model_grads([self.model.engine])
+        with hushed():
+            package("distributed").finalize_model_grads([self.model.engine])
         self._final = True
 
     def _ready(self) -> None:
         """Hand the gradients to the inner optimizer, which must not be done twice."""
         self.finalize()
         if not self._clipped:
-            with megatron_engine.hushed():
+            with hushed():
                 self._overflow = bool(self.inner.prepare_grads())
 
     def clip(self, max_norm: float) -> Tensor:
@@ -88,8 +88,11 @@ class MegatronOptimizer(EngineOptimizer):
             log.info("the loop clips to %g; gradient_clipping=%g of Megatron is not used", max_norm, self._clipping)
         self._ready()
         self._clipped = True
-        with megatron_engine.hushed():
-            norm = self.inner.get_grad_norm() if max_norm == 0 else self.inner.clip_grad_norm(max_norm)
+        with hushed():
+            if self.model.facts.experts is not None:
+                norm = clip_with_experts(self._parts(), max_norm)
+            else:
+                norm = self.inner.get_grad_norm() if max_norm == 0 else self.inner.clip_grad_norm(max_norm)
         if max_norm == 0:
             self.model.engine.scale_gradients(0.0)
         return torch.as_tensor(norm, device=device)
@@ -107,7 +110,7 @@ class MegatronOptimizer(EngineOptimizer):
         self._ready()
         for own, inner in zip(self.param_groups, self.inner.optimizer.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
-        with megatron_engine.hushed():
+        with hushed():
             applied = not self._overflow and bool(self.inner.step_with_ready_grads())
         self._opt_called = True  # what torch's schedulers look for
         self._clear()
@@ -203,14 +206,14 @@ class MegatronOptimizer(EngineOptimizer):
 def _wrapped(given: torch.optim.Optimizer, model: MegatronModel, shared: bool) -> Any:  # Any: megatron-core is untyped
     """megatron-core's own optimizer around the user's."""
     half = bool(model.built.config.bf16)
-    with megatron_engine.quiet():
-        config = megatron_engine.package("optimizer").OptimizerConfig(
+    with quiet():
+        config = package("optimizer").OptimizerConfig(
             bf16=half,
             params_dtype=torch.bfloat16 if half else torch.float32,
             clip_grad=0.0,
             use_distributed_optimizer=shared,
         )
-        kinds = megatron_engine.package("optimizer.optimizer")
+        kinds = package("optimizer.optimizer")
         if shared:
             return _sharing(given, config, model)
         if half:
@@ -220,8 +223,8 @@ def _wrapped(given: torch.optim.Optimizer, model: MegatronModel, shared: bool) -
 
 def _sharing(given: torch.optim.Optimizer, config: Any, model: MegatronModel) -> Any:  # Any: megatron-core is untyped
     """megatron-core's distributed optimizer around the user's. Raises: PrepareError for a kind that it cannot share."""
-    state = megatron_engine.package("parallel_state")
-    kind: Any = megatron_engine.package("optimizer.distrib_optimizer").DistributedOptimizer
+    state = package("parallel_state")
+    kind: Any = package("optimizer.distrib_optimizer").DistributedOptimizer
     if type(given) not in (torch.optim.Adam, torch.optim.AdamW):
         raise PrepareError(
             f"megatron.use_distributed_optimizer=True was asked for with {type(given).__name__}, and megatron-core shares the state of "

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice
 from hasten.strategies.megatron_model import MegatronModel
+from hasten.strategies.megatron_package import package
 from hasten.strategies.megatron_weights import slice_of
 
 
@@ -52,7 +54,7 @@ class Part:
             return slice_of(value, self.model.place_of(self.parameter), self.model.owns(self.parameter))
         lane, lanes = self._lane()
         start, size = self.span
-        owned = size > 0 and (lanes > 1 or self.model.tp[0] == 0)
+        owned = size > 0 and (lanes > 1 or self.model.ranks.tp[0] == 0)
         return Slice(value.detach().view(1, -1), (lanes, self.parameter.numel()), (lane, start), owned=owned)
 
     def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
@@ -74,7 +76,36 @@ class Part:
 
     def _lane(self) -> tuple[int, int]:
         """Which of how many differing parts of the parameter this tensor parallel rank holds."""
-        return self.model.tp if self.model.split(self.parameter) else (0, 1)
+        return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
+
+
+def clip_with_experts(parts: Sequence[Part], max_norm: float) -> Tensor:
+    """The norm of all gradients, which are clipped to `max_norm` unless that is 0. Ranks: every rank.
+
+    Experts lie on other ranks than the rest, so that each kind is summed over its own.
+    """
+    state = package("parallel_state")
+    mains = [(part, part.main) for part in parts if part.main is not None and part.main.grad is not None]
+    total = torch.zeros((), device=mains[0][1].device)
+    for experts, group in (
+        (False, state.get_model_parallel_group()),
+        (True, state.get_expert_tensor_model_pipeline_parallel_group()),
+    ):
+        own = torch.zeros_like(total)
+        for part, main in mains:
+            copied = getattr(part.parameter, "shared", False)  # the last stage's copy of tied embeddings
+            if part.model.is_expert(part.parameter) is experts and part.model.counts(part.parameter) and not copied:
+                assert main.grad is not None
+                own += main.grad.float().square().sum()
+        dist.all_reduce(own, group=group)
+        total += own
+    norm = total.sqrt()
+    if max_norm > 0:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for _, main in mains:
+            assert main.grad is not None
+            main.grad.mul_(factor)
+    return norm
 
 
 def parts_of(model: MegatronModel, parameters: Sequence[Tensor], inner: Any, shared: bool) -> Iterator[Part]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Slice
-from hasten.strategies.megatron_config import ModelFacts
+from hasten.strategies.megatron_families import ModelFacts
 from hasten.strategies.megatron_layout import Entry, Place
 
 
@@ -25,10 +25,29 @@ def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
             return torch.stack(parts)
         case "joint_qkv":
             return _by_group(list((parts[0].t() if parts[0].ndim == 2 else parts[0]).chunk(3)), facts)
-        case "qkv":
+        case "qkv" | "kv":
             return _by_group(parts, facts)
+        case "expert":
+            return parts[0][entry.expert]
+        case "gated_expert":
+            joint = parts[0][entry.expert]
+            return joint.reshape(2, -1, *joint.shape[1:])
         case other:
             assert_never(other)
+
+
+def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
+    """Every tensor of the Hub layout, from the whole tensors of the engine's model by name."""
+    hub: dict[str, Tensor] = {}
+    experts: dict[str, list[Tensor]] = {}
+    for entry in entries:
+        found = unfuse(entry, tensors[entry.name], facts)
+        if entry.expert is None:
+            hub |= found
+        else:  # experts are listed in their order
+            for name, tensor in found.items():
+                experts.setdefault(name, []).append(tensor)
+    return hub | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
 def unfuse(entry: Entry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
@@ -41,31 +60,37 @@ def unfuse(entry: Entry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]
         case "gated":
             parts = [part.contiguous() for part in tensor.unbind(0)]
         case "joint_qkv":
-            joint = torch.cat(_by_kind(tensor, facts))
+            joint = torch.cat(_by_kind(tensor, facts, 3))
             parts = [joint.t().contiguous() if joint.ndim == 2 else joint]
-        case "qkv":
-            parts = _by_kind(tensor, facts)
+        case "qkv" | "kv":
+            parts = _by_kind(tensor, facts, len(entry.hub))
+        case "expert":
+            parts = [tensor]
+        case "gated_expert":
+            parts = [tensor.flatten(0, 1)]
         case other:
             assert_never(other)
     return dict(zip(entry.hub, parts, strict=True))
 
 
-def _sizes(facts: ModelFacts) -> tuple[int, int, int]:
-    """Rows of queries, keys and values in one group of heads."""
-    return facts.heads // facts.groups * facts.head_dim, facts.head_dim, facts.head_dim
+def _sizes(facts: ModelFacts, kinds: int) -> tuple[int, ...]:
+    """Rows of queries, keys and values, or of keys and values alone, in one group of heads."""
+    return (facts.heads // facts.groups * facts.head_dim, facts.head_dim, facts.head_dim)[3 - kinds :]
 
 
 def _by_group(parts: list[Tensor], facts: ModelFacts) -> Tensor:
     """Queries, keys and values interleaved: those of one group of heads side by side."""
     rest = parts[0].shape[1:]
-    grouped = [part.reshape(facts.groups, size, *rest) for part, size in zip(parts, _sizes(facts), strict=True)]
+    grouped = [
+        part.reshape(facts.groups, size, *rest) for part, size in zip(parts, _sizes(facts, len(parts)), strict=True)
+    ]
     return torch.cat(grouped, 1).flatten(0, 1)
 
 
-def _by_kind(tensor: Tensor, facts: ModelFacts) -> list[Tensor]:
+def _by_kind(tensor: Tensor, facts: ModelFacts, kinds: int) -> list[Tensor]:
     """Queries, keys and values apart."""
     grouped = tensor.reshape(facts.groups, -1, *tensor.shape[1:])
-    return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts), 1)]  # type: ignore[no-untyped-call]
+    return [part.flatten(0, 1).contiguous() for part in grouped.split(_sizes(facts, kinds), 1)]  # type: ignore[no-untyped-call]
 
 
 def part_of(tensor: Tensor, at: Place) -> Tensor:

@@ -9,7 +9,11 @@ import pytest
 from hasten.errors import ConfigError
 from hasten.strategies.context_layout import SequenceLayout
 
-LAYOUTS = [SequenceLayout(ranks, balanced) for ranks in range(1, 17) for balanced in (False, True)]
+LAYOUTS = [
+    SequenceLayout(ranks, balanced, late_first)
+    for ranks in range(1, 17)
+    for balanced, late_first in ((False, True), (True, True), (True, False))
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

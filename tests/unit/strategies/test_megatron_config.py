@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from hasten.config import absent
+from hasten.config import absent, checks
 from hasten.config.engines import MegatronLMPlugin
 from hasten.config.root import Config
 from hasten.config.schema import FIELDS
@@ -17,9 +17,10 @@ from hasten.config.source import Entry, Source
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.axes import Axis
 from hasten.runtime.mesh_plan import mesh_of
-from hasten.strategies.megatron_config import ModelFacts, model_facts, translate
+from hasten.strategies.megatron_config import translate
+from hasten.strategies.megatron_families import ModelFacts, check_class, model_facts
 from hasten.strategies.megatron_layout import entries, place
-from hasten.strategies.megatron_weights import box_of, fuse, part_of, unfuse
+from hasten.strategies.megatron_weights import box_of, fuse, part_of, to_hub
 
 GPT2: Final = SimpleNamespace(
     model_type="gpt2",
@@ -52,8 +53,50 @@ LLAMA: Final = SimpleNamespace(
     initializer_range=0.02,
     rope_parameters={"rope_type": "default", "rope_theta": 500.0},
 )
-# What a setting needs beside it, and the keyword of the engine that it changes. Three act elsewhere: micro-batches and clipping in
-# a step, the length where a batch comes in.
+MIXTRAL: Final = SimpleNamespace(
+    **{**vars(LLAMA), "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+)
+BERT: Final = SimpleNamespace(
+    model_type="bert",
+    num_hidden_layers=4,
+    hidden_size=16,
+    num_attention_heads=4,
+    intermediate_size=24,
+    vocab_size=33,
+    max_position_embeddings=12,
+    layer_norm_eps=1e-12,
+    hidden_act="gelu",
+    tie_word_embeddings=True,
+    hidden_dropout_prob=0.1,
+    attention_probs_dropout_prob=0.1,
+    initializer_range=0.02,
+    type_vocab_size=2,
+    pad_token_id=0,
+)
+T5: Final = SimpleNamespace(
+    model_type="t5",
+    num_layers=2,
+    num_decoder_layers=4,
+    d_model=16,
+    d_kv=6,
+    num_heads=4,
+    d_ff=24,
+    vocab_size=33,
+    layer_norm_epsilon=1e-6,
+    dense_act_fn="relu",
+    is_gated_act=False,
+    tie_word_embeddings=True,
+    scale_decoder_outputs=True,
+    dropout_rate=0.1,
+    initializer_factor=1.0,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=20,
+    decoder_start_token_id=0,
+    pad_token_id=0,
+)
+MODELS: Final = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "bert": BERT, "t5": T5}
+# What a setting needs beside it, and the keyword of the engine that it changes. Those without one act elsewhere: in a step, where
+# a batch comes in or a result goes out, or as a question about the model.
 ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "tp_degree": ({"tp_degree": 2}, "tensor_model_parallel_size"),
     "pp_degree": ({"pp_degree": 2}, "pipeline_model_parallel_size"),
@@ -74,6 +117,13 @@ ACTS: Final[dict[str, tuple[dict[str, Any], str | None]]] = {
     "num_micro_batches": ({}, None),
     "gradient_clipping": ({}, None),
     "seq_length": ({}, None),
+    "encoder_seq_length": ({}, None),
+    "decoder_seq_length": ({}, None),
+    "return_logits": ({}, None),
+    "use_rotary_position_embeddings": ({}, None),
+    "context_parallel_size": ({"context_parallel_size": 2}, "context_parallel_size"),
+    "expert_model_parallel_size": ({"expert_model_parallel_size": 2}, "expert_model_parallel_size"),
+    "expert_tensor_parallel_size": ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size"),
 }
 
 
@@ -81,8 +131,8 @@ def plugin(**given: Any) -> MegatronLMPlugin:
     return replace(MegatronLMPlugin(), **given)
 
 
-def made(**given: Any) -> dict[str, Any]:
-    return dict(translate(plugin(**given), model_facts(GPT2), "no").transformer)
+def made(model: str = "gpt2", **given: Any) -> dict[str, Any]:
+    return dict(translate(plugin(**given), model_facts(MODELS[model]), "no").transformer)
 
 
 @pytest.mark.parametrize("info", [info for info in FIELDS if info.path[0] == "megatron"], ids=lambda info: info.name)
@@ -92,7 +142,8 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
         given, keyword = ACTS[name]
         if keyword is not None:
             without = {key: value for key, value in given.items() if key != name}
-            assert made(**given)[keyword] != made(**without)[keyword]
+            model = "mixtral" if name.startswith("expert") else "gpt2"
+            assert made(model, **given)[keyword] != made(model, **without)[keyword]
         return
     other: Any = {bool: not info.default}.get(type(info.default), 7)
     (complaint,) = absent.refused({info.path: Entry(info.path, other, Source("code", name))})
@@ -101,9 +152,11 @@ def test_every_option_acts_or_is_refused_with_a_reason(info: Any) -> None:
 
 
 def test_degrees_are_axes_of_the_mesh() -> None:
-    config = replace(Config(), strategy="megatron", megatron=plugin(tp_degree=2, pp_degree=3))
-    mesh = mesh_of(config, 12, 12)
-    assert [mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.TP)] == [3, 2, 2]
+    sizes = plugin(tp_degree=2, pp_degree=3, context_parallel_size=2, expert_model_parallel_size=4)
+    config = replace(Config(), strategy="megatron", megatron=sizes)
+    mesh = mesh_of(config, 24, 24)
+    assert [mesh.size(axis) for axis in (Axis.PP, Axis.DP_REPLICATE, Axis.CP, Axis.TP)] == [3, 2, 2, 2]
+    assert mesh.ep == 1  # experts are divided by the engine, among all ranks of a stage
     assert mesh_of(replace(config, strategy="ddp"), 12, 12).size(Axis.DP_REPLICATE) == 12
 
 
@@ -123,6 +176,49 @@ def test_options_that_cannot_hold_are_refused(given: dict[str, Any], words: str)
         made(**given)
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        ("t5", {"pp_degree": 2}, "a decoder needs the encoder's output as well; set pp_degree=1"),
+        ("t5", {"recompute_activations": True}, "without the gradient of relative positions; leave it out"),
+        ("t5", {"seq_length": 12}, "use encoder_seq_length and decoder_seq_length"),
+        ("t5", {"context_parallel_size": 2}, r"causal models \(gpt2, llama, mixtral\) only; set it to 1"),
+        ("bert", {"context_parallel_size": 2}, "was set for a bert model"),
+        ("bert", {"decoder_seq_length": 12}, "has no meaning for a bert model"),
+        ("gpt2", {"encoder_seq_length": 12}, "use seq_length"),
+        ("gpt2", {"use_rotary_position_embeddings": True}, "weights were made for other positions; leave it out"),
+        ("llama", {"expert_model_parallel_size": 2}, "which has no experts to divide; leave it out"),
+        ("llama", {"expert_tensor_parallel_size": 2}, "which has no experts to divide; leave it out"),
+        ("mixtral", {"expert_model_parallel_size": 3}, "set it to a divisor of 4"),
+        ("mixtral", {"expert_tensor_parallel_size": 5}, "inner size 24; set it to a divisor"),
+        ("mixtral", {"tp_degree": 2}, "set sequence_parallelism=True as well"),
+        ("mixtral", {"use_distributed_optimizer": True}, "shares of both are not in this version; leave it out"),
+    ],
+)
+def test_options_that_a_model_has_no_place_for_are_refused(model: str, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        made(model, **given)
+
+
+def test_options_that_say_what_a_model_is_are_taken() -> None:
+    made("llama", use_rotary_position_embeddings=True)
+    made("bert", encoder_seq_length=12)
+    made("t5", encoder_seq_length=12, decoder_seq_length=8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fits"), [((2, 2, 1), True), ((4, 1, 1), True), ((1, 8, 1), False), ((2, 2, 2), False)]
+)
+def test_experts_divide_the_processes(sizes: tuple[int, int, int], fits: bool) -> None:
+    """tp_degree, expert_model_parallel_size and pp_degree over 4 processes."""
+    tp, ep, pp = sizes
+    found = plugin(tp_degree=tp, expert_model_parallel_size=ep, pp_degree=pp, sequence_parallelism=tp > 1)
+    config = replace(Config(), strategy="megatron", megatron=found, launch=replace(Config().launch, num_processes=4))
+    complaints = [str(one) for one in checks.megatron(config, {})]
+    assert [one for one in complaints if "use a multiple of 8 processes" in one] == ([] if fits else complaints)
+    assert bool(complaints) is not fits
+
+
 def test_precisions() -> None:
     facts = model_facts(LLAMA)
     assert translate(plugin(), facts, "bf16").transformer["params_dtype"] == "bfloat16"
@@ -134,8 +230,13 @@ def test_precisions() -> None:
 @pytest.mark.parametrize(
     ("base", "change", "words"),
     [
-        (GPT2, {"model_type": "bert"}, "type 'bert'.*only known architectures"),
-        (GPT2, {"model_type": "t5"}, "type 't5'"),
+        (GPT2, {"model_type": "opt"}, "type 'opt'.*only known architectures"),
+        (BERT, {"is_decoder": True}, "is_decoder=True"),
+        (BERT, {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        (T5, {"dense_act_fn": "tanh"}, "activation='tanh'"),
+        (MIXTRAL, {"output_router_logits": True}, "leaves the balancing loss out"),
+        (MIXTRAL, {"sliding_window": 4}, "sliding_window=4"),
+        (MIXTRAL, {"num_experts_per_tok": 1}, "num_experts_per_tok=1.*at least 2"),
         (GPT2, {"embd_pdrop": 0.3}, "embd_pdrop=0.3"),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
         (GPT2, {"activation_function": "swish5"}, "activation='swish5'"),
@@ -148,47 +249,69 @@ def test_a_variant_that_would_be_computed_differently_is_refused(base: Any, chan
         model_facts(SimpleNamespace(**{**vars(base), **change}))
 
 
+def test_another_head_is_refused() -> None:
+    with pytest.raises(PrepareError, match=r"a BertForSequenceClassification, .* give a BertForMaskedLM"):
+        check_class(["BertForSequenceClassification", "Module"], model_facts(BERT))
+    check_class(["MyBert", "BertForMaskedLM"], model_facts(BERT))
+
+
+def shape_of(name: str, facts: ModelFacts) -> tuple[int, ...]:
+    """The shape of a tensor of the Hub layout."""
+    hidden, ffn = facts.hidden, facts.ffn
+    wide, narrow = facts.heads * facts.head_dim, facts.groups * facts.head_dim
+    number = facts.experts.number if facts.experts else 0
+    turned = {
+        "c_attn": (hidden, 3 * wide),
+        "c_fc": (hidden, ffn),
+        "mlp.c_proj": (ffn, hidden),
+        "c_proj": (wide, hidden),
+    }
+    for end, shape in {
+        **turned,
+        "experts.gate_up_proj": (number, 2 * ffn, hidden),
+        "experts.down_proj": (number, hidden, ffn),
+        "mlp.gate": (number, hidden),
+        **dict.fromkeys(("q_proj", "query", "Attention.q"), (wide, hidden)),
+        **dict.fromkeys(("k_proj", "v_proj", "key", "value", "Attention.k", "Attention.v"), (narrow, hidden)),
+        **dict.fromkeys(("o_proj", "attention.output.dense", "Attention.o"), (hidden, wide)),
+        **dict.fromkeys(("gate_proj", "up_proj", "intermediate.dense", "wi", "wi_0", "wi_1"), (ffn, hidden)),
+        **dict.fromkeys(("down_proj", "output.dense", "wo"), (hidden, ffn)),
+        "transform.dense": (hidden, hidden),
+        "relative_attention_bias": (facts.buckets, facts.heads),
+        **dict.fromkeys(("wpe", "position_embeddings"), (facts.positions or 0, hidden)),
+        "token_type_embeddings": (facts.token_types, hidden),
+        **dict.fromkeys(("norm", "LayerNorm", "ln_1", "ln_2", "ln_f"), (hidden,)),
+    }.items():
+        layer, _, kind = name.rpartition(".")
+        if name.endswith(end) or layer.endswith(end):
+            return ((shape[-1] if end in turned else shape[0]),) if kind == "bias" else shape
+    return (facts.vocab,) if name.endswith("bias") else (facts.vocab, hidden)
+
+
 def hub_weights(facts: ModelFacts) -> dict[str, torch.Tensor]:
     """Tensors of the Hub layout, each number once."""
-    wide = facts.heads * facts.head_dim
-    narrow = facts.groups * facts.head_dim
-    shapes: dict[str, tuple[int, ...]] = {}
-    for entry in entries(facts):
-        for name in entry.hub:
-            leaf = name.rsplit(".", 2)[-2]
-            shapes[name] = {
-                "c_attn": (facts.hidden, 3 * wide),
-                "c_proj": (facts.ffn if ".mlp." in name else wide, facts.hidden),
-                "c_fc": (facts.hidden, facts.ffn),
-                "q_proj": (wide, facts.hidden),
-                "k_proj": (narrow, facts.hidden),
-                "v_proj": (narrow, facts.hidden),
-                "o_proj": (facts.hidden, wide),
-                "gate_proj": (facts.ffn, facts.hidden),
-                "up_proj": (facts.ffn, facts.hidden),
-                "down_proj": (facts.hidden, facts.ffn),
-                "wpe": (facts.positions, facts.hidden),
-            }.get(leaf, (facts.vocab, facts.hidden) if "norm" not in name and ".ln_" not in name else (facts.hidden,))
-            if name.endswith(".bias"):
-                shapes[name] = (shapes[name][-1],)
+    shapes = {name: shape_of(name, facts) for entry in entries(facts) for name in entry.hub}
     found, start = {}, 0
     for name, shape in shapes.items():
         size = int(torch.Size(shape).numel())
         found[name] = torch.arange(start, start + size).reshape(shape)
         start += size
-    if facts.tied:
-        first = entries(facts)[0].hub
-        found[first[1]] = found[first[0]]
+    for entry in entries(facts):
+        if entry.fusion == "same":  # several names of one tensor
+            found |= dict.fromkeys(entry.hub, found[entry.hub[0]])
     return found
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
+def test_weights_come_back_as_they_went_in(config: Any, ranks: int, gated: bool) -> None:
     """Each number of the Hub's tensors lies on exactly one tensor parallel rank, or whole on all, and finds its way back."""
     facts = model_facts(config)
+    if facts.family == "t5":
+        facts = replace(facts, gated=gated, tied=not gated)
     hub = hub_weights(facts)
-    back: dict[str, torch.Tensor] = {}
+    wholes: dict[str, torch.Tensor] = {}
     for entry in entries(facts):
         whole = fuse(entry, hub, facts)
         again = torch.full_like(whole, -1)
@@ -206,7 +329,8 @@ def test_weights_come_back_as_they_went_in(config: Any, ranks: int) -> None:
                 assert (box_of(again, at) == -1).all(), "two ranks hold the same part"
             box_of(again, at).copy_(part_of(held, at))
         assert torch.equal(again, whole), entry.name
-        back |= unfuse(entry, again, facts)
+        wholes[entry.name] = again
+    back = to_hub(entries(facts), wholes, facts)
     assert back.keys() == hub.keys()
     for name, value in hub.items():
         assert torch.equal(back[name], value), name

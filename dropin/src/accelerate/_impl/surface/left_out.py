@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final, NoReturn
 
 MEGATRON_STEPS: Final = (
-    "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2 and Llama models of "
+    "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2, Llama, Mixtral, BERT and T5 models of "
     "transformers as they are"
 )
 LONG_SEQUENCES: Final = "Ulysses of DeepSpeed; ParallelismConfig(cp_size=...) shards sequences"

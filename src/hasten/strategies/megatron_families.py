@@ -1,0 +1,255 @@
+"""The models a Megatron engine can be built for: their numbers, read from the Hub's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from hasten.errors import PrepareError
+
+Family = Literal["gpt2", "llama", "mixtral", "bert", "t5"]
+CLASSES: Final = MappingProxyType[str, str](
+    {
+        "gpt2": "GPT2LMHeadModel",
+        "llama": "LlamaForCausalLM",
+        "mixtral": "MixtralForCausalLM",
+        "bert": "BertForMaskedLM",
+        "t5": "T5ForConditionalGeneration",
+    }
+)
+"""The class of transformers that is trained, by `model_type` of the Hub's configuration."""
+ACTIVATIONS: Final = ("gelu_new", "gelu_pytorch_tanh", "gelu", "silu", "relu")
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts that takes the place of each layer's inner network."""
+
+    number: int
+    each: int
+    """Experts that see one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """The numbers of a language model."""
+
+    family: Family
+    layers: int
+    """Layers of the decoder, or of the only stack."""
+    hidden: int
+    heads: int
+    groups: int
+    """Heads of keys and values."""
+    head_dim: int
+    ffn: int
+    vocab: int
+    positions: int | None
+    """The longest sequence; None where positions are relative."""
+    epsilon: float
+    activation: str
+    tied: bool
+    """Input and output embeddings are one tensor."""
+    hidden_dropout: float
+    attention_dropout: float
+    init_std: float
+    rope_base: float = 10000.0
+    gated: bool = False
+    """The inner network multiplies its activation with a second projection."""
+    token_types: int = 0
+    encoder_layers: int = 0
+    buckets: int = 0
+    """Relative positions that are told apart, and the distance from which on they are not."""
+    distance: int = 0
+    logit_scale: float = 1.0
+    start_token: int | None = None
+    """The token a decoder begins with; padding is what it reads where there is no label."""
+    pad_token: int | None = None
+    fixed_token: int | None = None
+    """The token whose embedding takes no gradient where it is read."""
+    experts: Experts | None = None
+
+    @property
+    def causal(self) -> bool:
+        """A token is predicted from those before it, in one stack of layers."""
+        return self.family in ("gpt2", "llama", "mixtral")
+
+    @property
+    def rotary(self) -> bool:
+        """Positions turn queries and keys; there is no table of them."""
+        return self.family in ("llama", "mixtral")
+
+
+def model_facts(config: Any, tied: bool | None = None) -> ModelFacts:  # Any: a configuration of transformers
+    """The numbers of the model that a configuration of the Hub describes; `tied` where the model itself was looked at.
+
+    Raises: PrepareError for an architecture, or a variant of one, that would be computed differently.
+    """
+    kind: Any = getattr(config, "model_type", None)
+    if kind not in _READERS:
+        raise PrepareError(
+            f"strategy='megatron' was given a model of type {kind!r}, and the engine's own layers take its place, so that only known "
+            f"architectures can be trained: {', '.join(CLASSES)}, as transformers builds them. Use strategy='fsdp' for others."
+        )
+    facts = _READERS[kind](config)
+    if facts.activation not in ACTIVATIONS:
+        raise _variant(kind, "activation", facts.activation, f"one of {', '.join(ACTIVATIONS)}")
+    if tied is not None:
+        facts = replace(facts, tied=tied)
+    if kind == "bert" and not facts.tied:
+        raise _variant(kind, "tie_word_embeddings", False, "True")
+    return facts
+
+
+def check_class(names: list[str], facts: ModelFacts) -> None:
+    """Return if one of `names`, a model's class and its bases, is the class that is trained.
+
+    Raises: PrepareError for a model with another head, whose weights the engine has no place for.
+    """
+    wanted = CLASSES[facts.family]
+    if wanted not in names:
+        raise PrepareError(
+            f"strategy='megatron' was given a {names[0]}, and the engine builds {facts.family} models with the head of a language model "
+            f"only; give a {wanted}, or use strategy='fsdp'."
+        )
+
+
+def _same(family: str, config: Any, **wanted: object) -> None:
+    """Raise for a value of the configuration that the engine would ignore."""
+    for name, value in wanted.items():
+        if getattr(config, name, value) != value:
+            raise _variant(family, name, getattr(config, name), str(value))
+
+
+def _gpt2(config: Any) -> ModelFacts:
+    if config.embd_pdrop != config.resid_pdrop:
+        raise _variant("gpt2", "embd_pdrop", config.embd_pdrop, f"resid_pdrop ({config.resid_pdrop})")
+    _same(
+        "gpt2",
+        config,
+        scale_attn_weights=True,
+        scale_attn_by_inverse_layer_idx=False,
+        reorder_and_upcast_attn=False,
+        add_cross_attention=False,
+    )
+    return ModelFacts(
+        family="gpt2",
+        layers=config.n_layer,
+        hidden=config.n_embd,
+        heads=config.n_head,
+        groups=config.n_head,
+        head_dim=config.n_embd // config.n_head,
+        ffn=config.n_inner or 4 * config.n_embd,
+        vocab=config.vocab_size,
+        positions=config.n_positions,
+        epsilon=config.layer_norm_epsilon,
+        activation=config.activation_function,
+        tied=bool(config.tie_word_embeddings),
+        hidden_dropout=config.resid_pdrop,
+        attention_dropout=config.attn_pdrop,
+        init_std=config.initializer_range,
+    )
+
+
+def _llama(config: Any, family: Literal["llama", "mixtral"] = "llama", experts: Experts | None = None) -> ModelFacts:
+    rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise _variant(family, "rope_type", kind, "'default'")
+    _same(family, config, attention_bias=False, mlp_bias=False)
+    return ModelFacts(
+        family=family,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        positions=config.max_position_embeddings,
+        epsilon=config.rms_norm_eps,
+        activation=config.hidden_act,
+        tied=bool(config.tie_word_embeddings),
+        hidden_dropout=0.0,
+        attention_dropout=getattr(config, "attention_dropout", 0.0),
+        init_std=config.initializer_range,
+        rope_base=rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0),
+        gated=True,
+        fixed_token=getattr(config, "pad_token_id", None),
+        experts=experts,
+    )
+
+
+def _mixtral(config: Any) -> ModelFacts:
+    _same("mixtral", config, router_jitter_noise=0.0, sliding_window=None)
+    if getattr(config, "output_router_logits", False):
+        raise _variant("mixtral", "output_router_logits", True, "False, which leaves the balancing loss out")
+    if config.num_experts_per_tok == 1:
+        raise _variant("mixtral", "num_experts_per_tok", 1, "at least 2")
+    return _llama(config, "mixtral", Experts(config.num_local_experts, config.num_experts_per_tok))
+
+
+def _bert(config: Any) -> ModelFacts:
+    _same("bert", config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    return ModelFacts(
+        family="bert",
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        groups=config.num_attention_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        positions=config.max_position_embeddings,
+        epsilon=config.layer_norm_eps,
+        activation=config.hidden_act,
+        tied=bool(config.tie_word_embeddings),
+        hidden_dropout=config.hidden_dropout_prob,
+        attention_dropout=config.attention_probs_dropout_prob,
+        init_std=config.initializer_range,
+        token_types=config.type_vocab_size,
+        fixed_token=config.pad_token_id,
+    )
+
+
+def _t5(config: Any) -> ModelFacts:
+    tied = bool(config.tie_word_embeddings)
+    scaled = getattr(config, "scale_decoder_outputs", tied)  # transformers<5 scales where embeddings are tied
+    return ModelFacts(
+        family="t5",
+        layers=config.num_decoder_layers,
+        hidden=config.d_model,
+        heads=config.num_heads,
+        groups=config.num_heads,
+        head_dim=config.d_kv,
+        ffn=config.d_ff,
+        vocab=config.vocab_size,
+        positions=None,
+        epsilon=config.layer_norm_epsilon,
+        activation=config.dense_act_fn,
+        tied=tied,
+        hidden_dropout=config.dropout_rate,
+        attention_dropout=config.dropout_rate,
+        init_std=config.initializer_factor * config.d_model**-0.5,
+        gated=bool(config.is_gated_act),
+        encoder_layers=config.num_layers,
+        buckets=config.relative_attention_num_buckets,
+        distance=config.relative_attention_max_distance,
+        logit_scale=config.d_model**-0.5 if scaled else 1.0,
+        start_token=getattr(config, "decoder_start_token_id", None),
+        pad_token=config.pad_token_id,
+    )
+
+
+_READERS: Final = MappingProxyType[str, Callable[[Any], ModelFacts]](
+    {"gpt2": _gpt2, "llama": _llama, "mixtral": _mixtral, "bert": _bert, "t5": _t5}
+)
+
+
+def _variant(family: str, name: str, value: object, needed: str) -> PrepareError:
+    return PrepareError(
+        f"{name}={value!r} of this {family} model has no counterpart in the engine, which would compute something else; it needs "
+        f"{needed}. Change it, or use strategy='fsdp'."
+    )
