@@ -125,7 +125,7 @@ class Accelerator:
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
-        self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
+        self._context = ContextParallel(sizes.sequence_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
@@ -295,6 +295,13 @@ class Accelerator:
 
     def _retrying(self) -> Retrying:
         return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+
+    def init_module(self) -> AbstractContextManager[None]:
+        """A block in which models are built sharded where the strategy can (ZeRO 3), and as they are elsewhere.
+
+        Ranks: every rank builds the same models in the same order.
+        """
+        return self.strategy.building(self.ctx)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this run; they are returned in the order given.

@@ -137,6 +137,10 @@ class Strategy(KeepsLoopState, Protocol):
     @property
     def caps(self) -> Caps: ...
 
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        """Context manager in which models are built the way they will be spread, where that can be. Ranks: every rank."""
+        ...
+
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         """Replace the models and optimizers of the bundle by their prepared forms. Ranks: every rank."""
         ...

@@ -23,7 +23,9 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies import deepspeed_engine
 from hasten.strategies.base import Caps, LoopState, Wish
-from hasten.strategies.deepspeed_config import EngineConfig, Facts, translate
+from hasten.strategies.deepspeed_building import Told, building, is_partitioned, make_whole
+from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
+from hasten.strategies.deepspeed_config import building as partitioning
 from hasten.strategies.deepspeed_optimizer import DeepSpeedOptimizer
 from hasten.strategies.deepspeed_shards import weight_slice
 from hasten.strategies.native import make_optimizers
@@ -53,7 +55,7 @@ class DeepSpeedStrategy:
 
     name = "deepspeed"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ctx: ProcessContext) -> None:
         deepspeed_engine.package()
         if config.gradient_accumulation.sync_each_batch:
             raise ConfigError(
@@ -68,6 +70,15 @@ class DeepSpeedStrategy:
         self.engines: list[Engine] = []
         """The engines in the order they were prepared."""
         self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by the identity of the script's optimizer
+        self._told: Told | None = None
+        if config.deepspeed.zero3_init_flag:
+            self._told = Told(partitioning(config.deepspeed, config.mixed_precision))
+            deepspeed_engine.join(ctx)  # transformers partitions at once
+
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        if stage_of(self._config.deepspeed) != 3:
+            return nullcontext()
+        return building(partitioning(self._config.deepspeed, self._config.mixed_precision), ctx)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
@@ -77,6 +88,8 @@ class DeepSpeedStrategy:
         for item in models:
             optimizer = owners.get(id(item))
             if optimizer is None or not train:
+                if is_partitioned(item.value):
+                    make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
                 wish = Wish(place=item.place, train=False)
                 placed = self._place.apply(item.value, wish, ctx, precision)
                 item.value = self._convert.apply(placed, wish, ctx, precision)
@@ -99,6 +112,9 @@ class DeepSpeedStrategy:
                 log.info("deepspeed: %s", note)
         groups = [dict(group) for group in given.param_groups if group["params"]]
         engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
+        if ctx.device.type != "cpu":
+            for buffer in model.buffers():  # DeepSpeed leaves those of a model that was built partitioned where they are
+                buffer.data = buffer.to(ctx.device)
         if isinstance(given, Placeholder):
             for group, inner in zip(groups, engine.basic_optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in inner.items() if key != "params"})

@@ -68,6 +68,9 @@ class MegatronStrategy:
         self._tp, self._pp = ctx.groups(Axis.TP), ctx.groups(Axis.PP)
 
     # -- preparing ------------------------------------------------------------------------------------------------
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        return nullcontext()  # models are spread by prepare()
+
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])

@@ -57,6 +57,9 @@ class NativeStrategy:
         self._spread = spread
         self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
 
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        return nullcontext()  # models are spread by prepare()
+
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
         make_optimizers(bundle.of("optimizer"), [item.value for item in models])
