@@ -514,14 +514,8 @@ class Accelerator:
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
-        if not self.strategy.caps.clips_by_value:
-            raise StepError(
-                f"clip_grad_value_() is not possible under {self.strategy.name}, which keeps gradients where they "
-                "cannot be clamped one by one; use clip_grad_norm_()."
-            )
-        if not self.clock.boundary:
-            return
-        clip.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
+        if self.clock.boundary:
+            self.strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
         """The parameters, checked, with their gradients unscaled."""

@@ -23,7 +23,6 @@ class Caps:
     """What a strategy takes care of by itself, and what it cannot do."""
 
     owns_precision: bool = False
-    clips_by_value: bool = True
     sharded_state: bool = False
     synchronises: bool = True
     hides_gradients: bool = False
@@ -169,6 +168,10 @@ class Strategy(KeepsLoopState, Protocol):
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Scale the gradients at the end of a window to a global norm; the norm they had. Ranks: every rank."""
+        ...
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        """Clamp every element of the gradients at the end of a window. Ranks: every rank."""
         ...
 
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
+from hasten.strategies.deepspeed_nvme import SwappedState
 from hasten.strategies.deepspeed_order import GradientOrder
 from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
 
@@ -53,6 +54,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
             engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros: bias corrections would be off
+        self._nvme = SwappedState(engine) if self.stage == 3 and engine.optimizer.swap_optimizer else None
         self._order = (
             GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
         )
@@ -108,7 +110,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if self._final or not self.num_passes:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        if self.stage >= 2:
+        if self._nvme is not None:
+            pass  # they are moved to NVMe by the step
+        elif self.stage >= 2:
             self.engine.optimizer.finalize_gradient_accumulation_boundary()
         else:
             self.engine.allreduce_gradients()
@@ -123,6 +127,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for own, inner in zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
         before = self.loss_scale
+        if self._nvme is not None:
+            self._nvme.move_gradients()
         self.engine.step()
         self._opt_called = True  # what torch's schedulers look for
         applied = bool(self.engine.was_step_applied())
@@ -135,34 +141,47 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._reset()
         return StepResult(applied=applied, scale=before if before != 1.0 else None)
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
         self.finalize()
         if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
             self._told = True
             log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
         self._clipped = True
-        norm = self.norm()
+        norm = self.norm(norm_type)
         wrapper = self.engine.optimizer
         if max_norm == 0:
             self.multiply_gradients(0.0)
+        elif norm_type != 2.0:  # DeepSpeed's own clipping knows the 2-norm alone
+            self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         elif hasattr(wrapper, "clip_grad"):
             wrapper.clip_grad = float(max_norm)  # done in float32, with the unscaling
         else:
             clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
         return norm
 
-    def norm(self) -> Tensor:
+    def clamp(self, limit: float) -> None:
+        """Clamp every element of the window's gradients. Ranks: every rank."""
+        self.finalize()
+        grads = gradients_of(self.engine, self.stage) if self.num_passes else []
+        bound = limit * self.loss_scale
+        for grad in grads:
+            grad.detach().clamp_(-bound, bound)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        for number, key in enumerate(kept):
+            kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
         if not self.num_passes:
             return torch.zeros((), device=self.engine.device)
-        grads = gradients_of(self.engine, self.stage)
-        norms = [torch.linalg.vector_norm(grad.detach(), 2, dtype=torch.float32) for grad in grads]
-        total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+        largest = norm_type == float("inf")
+        local = _local_norm(gradients_of(self.engine, self.stage), norm_type)
+        total = local if largest else local**norm_type
         if self.stage:
             total = total.to(self.engine.device)
-            dist.all_reduce(total)
-        return total.sqrt() / self.loss_scale
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return (total if largest else total ** (1 / norm_type)) / self.loss_scale
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
@@ -218,17 +237,30 @@ class DeepSpeedOptimizer(EngineOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
 
+    def _by_flat(self) -> dict[Tensor, list[tuple[int, Shard]]]:
+        """The shards, with the numbers of their parameters, by the tensor they lie in."""
+        found: dict[Tensor, list[tuple[int, Shard]]] = {}
+        for number, shard in self._numbered().items():
+            found.setdefault(shard.flat, []).append((number, shard))
+        return found
+
+    def _here(self, flat: Tensor, written: bool = False) -> AbstractContextManager[bool]:
+        """A block in which a tensor and its state are in memory; gives whether they rest on NVMe otherwise."""
+        return nullcontext(False) if self._nvme is None else self._nvme.here(flat, written)
+
     def state_dict(self) -> dict[str, Any]:
         """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
         inner = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
-        for number, shard in self._numbered().items():
-            values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
-            for key, value in inner.get(shard.flat, {}).items():
-                laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
-                values[key] = shard.stored(value) if laid_out else value
-            if values:
-                state[number] = values
+        for flat, shards in self._by_flat().items():
+            with self._here(flat) as swapped:
+                for number, shard in shards:
+                    values = {MASTER: shard.stored(flat)} if shard.has_master else {}
+                    for key, value in inner.get(flat, {}).items():
+                        laid_out = isinstance(value, Tensor) and value.shape == flat.shape and value.ndim > 0
+                        values[key] = shard.stored(value) if laid_out else value
+                    if values:
+                        state[number] = _copied(values) if swapped else values
         groups, count = [], 0
         for group in self.param_groups:
             size = len(group["params"])
@@ -253,29 +285,39 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
         options = [group for group in self.param_groups for _ in group["params"]]
-        fresh: dict[Tensor, dict[str, Any]] = {}
-        for number, shard in self._numbered().items():
-            saved = dict(state_dict["state"].get(number, {}))
-            master = saved.pop(MASTER, None)
-            if master is not None and shard.has_master:
-                shard.part(shard.flat).copy_(local_data(master))
-            elif not shard.whole:
-                shard.part(shard.flat).copy_(self._weights(shard))
-            for key, value in saved.items():
-                _put(fresh.setdefault(shard.flat, {}), key, value, shard, options[number])
-        for flat in {shard.flat: None for shard in self._numbered().values()}:
-            inner.pop(flat, None)
-        inner.update(fresh)
+        loaded = False
+        for flat, shards in self._by_flat().items():
+            with self._here(flat, written=True):
+                fresh: dict[str, Any] = {}
+                for number, shard in shards:
+                    saved = dict(state_dict["state"].get(number, {}))
+                    master = saved.pop(MASTER, None)
+                    if master is not None and shard.has_master:
+                        shard.part(flat).copy_(local_data(master))
+                    elif not shard.whole:
+                        shard.part(flat).copy_(self._weights(shard))
+                    for key, value in saved.items():
+                        _put(fresh, key, value, shard, options[number])
+                inner.pop(flat, None)
+                if fresh:
+                    inner[flat], loaded = fresh, True
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
         scale = self._scaler()
         for key, value in state_dict.get(_SCALE, {}).items():
             if scale is not None:
                 setattr(scale, key, value)
-        if fresh and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+        if loaded and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
+
+    def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
+        """Put the state of an optimizer that was stepped before, whole and by the number of its parameter, into the shards."""
+        state = {}
+        for number, shard in self._numbered().items():
+            state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
+        self.load_state_dict({"state": state, "param_groups": self.param_groups})
 
     def keeping(self) -> Callable[[], None]:
         """What puts the state back as it is now: for a load that fails. Local."""
@@ -304,6 +346,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def _scaler(self) -> Any:
         optimizer = self.engine.optimizer
         return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32) for grad in grads if grad.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
 
 def _put(

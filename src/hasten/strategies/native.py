@@ -109,6 +109,9 @@ class NativeStrategy:
             return self._stages.clip_norm(parameters, max_norm, norm_type)
         return clip.clip_norm(parameters, max_norm, norm_type)
 
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        clip.clip_value(parameters, limit)
+
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # whoever fills sharded parameters fills its own part
 
