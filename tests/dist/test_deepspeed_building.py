@@ -30,7 +30,7 @@ def engine(stage: int = 3, **options: Any) -> dict[str, Any]:
 class Block(nn.Module):
     """A linear layer with a norm, a tied matrix and a buffer."""
 
-    def __init__(self, tied: nn.Parameter) -> None:
+    def __init__(self, tied: Tensor) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 6)
         self.tied = tied

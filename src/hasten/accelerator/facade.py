@@ -49,7 +49,7 @@ from hasten.debug.numbers import NumbersWatch
 from hasten.debug.rollback import Rollback
 from hasten.debug.traffic import SentBytes, count_sent
 from hasten.debug.watchdog import watch
-from hasten.errors import HastenWarning, PrepareError, StepError
+from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
@@ -125,7 +125,7 @@ class Accelerator:
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
-        self._context = ContextParallel(sizes.sequence_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
+        self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(

@@ -68,8 +68,10 @@ ABSENT: Final[tuple[Absent, ...]] = (
     Absent("launch.tpu", "training on TPUs", "remove it to train on GPUs or the CPU"),
     Absent("launch.launcher", "training on TPUs", "leave the launcher out", values=("xla",)),
     Absent("xla", "training on TPUs", "remove it to train on GPUs or the CPU"),
-    Absent("deepspeed.offload_param_device", "offload of parameters to NVMe", _HOST, values=("nvme",)),
-    Absent("deepspeed.offload_param_nvme_path", "offload of parameters to NVMe", _HOST),
+    Absent("deepspeed.offload_optimizer_device", "offload to NVMe", _HOST, values=("nvme",)),
+    Absent("deepspeed.offload_param_device", "offload to NVMe", _HOST, values=("nvme",)),
+    Absent("deepspeed.offload_optimizer_nvme_path", "offload to NVMe", _HOST),
+    Absent("deepspeed.offload_param_nvme_path", "offload to NVMe", _HOST),
     *(
         Absent(f"megatron.{name}", what, instead)
         for what, instead, names in (

@@ -1,7 +1,6 @@
 """Settings of parallelism over processes: the mesh, its handlers, and plain data parallel."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Literal
 
 from hasten.config.base import Section, setting, settings
@@ -139,16 +138,6 @@ class ParallelismConfig(Section):
     sp_handler: DeepSpeedSequenceParallelConfig = setting(
         factory=DeepSpeedSequenceParallelConfig, help="options of sequence parallelism", prefix="parallelism_config_"
     )
-
-    @property
-    def sequence_size(self) -> int:
-        """Processes one sequence is split over, by whichever of `cp_size` and `sp_size` was given."""
-        return self.sp_size if self.sp_size > 1 else self.cp_size
-
-    @property
-    def sequence_handler(self) -> TorchContextParallelConfig:
-        """How attention spans the parts of a sequence: as `cp_handler` says, and with `sp_size` by exchanging heads."""
-        return replace(self.cp_handler, cp_comm_strategy="ulysses") if self.sp_size > 1 else self.cp_handler
 
 
 @settings

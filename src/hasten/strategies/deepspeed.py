@@ -21,7 +21,7 @@ from hasten.optim.dummy import DummyScheduler
 from hasten.optim.engine import Placeholder
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies import deepspeed_engine, deepspeed_nvme
+from hasten.strategies import deepspeed_engine
 from hasten.strategies.base import Caps, LoopState, Wish
 from hasten.strategies.deepspeed_building import Told, building, is_partitioned, make_whole
 from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
@@ -64,9 +64,7 @@ class DeepSpeedStrategy:
             )
         self._config = config
         self._place, self._convert = Place(), Convert(config.master_weights)
-        self.caps = Caps(
-            owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True
-        )
+        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.engines: list[Engine] = []
         """The engines in the order they were prepared."""
         self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by the identity of the script's optimizer
@@ -107,13 +105,11 @@ class DeepSpeedStrategy:
             for note in made.notes:
                 log.info("deepspeed: %s", note)
         groups = [dict(group) for group in given.param_groups if group["params"]]
-        deepspeed_engine.join(ctx)
-        folder = deepspeed_nvme.own_folder(made.config["zero_optimization"])
         engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
-        if folder is not None:
-            deepspeed_nvme.remove_with(engine, folder)
         if ctx.device.type != "cpu":
-            for buffer in model.buffers():  # DeepSpeed leaves those of a model that was built partitioned where they are
+            for (
+                buffer
+            ) in model.buffers():  # DeepSpeed leaves those of a model that was built partitioned where they are
                 buffer.data = buffer.to(ctx.device)
         if isinstance(given, Placeholder):
             for group, inner in zip(groups, engine.basic_optimizer.param_groups, strict=True):

@@ -166,8 +166,6 @@ def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
     for part, device in (("optimizer", plugin.offload_optimizer_device), ("param", plugin.offload_param_device)):
         if device != "none":
             zero[f"offload_{part}"] = {"device": device}
-        if device == "nvme":
-            zero[f"offload_{part}"]["nvme_path"] = getattr(plugin, f"offload_{part}_nvme_path")
     if plugin.zero_stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = plugin.zero3_save_16bit_model
     config["zero_optimization"] = zero
@@ -186,7 +184,10 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     for part in ("optimizer", "param"):
         device = _offload(zero, part)
         if device == "nvme":
-            _nvme(zero, part, stage)
+            raise ConfigError(
+                f"zero_optimization.offload_{part}.device='nvme' cannot be honoured, because offload to NVMe is not in this "
+                "version; use 'cpu'."
+            )
         if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
             needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
             raise ConfigError(
@@ -202,24 +203,6 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
     filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
     return int(stage)
-
-
-def _nvme(zero: dict[str, Any], part: str, stage: int) -> None:
-    if part == "param":
-        raise ConfigError(
-            "zero_optimization.offload_param.device='nvme' cannot be honoured, because parameters on NVMe are not in this "
-            "version; use 'cpu'. The optimizer's state can be on NVMe: offload_optimizer.device='nvme'."
-        )
-    if stage != 3:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.device='nvme' needs stage 3, but the stage is {stage}, where DeepSpeed keeps the "
-            "state in host memory. Set zero_optimization.stage to 3, or the device to 'cpu'."
-        )
-    if not zero["offload_optimizer"].get("nvme_path"):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.device='nvme' has no nvme_path, so there is no folder to put the state in. Set "
-            "offload_optimizer.nvme_path (or deepspeed.offload_optimizer_nvme_path) to a folder on the NVMe drive."
-        )
 
 
 def _offload(zero: dict[str, Any], part: str) -> str:

@@ -91,7 +91,9 @@ def start(
         with torchs_linear() as own:
             engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
     engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
-    return engine, Linear(own) if made.stage == 3 and engine._config.zero_config.memory_efficient_linear else None
+    return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
+        "memory_efficient_linear", True
+    ) else None
 
 
 @contextmanager

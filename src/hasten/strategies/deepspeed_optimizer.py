@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,6 @@ from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
-from hasten.strategies.deepspeed_nvme import SwappedState
 from hasten.strategies.deepspeed_order import GradientOrder
 from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
 
@@ -54,7 +53,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         engine.set_gradient_accumulation_boundary(False)
         if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
             engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros: bias corrections would be off
-        self._nvme = SwappedState(engine) if self.stage == 3 and engine.optimizer.swap_optimizer else None
         self._order = (
             GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
         )
@@ -110,9 +108,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if self._final or not self.num_passes:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        if self._nvme is not None:
-            pass  # they are moved to NVMe by the step
-        elif self.stage >= 2:
+        if self.stage >= 2:
             self.engine.optimizer.finalize_gradient_accumulation_boundary()
         else:
             self.engine.allreduce_gradients()
@@ -127,8 +123,6 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for own, inner in zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
         before = self.loss_scale
-        if self._nvme is not None:
-            self._nvme.move_gradients()
         self.engine.step()
         self._opt_called = True  # what torch's schedulers look for
         applied = bool(self.engine.was_step_applied())
@@ -237,30 +231,17 @@ class DeepSpeedOptimizer(EngineOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
 
-    def _by_flat(self) -> dict[Tensor, list[tuple[int, Shard]]]:
-        """The shards, with the numbers of their parameters, by the tensor they lie in."""
-        found: dict[Tensor, list[tuple[int, Shard]]] = {}
-        for number, shard in self._numbered().items():
-            found.setdefault(shard.flat, []).append((number, shard))
-        return found
-
-    def _here(self, flat: Tensor, written: bool = False) -> AbstractContextManager[bool]:
-        """A block in which a tensor and its state are in memory; gives whether they rest on NVMe otherwise."""
-        return nullcontext(False) if self._nvme is None else self._nvme.here(flat, written)
-
     def state_dict(self) -> dict[str, Any]:
         """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
         inner = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
-        for flat, shards in self._by_flat().items():
-            with self._here(flat) as swapped:
-                for number, shard in shards:
-                    values = {MASTER: shard.stored(flat)} if shard.has_master else {}
-                    for key, value in inner.get(flat, {}).items():
-                        laid_out = isinstance(value, Tensor) and value.shape == flat.shape and value.ndim > 0
-                        values[key] = shard.stored(value) if laid_out else value
-                    if values:
-                        state[number] = _copied(values) if swapped else values
+        for number, shard in self._numbered().items():
+            values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+            for key, value in inner.get(shard.flat, {}).items():
+                laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
+                values[key] = shard.stored(value) if laid_out else value
+            if values:
+                state[number] = values
         groups, count = [], 0
         for group in self.param_groups:
             size = len(group["params"])
@@ -285,29 +266,26 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
         options = [group for group in self.param_groups for _ in group["params"]]
-        loaded = False
-        for flat, shards in self._by_flat().items():
-            with self._here(flat, written=True):
-                fresh: dict[str, Any] = {}
-                for number, shard in shards:
-                    saved = dict(state_dict["state"].get(number, {}))
-                    master = saved.pop(MASTER, None)
-                    if master is not None and shard.has_master:
-                        shard.part(flat).copy_(local_data(master))
-                    elif not shard.whole:
-                        shard.part(flat).copy_(self._weights(shard))
-                    for key, value in saved.items():
-                        _put(fresh, key, value, shard, options[number])
-                inner.pop(flat, None)
-                if fresh:
-                    inner[flat], loaded = fresh, True
+        fresh: dict[Tensor, dict[str, Any]] = {}
+        for number, shard in self._numbered().items():
+            saved = dict(state_dict["state"].get(number, {}))
+            master = saved.pop(MASTER, None)
+            if master is not None and shard.has_master:
+                shard.part(shard.flat).copy_(local_data(master))
+            elif not shard.whole:
+                shard.part(shard.flat).copy_(self._weights(shard))
+            for key, value in saved.items():
+                _put(fresh.setdefault(shard.flat, {}), key, value, shard, options[number])
+        for flat in {shard.flat: None for shard in self._numbered().values()}:
+            inner.pop(flat, None)
+        inner.update(fresh)
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
         scale = self._scaler()
         for key, value in state_dict.get(_SCALE, {}).items():
             if scale is not None:
                 setattr(scale, key, value)
-        if loaded and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+        if fresh and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3

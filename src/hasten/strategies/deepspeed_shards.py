@@ -119,8 +119,6 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     if stage == 0:
         return [p.grad for p in engine.module.parameters() if p.grad is not None]
     if stage == 3:
-        if optimizer.swap_optimizer:
-            return [optimizer.grad_partitions_flat_buffer]
         if optimizer.offload_optimizer:
             return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
     elif optimizer.cpu_offload:
