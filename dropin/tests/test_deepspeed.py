@@ -161,5 +161,6 @@ def test_trainer_has_the_same_losses_with_an_engine(
     done = warm.run(tmp_path, [str(HERE / "clients" / "engine.py"), str(tmp_path / "run"), str(out)], processes)
     assert not done.failed, done.err
     found = json.loads(out.read_text())
-    assert parity.differences(found["without"], found["own"], tolerance=1e-5) == []
+    for name in ("own", "partitioned"):
+        assert parity.differences(found["without"], found[name], tolerance=1e-5) == [], name
     assert len(found["made"]) == len(found["without"])

@@ -48,6 +48,7 @@ NOT_TORCH: Final = frozenset(
         "_release_process_group_references",
         "_running_engine_backward",
         "_support_torch_style_backward",
+        "_zero_init_param",
         "_get_model_param_range_map",  # megatron-core, likewise
     }
 )

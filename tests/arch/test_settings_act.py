@@ -203,7 +203,7 @@ def test_settings_of_code_and_files_are_refused_alike(tmp_path: Path) -> None:
             "sharding parameters or offloading optimizer state with Megatron is not in this version",
         ),
         ("parallelism.tp_handler.enable_async_tp", True, "tensor parallelism is not in this version"),
-        ("parallelism.sp_size", 2, "sequence parallelism is not in this version"),
+        ("parallelism.sp_handler.sp_seq_length", 8, "kernels for sequence parallelism is not in this version"),
     ):
         resolved = resolve(code={name: value})
         with pytest.raises(ConfigError, match=words):

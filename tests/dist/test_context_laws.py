@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hasten import Accelerator, TorchContextParallelConfig
+from hasten import Accelerator, DeepSpeedPlugin, TorchContextParallelConfig
 from hasten.config.parallel import ParallelismConfig
+from hasten.optional import available
 from hasten.runtime.axes import BATCH, LOSS
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -128,6 +129,19 @@ def test_context_parallel_trains_like_plain_torch(ctx: ProcessContext, way: Way,
             accelerator = made_for(sizes, way, precision)
             got = hasten_losses(accelerator, number, counts_tokens=False)
             assert got == pytest.approx(plain_losses(number, 1), abs=tolerance), f"{sizes} {precision}"
+
+
+@ranks(2, exhaustive=(4,))
+@pytest.mark.parametrize("stage", [1, 3, *(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 2))])
+@pytest.mark.skipif(not available("deepspeed"), reason="deepspeed is not installed (pip install 'hasten[deepspeed]')")
+def test_under_deepspeed_it_trains_like_plain_torch(ctx: ProcessContext, stage: int) -> None:
+    """`sp_size` is Ulysses by hasten's own attention; on four ranks two sequences are split over two ranks each."""
+    engine = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage}})
+    for sizes in (ParallelismConfig(sp_size=2), ParallelismConfig(cp_size=2)):
+        accelerator = Accelerator(strategy="deepspeed", deepspeed_plugin=engine, parallelism_config=sizes)
+        assert (accelerator.ctx.mesh.cp, accelerator.num_processes) == (2, ctx.world.size)
+        got = hasten_losses(accelerator, 8, counts_tokens=False)
+        assert got == pytest.approx(plain_losses(8, ctx.world.size // 2), abs=1e-5), sizes
 
 
 @ranks(4)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import (
     Accelerator,
+    DeepSpeedSequenceParallelConfig,
     GradientAccumulationPlugin,
     ParallelismConfig,
     ProjectConfiguration,
@@ -54,8 +55,8 @@ def test_what_cannot_be_honoured_is_refused_in_the_constructor(ctx: ProcessConte
     cases: tuple[tuple[dict[str, Any], str], ...] = (  # Any: settings of every type
         ({"rng_types": ("cuda", "nonsense")}, "rng type '(cuda|nonsense)' is not known"),
         (
-            {"parallelism_config": ParallelismConfig(sp_size=2)},
-            "sp_size=2 .* sequence parallelism is not in this version",
+            {"parallelism_config": ParallelismConfig(sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length=8))},
+            "sp_seq_length=8 .* sequence parallelism is not in this version",
         ),
         (
             {"parallelism_config": ParallelismConfig(tp_handler=TorchTensorParallelConfig(enable_async_tp=True))},

@@ -1,8 +1,10 @@
 """transformers' Trainer with and without DeepSpeed: the losses of both. Usage: engine.py FOLDER OUT.json"""
 
+import os
+
 from outcome import SHORT, history, record
 from trainer import data, model
-from transformers import Trainer, TrainingArguments
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 OWN = {
     "zero_optimization": {"stage": 2},
@@ -10,6 +12,15 @@ OWN = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
+}
+PARTITIONED = {
+    **OWN,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "reduce_bucket_size": "auto",
+    },
 }
 MADE = {
     **OWN,
@@ -28,7 +39,14 @@ MADE = {
 }
 
 
-def losses(folder, config):
+def loaded(folder):
+    """The same model read from files, which transformers partitions while it builds under ZeRO 3."""
+    read = BertForSequenceClassification.from_pretrained(folder)
+    assert all(parameter.numel() == 0 for parameter in read.parameters())
+    return read
+
+
+def losses(folder, config, build):
     args = TrainingArguments(
         folder,
         num_train_epochs=1,
@@ -40,7 +58,7 @@ def losses(folder, config):
         optim="adamw_torch",
         **SHORT,
     )
-    trainer = Trainer(model=model(), args=args, train_dataset=data(37, 0))
+    trainer = Trainer(model=build(), args=args, train_dataset=data(37, 0))
     trainer.train()
     return history(trainer, "loss", "grad_norm", "learning_rate", "step")
 
@@ -49,9 +67,16 @@ def main(folder):
     from accelerate.state import AcceleratorState
 
     found = {}
-    for name, config in (("without", None), ("own", OWN), ("made", MADE)):
+    weights = os.path.join(folder, f"weights-{os.environ.get('RANK', '0')}")
+    model().save_pretrained(weights)
+    for name, config, build in (
+        ("without", None, model),
+        ("own", OWN, model),
+        ("made", MADE, model),
+        ("partitioned", PARTITIONED, lambda: loaded(weights)),
+    ):
         AcceleratorState._reset_state(True)
-        found[name] = losses(folder, config)
+        found[name] = losses(folder, config, build)
     return found
 
 

@@ -49,7 +49,7 @@ from hasten.debug.numbers import NumbersWatch
 from hasten.debug.rollback import Rollback
 from hasten.debug.traffic import SentBytes, count_sent
 from hasten.debug.watchdog import watch
-from hasten.errors import HastenWarning, PrepareError, StepError
+from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
@@ -125,7 +125,7 @@ class Accelerator:
         self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
-        self._context = ContextParallel(sizes.cp_handler, parts.ctx, parts.clock, lambda: self.prepared.models)
+        self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
@@ -295,6 +295,13 @@ class Accelerator:
 
     def _retrying(self) -> Retrying:
         return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
+
+    def init_module(self) -> AbstractContextManager[None]:
+        """A block in which models are built sharded where the strategy can (ZeRO 3), and as they are elsewhere.
+
+        Ranks: every rank builds the same models in the same order.
+        """
+        return self.strategy.building(self.ctx)
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders for this run; they are returned in the order given.
@@ -507,14 +514,8 @@ class Accelerator:
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value] at the end of a window. Ranks: every rank."""
-        if not self.strategy.caps.clips_by_value:
-            raise StepError(
-                f"clip_grad_value_() is not possible under {self.strategy.name}, which keeps gradients where they "
-                "cannot be clamped one by one; use clip_grad_norm_()."
-            )
-        if not self.clock.boundary:
-            return
-        clip.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
+        if self.clock.boundary:
+            self.strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
         """The parameters, checked, with their gradients unscaled."""

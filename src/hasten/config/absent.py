@@ -15,7 +15,6 @@ from hasten.errors import ConfigError
 
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
 _HOST: Final = "offload to the cpu"
-_DATA: Final = "this version spreads models over the data, tensor, context and pipeline parallel axes"
 _MEGATRON: Final = (
     "tp_degree",
     "pp_degree",
@@ -82,11 +81,6 @@ ABSENT: Final[tuple[Absent, ...]] = (
     Absent("deepspeed.offload_param_device", "offload to NVMe", _HOST, values=("nvme",)),
     Absent("deepspeed.offload_optimizer_nvme_path", "offload to NVMe", _HOST),
     Absent("deepspeed.offload_param_nvme_path", "offload to NVMe", _HOST),
-    Absent(
-        "deepspeed.zero3_init_flag",
-        "sharding by DeepSpeed while a model is built",
-        "build the model whole, or use fsdp",
-    ),
     *(
         Absent(f"megatron.{name}", what, instead)
         for what, instead, names in (
@@ -130,8 +124,11 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "this option of tensor parallelism",
         "leave it out to split layers without it",
     ),
-    Absent("parallelism.sp_size", "DeepSpeed's sequence parallelism", _DATA),
-    Absent("parallelism.sp_handler", "DeepSpeed's sequence parallelism", _DATA),
+    Absent(
+        "parallelism.sp_handler",
+        "choosing lengths or attention kernels for sequence parallelism",
+        "sequences may have any length that sp_size divides, and the kernel is that of scaled_dot_product_attention; leave it out",
+    ),
     Absent("fp8.te.interval", "an interval between scaling factors", "Transformer Engine computes them in every step"),
     Absent(
         "gradient_accumulation.adjust_scheduler",

@@ -94,7 +94,7 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
     """The sizes of the mesh divide the processes."""
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "pp_size")
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
     sizes = {name: getattr(config.parallelism, name) for name in names}
     filled = [name for name, size in sizes.items() if size == -1]
     if len(filled) > 1:
@@ -127,7 +127,8 @@ def strategy_and_mesh(config: Config, entries: Entries) -> Iterator[ConfigError]
         sp = at(config, entries, "parallelism.sp_size")
         yield contradiction(strategy, sp, "sequence parallelism of this kind is DeepSpeed's", "set strategy: deepspeed")
     if config.strategy in ("deepspeed", "megatron", "xla"):
-        for name in ("tp_size", "cp_size", "pp_size", "ep_size"):
+        names = ("tp_size", "pp_size", "ep_size") + (("cp_size",) if config.strategy != "deepspeed" else ())
+        for name in names:
             if getattr(sizes, name) != 1:
                 axis = at(config, entries, f"parallelism.{name}")
                 why = f"{config.strategy} lays out its own processes"

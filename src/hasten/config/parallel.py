@@ -122,7 +122,7 @@ class ParallelismConfig(Section):
         (), "attributes that count what is split, such as num_heads: divided by tp_size"
     )
     sp_size: int = setting(
-        1, "processes one sequence is split over by DeepSpeed (Ulysses)", minimum=1, flags=("sp_size",)
+        1, "processes one sequence is split over under DeepSpeed (Ulysses)", minimum=1, flags=("sp_size",)
     )
     cp_backend: Literal["torch"] = setting("torch", "implementation of context parallelism")
     sp_backend: Literal["deepspeed"] = setting("deepspeed", "implementation of sequence parallelism")

@@ -26,7 +26,9 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         pp=sizes.pp_size if engine is None else engine.pp_degree,
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
-        cp=sizes.cp_size if engine is None else engine.context_parallel_size,
+        cp=max(sizes.sp_size, sizes.cp_size)
+        if engine is None
+        else engine.context_parallel_size,  # both split the sequence
         tp=sizes.tp_size if engine is None else engine.tp_degree,
         ep=sizes.ep_size,
     )

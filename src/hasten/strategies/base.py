@@ -24,7 +24,6 @@ class Caps:
     """What a strategy takes care of by itself, and what it cannot do."""
 
     owns_precision: bool = False
-    clips_by_value: bool = True
     sharded_state: bool = False
     synchronises: bool = True
     hides_gradients: bool = False
@@ -140,6 +139,10 @@ class Strategy(KeepsLoopState, Protocol):
     @property
     def caps(self) -> Caps: ...
 
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        """Context manager in which models are built the way they will be spread, where that can be. Ranks: every rank."""
+        ...
+
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         """Replace the models and optimizers of the bundle by their prepared forms. Ranks: every rank."""
         ...
@@ -168,6 +171,10 @@ class Strategy(KeepsLoopState, Protocol):
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Scale the gradients at the end of a window to a global norm; the norm they had. Ranks: every rank."""
+        ...
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        """Clamp every element of the gradients at the end of a window. Ranks: every rank."""
         ...
 
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:

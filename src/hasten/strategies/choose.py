@@ -55,7 +55,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
             return _sharded(config, ctx)
         case "deepspeed":
             engine = import_module("hasten.strategies.deepspeed")  # an optional package
-            chosen: Strategy = engine.DeepSpeedStrategy(config)
+            chosen: Strategy = engine.DeepSpeedStrategy(config, ctx)
             return chosen
         case "megatron":
             engine = import_module("hasten.strategies.megatron")  # an optional package

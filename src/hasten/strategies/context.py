@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.config.parallel import TorchContextParallelConfig
+from hasten.config.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
 from hasten.optim.clock import StepClock
 from hasten.runtime.axes import Axis
@@ -57,17 +57,18 @@ class ContextParallel:
 
     def __init__(
         self,
-        config: TorchContextParallelConfig,
+        config: ParallelismConfig,
         ctx: ProcessContext,
         clock: StepClock,
         models: Callable[[], Iterable[nn.Module]],
     ) -> None:
         ranks = ctx.mesh.size(Axis.CP)
-        strategy = config.cp_comm_strategy
+        handler = config.cp_handler
+        strategy = "ulysses" if config.sp_size > 1 else handler.cp_comm_strategy
         self._way: Way = "ring" if strategy == "alltoall" else strategy
         self._clock = clock
         self._models = models
-        self._layout = SequenceLayout(ranks, config.load_balance and self._way != "ulysses")
+        self._layout = SequenceLayout(ranks, handler.load_balance and self._way != "ulysses")
         self._rank = ctx.mesh.index(ctx.rank, Axis.CP)
         comm = ctx.groups(Axis.CP) if ranks > 1 else None
         self._comm = comm if isinstance(comm, ProcessGroupComm) else None

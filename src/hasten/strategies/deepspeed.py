@@ -23,7 +23,9 @@ from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies import deepspeed_engine
 from hasten.strategies.base import Caps, LoopState, Wish
-from hasten.strategies.deepspeed_config import EngineConfig, Facts, translate
+from hasten.strategies.deepspeed_building import Told, building, is_partitioned, make_whole
+from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
+from hasten.strategies.deepspeed_config import building as partitioning
 from hasten.strategies.deepspeed_optimizer import DeepSpeedOptimizer
 from hasten.strategies.deepspeed_shards import weight_slice
 from hasten.strategies.native import make_optimizers
@@ -53,7 +55,7 @@ class DeepSpeedStrategy:
 
     name = "deepspeed"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, ctx: ProcessContext) -> None:
         deepspeed_engine.package()
         if config.gradient_accumulation.sync_each_batch:
             raise ConfigError(
@@ -62,12 +64,19 @@ class DeepSpeedStrategy:
             )
         self._config = config
         self._place, self._convert = Place(), Convert(config.master_weights)
-        self.caps = Caps(
-            owns_precision=True, clips_by_value=False, sharded_state=True, synchronises=False, hides_gradients=True
-        )
+        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.engines: list[Engine] = []
         """The engines in the order they were prepared."""
         self._moved: dict[int, tuple[Optimizer, DeepSpeedOptimizer]] = {}  # by the identity of the script's optimizer
+        self._told: Told | None = None
+        if config.deepspeed.zero3_init_flag:
+            self._told = Told(partitioning(config.deepspeed, config.mixed_precision))
+            deepspeed_engine.join(ctx)  # transformers partitions at once
+
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        if stage_of(self._config.deepspeed) != 3:
+            return nullcontext()
+        return building(partitioning(self._config.deepspeed, self._config.mixed_precision), ctx)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
@@ -77,6 +86,8 @@ class DeepSpeedStrategy:
         for item in models:
             optimizer = owners.get(id(item))
             if optimizer is None or not train:
+                if is_partitioned(item.value):
+                    make_whole(item.value, deepspeed_engine.package().zero.GatheredParameters)
                 wish = Wish(place=item.place, train=False)
                 placed = self._place.apply(item.value, wish, ctx, precision)
                 item.value = self._convert.apply(placed, wish, ctx, precision)
@@ -88,21 +99,24 @@ class DeepSpeedStrategy:
     def _start(self, item: Item, optimizer: Item, bundle: Bundle, ctx: ProcessContext) -> None:
         model: nn.Module = item.value
         given: Optimizer = optimizer.value
-        if given.state:
-            raise PrepareError(
-                f"{type(given).__name__} has state of earlier steps, which an engine would lose when it lays out its parameters. "
-                "Prepare a new optimizer, and load the state with load_state()."
-            )
+        carried = _carried(given)
         made = translate(self._config.deepspeed, self._facts(model, given, bundle, ctx))
         if ctx.is_main:
             for note in made.notes:
                 log.info("deepspeed: %s", note)
         groups = [dict(group) for group in given.param_groups if group["params"]]
         engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
+        if ctx.device.type != "cpu":
+            for (
+                buffer
+            ) in model.buffers():  # DeepSpeed leaves those of a model that was built partitioned where they are
+                buffer.data = buffer.to(ctx.device)
         if isinstance(given, Placeholder):
             for group, inner in zip(groups, engine.basic_optimizer.param_groups, strict=True):
                 group.update({key: value for key, value in inner.items() if key != "params"})
         prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
+        if carried:
+            prepared.take_over(carried)
         one = Engine(engine, prepared, made, linear)
         if made.stage == 3:
             _show_slices(model.parameters(), True)
@@ -213,21 +227,23 @@ class DeepSpeedStrategy:
         return scales.pop() if scales else 1.0
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        if norm_type != 2.0:
-            raise StepError(
-                f"clip_grad_norm_(norm_type={norm_type}) is not possible under deepspeed, whose engine takes the 2-norm of its "
-                "parts; leave norm_type out."
-            )
+        return self._clipped(parameters, "clip_grad_norm_").clip(max_norm, norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        self._clipped(parameters, "clip_grad_value_").clamp(limit)
+
+    def _clipped(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
+        """The optimizer of the one engine that has these parameters, and no others."""
         wanted = {id(parameter) for parameter in parameters}
         chosen = [one for one in self.engines if wanted & _held(one)]
         held = {number for one in chosen for number in _held(one)}
         if len(chosen) != 1 or not held <= wanted:
             raise StepError(
-                f"clip_grad_norm_() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; "
-                "an engine clips by the norm of all it trains, so a part of them would be clipped by the wrong one. Call it "
-                "once for each model, with model.parameters()."
+                f"{call}() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; an engine "
+                "keeps the gradients of all it trains together, so a part of them cannot be clipped. Call it once for each model, "
+                "with model.parameters()."
             )
-        return chosen[0].optimizer.clip(max_norm)
+        return chosen[0].optimizer
 
     # -- the user's module ----------------------------------------------------------------------------------------
     def _engine(self, model: nn.Module) -> Engine | None:
@@ -317,6 +333,14 @@ def _show_slices(parameters: Iterable[Any], shown: bool) -> None:
     """Let checkpoints see each ZeRO-3 parameter as this rank's part of it, or as it is while it is gathered."""
     for parameter in parameters:
         parameter.stored_slice = weight_slice if shown else None
+
+
+def _carried(optimizer: Optimizer) -> dict[int, dict[str, Any]]:  # Any: state is nested freely
+    """Take the state out of the script's optimizer, by the number of the parameter."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {number: dict(optimizer.state[p]) for number, p in enumerate(parameters) if p in optimizer.state}
+    optimizer.state.clear()
+    return found
 
 
 def _held(one: Engine) -> set[int]:

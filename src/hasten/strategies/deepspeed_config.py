@@ -107,9 +107,7 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
 
     Raises: ConfigError where DeepSpeed's file and the run contradict each other, or "auto" has no value.
     """
-    filling = _Filling(read_config(plugin.hf_ds_config))
-    if plugin.hf_ds_config is None:
-        _from_options(filling.config, plugin)
+    filling = _Filling(_given(plugin))
     stage = _zero(filling, plugin)
     _precision(filling, facts)
     _batches(filling, plugin, facts)
@@ -117,12 +115,50 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
     _optimizer(filling, facts)
     _scheduler(filling, facts)
     _hidden_size(filling, facts)
-    if left := sorted(_autos(filling.config)):
+    _refuse_autos(filling.config)
+    return EngineConfig(filling.config, stage, clipping, tuple(filling.notes))
+
+
+def stage_of(plugin: DeepSpeedPlugin) -> int:
+    """The ZeRO stage the settings ask for. Raises: ConfigError for one that does not exist."""
+    return _zero(_Filling(_given(plugin)), plugin)
+
+
+def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's own keys and values
+    """The part of the configuration by which ZeRO-3 partitions a model while it is built.
+
+    Raises: ConfigError as `translate` does, and for other stages.
+    """
+    filling = _Filling(_given(plugin))
+    if (stage := _zero(filling, plugin)) != 3:
+        raise ConfigError(
+            f"deepspeed.zero3_init_flag=True needs ZeRO stage 3, but the stage is {stage}, which keeps parameters whole on every "
+            "process. Set zero_optimization.stage to 3, or remove zero3_init_flag."
+        )
+    facts = Facts(mixed_precision=mixed_precision)
+    _precision(filling, facts)
+    _hidden_size(filling, facts)
+    parts = ("zero_optimization", "aio", *_HALVES)
+    config = {name: filling.config[name] for name in parts if name in filling.config}
+    # torch's linear function stays in place until an engine computes
+    config["zero_optimization"]["memory_efficient_linear"] = False
+    _refuse_autos(config)
+    return {**config, "train_micro_batch_size_per_gpu": 1}
+
+
+def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    config = read_config(plugin.hf_ds_config)
+    if plugin.hf_ds_config is None:
+        _from_options(config, plugin)
+    return config
+
+
+def _refuse_autos(config: dict[str, Any]) -> None:
+    if left := sorted(_autos(config)):
         raise ConfigError(
             f'deepspeed.hf_ds_config says "auto" for {", ".join(left)}, which hasten has no value for, and DeepSpeed would '
             "read it as a string. Write the value."
         )
-    return EngineConfig(filling.config, stage, clipping, tuple(filling.notes))
 
 
 def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:

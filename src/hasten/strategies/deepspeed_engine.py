@@ -29,6 +29,7 @@ VERSIONS: Final = ">=0.19,<0.20"
 """The versions whose engine this adapter knows from inside: gradients and shards have no public interface."""
 
 _SHARED_MEMORY: Final = "deepspeed_shm_comm"
+_ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters")
 
 
 def package() -> Any:  # Any: DeepSpeed is untyped
@@ -77,8 +78,7 @@ def start(
     model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
     """An engine over the model and its optimizer, and the linear function it brought. Ranks: every rank."""
-    deepspeed = package()
-    _join(deepspeed, ctx)
+    deepspeed = join(ctx)
     _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
     given: dict[str, Any] = {"optimizer": optimizer}
     if isinstance(optimizer, Placeholder):
@@ -88,13 +88,25 @@ def start(
         warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
         for name, value in _place(ctx).items():
             env.put_default(name, value)
-        before = functional.linear
-        try:
+        with torchs_linear() as own:
             engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
-        finally:
-            own, functional.linear = functional.linear, before
     engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
-    return engine, None if own is before else Linear(own)
+    return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
+        "memory_efficient_linear", True
+    ) else None
+
+
+@contextmanager
+def torchs_linear() -> Iterator[Callable[..., Tensor]]:
+    """A block after which torch's linear function is in place; gives DeepSpeed's."""
+    own: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    before = functional.linear
+    if before is own:  # a library has built a model partitioned
+        before = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
+    try:
+        yield own
+    finally:
+        functional.linear = before
 
 
 def _place(ctx: ProcessContext) -> dict[str, str]:
@@ -108,8 +120,9 @@ def _place(ctx: ProcessContext) -> dict[str, str]:
     }
 
 
-def _join(deepspeed: Any, ctx: ProcessContext) -> None:
-    """Make DeepSpeed use this process's group, forgetting one that is gone. Ranks: every rank."""
+def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
+    """The deepspeed module, which uses this process's group and has forgotten one that is gone. Ranks: every rank."""
+    deepspeed = package()
     if not dist.is_initialized():  # DeepSpeed needs a group even for one process
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(stop)
@@ -119,7 +132,8 @@ def _join(deepspeed: Any, ctx: ProcessContext) -> None:
         cpu = need("deepspeed.accelerator.cpu_accelerator")
         deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
     # ZeRO-3 looks its local rank up in the environment while it runs, which a process without a launcher does not have.
-    need("deepspeed.runtime.zero.utils").os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
+    for name in _ASK_LOCAL_RANK:
+        need(name).os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
     talk = deepspeed.comm.comm
     if getattr(talk.cdb, "hasten_world", None) is not dist.group.WORLD:
         talk.cdb = None
@@ -136,6 +150,7 @@ def _join(deepspeed: Any, ctx: ProcessContext) -> None:
         ):
             if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 knows the old names only
                 setattr(talk.cdb, ours, renamed)
+    return deepspeed
 
 
 def _count_anew() -> None:

@@ -135,34 +135,47 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._reset()
         return StepResult(applied=applied, scale=before if before != 1.0 else None)
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
         self.finalize()
         if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
             self._told = True
             log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
         self._clipped = True
-        norm = self.norm()
+        norm = self.norm(norm_type)
         wrapper = self.engine.optimizer
         if max_norm == 0:
             self.multiply_gradients(0.0)
+        elif norm_type != 2.0:  # DeepSpeed's own clipping knows the 2-norm alone
+            self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
         elif hasattr(wrapper, "clip_grad"):
             wrapper.clip_grad = float(max_norm)  # done in float32, with the unscaling
         else:
             clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
         return norm
 
-    def norm(self) -> Tensor:
+    def clamp(self, limit: float) -> None:
+        """Clamp every element of the window's gradients. Ranks: every rank."""
+        self.finalize()
+        grads = gradients_of(self.engine, self.stage) if self.num_passes else []
+        bound = limit * self.loss_scale
+        for grad in grads:
+            grad.detach().clamp_(-bound, bound)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        for number, key in enumerate(kept):
+            kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
         if not self.num_passes:
             return torch.zeros((), device=self.engine.device)
-        grads = gradients_of(self.engine, self.stage)
-        norms = [torch.linalg.vector_norm(grad.detach(), 2, dtype=torch.float32) for grad in grads]
-        total = torch.stack(norms).square().sum() if norms else torch.zeros(())
+        largest = norm_type == float("inf")
+        local = _local_norm(gradients_of(self.engine, self.stage), norm_type)
+        total = local if largest else local**norm_type
         if self.stage:
             total = total.to(self.engine.device)
-            dist.all_reduce(total)
-        return total.sqrt() / self.loss_scale
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return (total if largest else total ** (1 / norm_type)) / self.loss_scale
 
     def multiply_gradients(self, factor: float | Tensor) -> None:
         self.finalize()
@@ -277,6 +290,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
 
+    def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
+        """Put the state of an optimizer that was stepped before, whole and by the number of its parameter, into the shards."""
+        state = {}
+        for number, shard in self._numbered().items():
+            state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
+        self.load_state_dict({"state": state, "param_groups": self.param_groups})
+
     def keeping(self) -> Callable[[], None]:
         """What puts the state back as it is now: for a load that fails. Local."""
         before = _copied(self.state_dict())
@@ -304,6 +324,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
     def _scaler(self) -> Any:
         optimizer = self.engine.optimizer
         return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32) for grad in grads if grad.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
 
 def _put(

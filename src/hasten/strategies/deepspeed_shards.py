@@ -43,6 +43,13 @@ class Shard:
         data = self.part(tensor.detach())
         return data if self.whole else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
+    def cut(self, value: Any) -> Any:  # Any: state is nested freely
+        """This rank's part of a whole tensor of the parameter; other values as they are."""
+        if self.whole or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() != self.total:
+            return value
+        data = value.detach().reshape(-1).narrow(0, self.offset, self.size)
+        return Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
+
     def room(self, dtype: torch.dtype) -> Tensor | Slice:
         """Memory for such a part."""
         if self.whole:

@@ -69,15 +69,16 @@ class MegatronStrategy:
             )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
         self._place, self._convert = Place(), Convert(config.master_weights)
-        self.caps = Caps(
-            owns_precision=True, clips_by_value=False, sharded_state=True, synchronises=False, hides_gradients=True
-        )
+        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
         self._given: Optimizer | None = None
         self._tp, self._pp = ctx.groups(Axis.TP), ctx.groups(Axis.PP)
 
     # -- preparing ------------------------------------------------------------------------------------------------
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        return nullcontext()  # models are spread by prepare()
+
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models, optimizers = bundle.of("model"), bundle.of("optimizer")
         make_optimizers(optimizers, [item.value for item in models])
@@ -266,6 +267,12 @@ class MegatronStrategy:
                 "the norm of all it trains, so that a part would be clipped by the wrong one. Pass model.parameters()."
             )
         return optimizer.clip(max_norm)
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        raise StepError(
+            "clip_grad_value_() is not possible under megatron, which keeps gradients where they cannot be clamped one by one; use "
+            "clip_grad_norm_()."
+        )
 
     # -- the user's module ----------------------------------------------------------------------------------------
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:

@@ -60,6 +60,9 @@ class NativeStrategy:
         self._spread = spread
         self._transforms = sorted([*transforms, spread], key=lambda t: t.stage)
 
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        return nullcontext()  # models are spread by prepare()
+
     def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
         models = bundle.of("model")
         make_optimizers(bundle.of("optimizer"), [item.value for item in models])
@@ -110,6 +113,9 @@ class NativeStrategy:
         if self._stages is not None:
             return self._stages.clip_norm(parameters, max_norm, norm_type)
         return clip.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        clip.clip_value(parameters, limit)
 
     def whole_weights(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # whoever fills sharded parameters fills its own part

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Literal
 
 import hasten
+from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
 from accelerate._impl.surface.homes import settle
+from hasten.optional import available
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.deepspeed_building import Told
+from hasten.strategies.deepspeed_config import building
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
@@ -68,6 +76,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
     deepspeed_config: dict[str, Any] = field(init=False, repr=False)
     _selected: bool = field(init=False, repr=False, default=False)
+    _told: Any = field(init=False, repr=False, default=None, compare=False)
 
     def __post_init__(self) -> None:
         variables = environment()
@@ -96,6 +105,8 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = variables.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        if self.zero3_init_flag and AMBIENT.context is not None:
+            self._join(AMBIENT.context)
 
     def _settle(self, variables: Any) -> None:
         """Fill options that were not given, from variables or with defaults."""
@@ -141,6 +152,7 @@ class DeepSpeedPlugin:
         return hasten.DeepSpeedPlugin(
             hf_ds_config=config,
             is_train_batch_min=self.is_train_batch_min,
+            zero3_init_flag=bool(self.zero3_init_flag) and self.hf_ds_config.is_zero3(),
             transformer_moe_cls_names=None if names is None else tuple(name.strip() for name in names.split(",")),
         )
 
@@ -205,15 +217,37 @@ class DeepSpeedPlugin:
                 self.deepspeed_config[name] = {"enabled": True}
 
     def set_deepspeed_weakref(self) -> None:
-        """Nothing: models are sharded by prepare(), and transformers keeps the configuration itself."""
+        """Let transformers build models partitioned while this plugin lives, where `zero3_init_flag` says so."""
+        self._told = None
+        if self.zero3_init_flag:
+            self._join(ambient.start())
+            self._told = Told(self._building())
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models are sharded while they are built; hasten shards them in prepare()."""
+        """Whether models are partitioned while transformers builds them."""
         return bool(self.zero3_init_flag)
 
-    def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[None]:
-        """A block whose models are built as they are; hasten shards them in prepare()."""
-        return nullcontext()
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """A block in which transformers builds models partitioned, or whole."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        if enable:
+            self._join(ambient.start())
+        told = Told(self._building() if enable else None)
+        try:
+            yield
+        finally:
+            told.forget()
+            self.zero3_init_flag = before
+
+    def _building(self) -> dict[str, Any]:
+        halves = [name for name in ("bf16", "fp16") if self.get_value(f"{name}.enabled") is True]
+        return building(self.to_hasten(), halves[0] if halves else "no")
+
+    def _join(self, context: ProcessContext) -> None:
+        """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
+        if available("deepspeed"):
+            import_module("hasten.strategies.deepspeed_engine").join(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Nothing: prepare() marks the classes of `transformer_moe_cls_names`."""

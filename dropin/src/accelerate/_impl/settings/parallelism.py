@@ -17,6 +17,7 @@ from accelerate._impl.settings.general import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate._impl.surface import left_out
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 
@@ -162,10 +163,12 @@ class ParallelismConfig:
             )
 
     def to_hasten(self) -> hasten.ParallelismConfig:
-        """The same in hasten's terms; sizes of 1 are left to be filled."""
+        """The same in hasten's terms; sizes of 1 are left to be filled. Raises: NotImplementedError for `sp_size`."""
+        if self.sp_enabled:
+            left_out.refuse(f"ParallelismConfig(sp_size={self.sp_size})", left_out.LONG_SEQUENCES)
         sizes: dict[str, Any] = {
             f"{axis}_size": self._size(axis)
-            for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+            for axis in ("dp_replicate", "dp_shard", "tp", "cp")
             if self._size(axis) > 1
         }
         return hasten.ParallelismConfig(**sizes)
