@@ -17,12 +17,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accelerate._impl.checkpoints.dcp_folders import whole_tensors
 from accelerate._impl.commands.launch_variables import variables_for
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate.commands import config, merge
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.fsdp_utils import merge_fsdp_weights
+from hasten.checkpoint.torch_folder import whole_tensors
 from hasten.cli.launch_cmd import make_parser
 from hasten.errors import ConfigError, UnsafeCheckpointError
 from hasten.launch.job import prepare

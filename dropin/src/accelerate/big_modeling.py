@@ -2,3 +2,4 @@
 
 from accelerate._impl.environment.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate._impl.models.big_modeling import *
+from hasten.bigmodel.meta import init_empty_weights, init_on_device

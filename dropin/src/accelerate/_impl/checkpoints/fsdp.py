@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accelerate._impl.checkpoints.merge import merge_weights
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
 from hasten.strategies.base import Wish
 from hasten.strategies.recompute import Recompute
@@ -121,6 +120,3 @@ def merge_fsdp_weights(
 ) -> None:
     """Write the weights of a sharded checkpoint as one model. Ranks: any one process, not in a job."""
     merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
-
-
-settle(__name__, "accelerate.utils.fsdp_utils")

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from accelerate._impl.checkpoints.dcp_folders import is_dcp_folder, whole_tensors
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME
 from accelerate._impl.environment.parsers import CustomArgumentParser, exit_code_of
-from accelerate._impl.surface.homes import settle
 from hasten.checkpoint import merge as hasten_merge
-from hasten.checkpoint.export import save_model
+from hasten.checkpoint.torch_folder import is_torch_folder
 
 # Any in this file: argparse's subparsers and namespaces.
 
@@ -23,14 +21,7 @@ def merge_weights(
     source: str, output: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
 ) -> None:
     """Write a checkpoint's model as the Hub has it; the checkpoint goes afterwards only when asked."""
-    place = _shards_in(source)
-    if is_dcp_folder(place):
-        state = whole_tensors(place)
-        prefix = "model." if all(name.startswith("model.") for name in state) else ""
-        whole = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        save_model(whole, output, "10GB", safe_serialization)
-    else:
-        hasten_merge.merge(str(place), output, safe_serialization=safe_serialization)
+    hasten_merge.merge(str(_shards_in(source)), output, safe_serialization=safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
 
@@ -41,7 +32,7 @@ def _shards_in(source: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{source} is not a folder, so there is no checkpoint to merge.")
     inner = folder / f"{FSDP_MODEL_NAME}_0"
-    places = [one for one in (folder, inner) if is_dcp_folder(one) or (one / "manifest.json").is_file()]
+    places = [one for one in (folder, inner) if is_torch_folder(one) or (one / "manifest.json").is_file()]
     if not places:
         raise ValueError(
             f"{source} holds no sharded model: neither a checkpoint of hasten nor one of torch.distributed.checkpoint, and "
@@ -85,6 +76,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run the command."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.merge")

@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from accelerate._impl.checkpoints import merge
 from accelerate._impl.commands import config, env, estimate, launch, test, to_fsdp2, tpu
-from accelerate._impl.surface.homes import settle
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config.run, "write a settings file, by questions or for this machine"),
@@ -43,6 +42,3 @@ def _explain(words: Sequence[str]) -> int:
         out.write(f"accelerate: there is no command {words[0]!r}.\n")
     out.write(f"usage: accelerate <command> [<args>]\n\ncommands:\n{rows}\n")
     return 0 if asked else 1
-
-
-settle(__name__, "accelerate.commands.accelerate_cli")

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 from accelerate._impl.commands.default import default_command_parser
 from accelerate._impl.commands.update import update_command_parser
 from accelerate._impl.environment.parsers import exit_code_of
-from accelerate._impl.surface.homes import settle
 from hasten.cli import main as hasten_cli
 
 # Any in this file: argparse's subparsers and namespaces.
@@ -55,6 +54,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run `accelerate-config`."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.config")

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 
 from accelerate._impl.settings.config_file import ClusterConfig, default_config_file, default_json_config_file
-from accelerate._impl.surface.homes import settle
 
 description = "Create a default config file for Accelerate with only a few flags set."
 
@@ -59,6 +58,3 @@ def default_config_command(args: Any) -> None:  # Any: argparse's namespace
     file = write_basic_config(args.mixed_precision, args.save_location)
     if file:
         print(f"accelerate configuration saved at {file}")  # noqa: T201  the command answers on the terminal
-
-
-settle(__name__, "accelerate.commands.config.default")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from accelerate import __version__
-from accelerate._impl.surface.homes import settle
 from hasten.cli import main as hasten_cli
 
 # Any in this file: argparse's subparsers and namespaces.
@@ -42,6 +41,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run the command."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.env")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from accelerate._impl.surface.homes import settle
 from hasten.cli.main import main as hasten
 
 
@@ -46,6 +45,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run the command."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.estimate")

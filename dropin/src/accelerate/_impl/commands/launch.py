@@ -15,7 +15,6 @@ from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
 from accelerate._impl.environment.parsers import CustomArgumentParser
 from accelerate._impl.environment.variables import patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
-from accelerate._impl.surface.homes import settle
 from hasten.cli import launch_cmd
 from hasten.errors import ConfigError, HastenError
 
@@ -142,6 +141,3 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
         f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the "
         "estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
     )
-
-
-settle(__name__, "accelerate.commands.launch")

@@ -9,7 +9,6 @@ import torch
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, patch_environment
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.state import PartialState
 from hasten.launch import notebook
 
@@ -75,6 +74,3 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run `function(*args)` in CPU processes: for tests without devices."""
     notebook.debug_launcher(function, args, num_processes)
-
-
-settle(__name__, "accelerate.launchers")

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from accelerate._impl.surface.homes import settle
 from hasten.cli import main as hasten_cli
 
 # Any in this file: argparse's subparsers and namespaces.
@@ -40,6 +39,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run the command."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.test")

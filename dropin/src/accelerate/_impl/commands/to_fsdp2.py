@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import yaml
 
 from accelerate._impl.environment.parsers import CustomArgumentParser, exit_code_of
-from accelerate._impl.surface.homes import settle
 from hasten.config.files import contents
 from hasten.errors import ConfigError
 
@@ -109,6 +108,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run the command."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.to_fsdp2")

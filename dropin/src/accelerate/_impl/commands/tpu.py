@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 from accelerate._impl.environment.parsers import CustomArgumentParser
 from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
-from accelerate._impl.surface.homes import settle
 
 _SWITCH: dict[str, Any] = {"action": "store_true"}  # Any: what argparse takes
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -104,6 +103,3 @@ def run(words: Sequence[str]) -> int:
 def main() -> NoReturn:
     """Run the command."""
     sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.tpu")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
-from accelerate._impl.surface.homes import settle
 
 description = "Update an existing config file with the latest defaults while maintaining the old configuration."
 
@@ -32,6 +31,3 @@ def update_command_parser(parser: Any, parents: Any) -> Any:  # Any: argparse's 
 def update_config_command(args: Any) -> None:  # Any: argparse's namespace
     """Run `accelerate config update`."""
     print(f"Successfully updated the configuration file at {update_config(args)}.")  # noqa: T201  the command answers
-
-
-settle(__name__, "accelerate.commands.config.update")

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from accelerate._impl.surface.homes import settle
 from hasten.checkpoint.export import parse_size
 
 # Any in this file: modules as callers list them.
@@ -59,6 +58,3 @@ def _size_with_ties(name: str, sizes: Mapping[str, int], modules: Any, tied_para
     inside = [ties for ties in tied_parameters if any(one.startswith(f"{name}.") for one in ties)]
     others = [one for ties in inside for one in ties if not one.startswith(f"{name}.")]
     return get_module_size_with_ties(others, sizes[name], sizes, modules)[0]
-
-
-settle(__name__, "accelerate.utils.modeling")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from accelerate._impl.models.hooks import mirror
+from accelerate._impl.models.hooks import mirror, mirrored
 from accelerate._impl.models.modeling import as_paths, check_device_map, load_checkpoint_in_model
-from accelerate._impl.surface.homes import settle
-from hasten.bigmodel import casting, dispatch, meta, turns
+from hasten.bigmodel import casting, dispatch, turns
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.load import work_out
@@ -21,16 +18,6 @@ from hasten.bigmodel.turns import UserCpuOffloadHook
 from hasten.modules.sizes import named_tensors
 
 # Any in this file: devices and maps in the many forms the established API takes.
-
-
-def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """A block in which models are built without memory for their weights."""
-    return meta.init_empty_weights(include_buffers)
-
-
-def init_on_device(device: Any, include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """A block in which models are built with their weights on a device."""
-    return meta.init_on_device(device, include_buffers)
 
 
 def cpu_offload(
@@ -175,19 +162,4 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | tuple[str, ...] | None = None,
-    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Weights kept in one dtype and computed with in another."""
-    casting.attach_layerwise_casting_hooks(
-        module, storage_dtype, compute_dtype, skip_modules_pattern, skip_modules_classes, non_blocking
-    )
-    mirror(module)
-
-
-settle(__name__, "accelerate.big_modeling")
+attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)

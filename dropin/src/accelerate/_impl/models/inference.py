@@ -11,7 +11,6 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 import hasten
 from accelerate._impl import ambient
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import trees
 from hasten.bigmodel.device_map import clean_device_map, tree
@@ -136,6 +135,3 @@ def generate_device_map(
     limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]
     devices = [Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))]
     return clean_device_map(dict(place(parts, devices).places))
-
-
-settle(__name__, "accelerate.inference")

@@ -8,7 +8,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from accelerate._impl.surface.homes import settle
 from hasten.errors import StepError
 from hasten.optim import batch_size
 
@@ -73,6 +72,3 @@ def _with_size(reduce_fn: Callable[..., int]) -> Callable[[int], int]:
             return reduce_fn(size)
 
     return reduced
-
-
-settle(__name__, "accelerate.utils.memory")

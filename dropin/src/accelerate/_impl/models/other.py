@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate._impl import ambient
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import save_object
 from hasten.checkpoint.formats import load_torch
@@ -218,6 +217,3 @@ def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
 def get_model_tp_size(model: nn.Module) -> int | None:
     """The tensor parallel size a model was loaded with, if any."""
     return getattr(model, "tp_size", None)
-
-
-settle(__name__, "accelerate.utils.other")

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from accelerate._impl.surface.homes import settle
 from hasten.modules import forwarding, surgery
 from hasten.optional import need
 from hasten.precision.fp8 import TEForward, te_recipe
@@ -62,6 +61,3 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether a part of the model is Transformer Engine's."""
     return any(type(part).__module__.startswith("transformer_engine") for part in model.modules())
-
-
-settle(__name__, "accelerate.utils.transformer_engine")

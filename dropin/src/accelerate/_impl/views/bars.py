@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate._impl import ambient
-from accelerate._impl.surface.homes import settle
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # Any: tqdm's own arguments and bar
@@ -25,6 +24,3 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:  # A
     if main_process_only and not disable:
         disable = not ambient.start().is_local_main
     return bar(*args, **kwargs, disable=disable)
-
-
-settle(__name__, "accelerate.utils.tqdm")
