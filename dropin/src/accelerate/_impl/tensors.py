@@ -19,24 +19,8 @@ from hasten.comm import ops
 from hasten.errors import MismatchError
 
 # Any in this file: nested containers of whatever the caller has.
-TENSOR_TYPE_TO_INT = dict(
-    zip(
-        (
-            torch.float,
-            torch.double,
-            torch.half,
-            torch.bfloat16,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.bool,
-        ),
-        range(1, 11),
-        strict=True,
-    )
-)
+_DTYPES = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
+TENSOR_TYPE_TO_INT = {getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
 DistributedOperationException = MismatchError
@@ -176,9 +160,7 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
-def convert_to_fp32(tensor: Any) -> Any:
-    """Half-precision tensors as float32."""
-    return trees.to_fp32(tensor)
+convert_to_fp32 = trees.to_fp32
 
 
 class ConvertOutputsToFp32:
@@ -237,7 +219,7 @@ def _world() -> Any:
 def gather(tensor: Any) -> Any:
     """Every process's tensors, joined along the first dimension. Ranks: every rank."""
     world = _world()
-    if world.size == 1:
+    if world.size == 1:  # quirk: FLAT_RESULTS
         return tensor
     _checked("_gpu_gather_one", tensor)
     return ops.gather(tensor, world)
@@ -267,10 +249,9 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
     _checked("_reduce_across_processes", tensor)
     world = _world()
-    if reduction == "none":
+    if reduction == "none" or world.size == 1:
         return tensor
-    if world.size == 1:
-        return tensor
+    # quirk: SCALE_IS_FOR_XLA
     return ops.reduce(tensor, world, reduction)  # type: ignore[arg-type]  # checked there
 
 
@@ -300,13 +281,11 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, with shapes verified: hasten's always are."""
+    """The collective as it is: hasten's verify shapes and name what failed by themselves."""
     return function
 
 
-def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, with a word about which one failed: hasten's errors always say."""
-    return function
+chained_operation = verify_operation
 
 
 @contextmanager

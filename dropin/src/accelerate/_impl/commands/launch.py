@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import FLAGS, words_of
+from accelerate._impl.commands.launch_flags import ATTRIBUTES, FLAGS, SHORT, words_of
 from accelerate._impl.commands.launch_variables import variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
-from accelerate._impl.environment.parsers import CustomArgumentParser
+from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
 from hasten.cli import launch_cmd
@@ -44,8 +44,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         if subparsers is not None
         else CustomArgumentParser("Accelerate launch command", **options)
     )
-    for row in filter(str.strip, FLAGS.split("\n")):
-        _add_flag(parser, *row.split())
+    for kind, names in FLAGS.items():
+        for name in names.split():
+            _add_flag(parser, name, kind)
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     if subparsers is not None:
@@ -53,14 +54,11 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flag(parser: argparse.ArgumentParser, name: str, dest: str, kind: str, short: str) -> None:
+def _add_flag(parser: argparse.ArgumentParser, name: str, kind: str) -> None:
     spelled = [f"--{name}", f"--{name.replace('_', '-')}"]
-    names = dict.fromkeys(spelled if short == "-" else [short, *spelled])
-    where = name.replace("-", "_") if dest == "-" else dest
-    if (action := _ACTIONS.get(kind)) is not None:
-        parser.add_argument(*names, dest=where, action=action, default=None)
-    else:
-        parser.add_argument(*names, dest=where, type=_KINDS.get(kind, str), default=None)
+    names = dict.fromkeys([SHORT[name], *spelled] if name in SHORT else spelled)
+    how: dict[str, Any] = {"action": _ACTIONS[kind]} if kind in _ACTIONS else {"type": _KINDS.get(kind, str)}
+    parser.add_argument(*names, dest=ATTRIBUTES.get(name, name), default=None, **how)
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -97,9 +95,7 @@ def _launch(words: Sequence[str]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def main() -> NoReturn:
-    """Run `accelerate-launch`."""
-    sys.exit(run(sys.argv[1:]))
+main = main_of(run)
 
 
 def simple_launcher(args: argparse.Namespace) -> None:

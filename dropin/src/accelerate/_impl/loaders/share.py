@@ -17,6 +17,7 @@ from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
+    check_split,
 )
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
@@ -25,17 +26,8 @@ from hasten.data.skip import skip_first_batches as skip_plain
 logger = get_logger("accelerate.data_loader")
 # Any in this file: batches, datasets and samplers are the user's own.
 _KEPT: Final = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
+    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
+    "persistent_workers pin_memory_device in_order"
 )
 
 
@@ -70,7 +62,8 @@ def prepare_data_loader(
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
     world, place = ambient.start().world, device if put_on_device else None
-    size, index = _given(num_processes, world.size), _given(process_index, world.rank)
+    size = world.size if num_processes is None else num_processes
+    index = world.rank if process_index is None else process_index
     share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
     order = share.order(data_seed, use_seedable_sampler)
     return share.loader(order, place, rng_types, slice_fn_for_dispatch, non_blocking)
@@ -99,7 +92,8 @@ class Share:
 
     def __post_init__(self) -> None:
         if self.split:
-            _check_split(self.plain, self.size)
+            batch = self.plain.batch_size
+            check_split("a `DataLoader`", batch or getattr(self.plain.batch_sampler, "batch_size", None), self.size)
 
     @property
     def stream(self) -> bool:
@@ -123,22 +117,21 @@ class Share:
         """The loader of this share."""
         dataset, batches = self._cut(order.batches)
         kwargs = {**self._options(order.sampler, batches), "_non_blocking": non_blocking}
-        shape = stateful if self.stateful else _as_it_is
         if self.dispatch:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-            made = shape(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
+            made = self._kind(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
         else:
             types = [kind for kind in rng_types or () if order.generator is not None or str(kind) != "generator"]
             kwargs |= {"rng_types": types or None, "synchronized_generator": order.generator}
-            made = shape(DataLoaderShard)(dataset, **kwargs)
-        return self._placed(made, dataset, device)
-
-    def _placed(self, made: Any, dataset: Any, device: Any) -> PreparedLoader:
+            made = self._kind(DataLoaderShard)(dataset, **kwargs)
         made.device = device
         made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
         made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
         loader: PreparedLoader = made
         return loader
+
+    def _kind(self, kind: Any) -> Any:
+        return stateful(kind) if self.stateful else kind
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
         if self.size == 1 or self.dispatch:
@@ -146,32 +139,11 @@ class Share:
         return _sharded(self.plain, batches, self.stream, self.size, self.index, self.split, self.even)
 
     def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        kept_ = {name: getattr(self.plain, name) for name in _KEPT if hasattr(self.plain, name)}
+        kept_ = {name: getattr(self.plain, name) for name in _KEPT.split() if hasattr(self.plain, name)}
         if not kept_.get("num_workers"):
             kept_.pop("prefetch_factor", None)
         kept_ |= _batching(self.plain, batches, sampler, self.stream, self.size, self.split, self.dispatch)
         return {**kept_, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
-
-
-def _given(number: int | None, otherwise: int) -> int:
-    return otherwise if number is None else number
-
-
-def _as_it_is(kind: type[PreparedLoader]) -> Any:
-    return kind
-
-
-def _check_split(dataloader: DataLoader[Any], size: int) -> None:
-    batch = (
-        dataloader.batch_size
-        if dataloader.batch_size is not None
-        else getattr(dataloader.batch_sampler, "batch_size", None)
-    )
-    if batch is not None and batch > 1 and batch % size:
-        raise ValueError(
-            f"To use a `DataLoader` in `split_batches` mode, the batch size ({batch}) "
-            f"needs to be a round multiple of the number of processes ({size})."
-        )
 
 
 def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:

@@ -15,37 +15,21 @@ from accelerate._impl.surface.homes import settle
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
 _ZERO = "zero_optimization"
-_OPTIONS = {
-    # attribute: its key in DeepSpeed's configuration, its variable, and what it is where nobody says
-    "gradient_accumulation_steps": (
-        "gradient_accumulation_steps",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        AUTO,
-    ),
-    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", AUTO),
-    "zero_stage": (f"{_ZERO}.stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
-    "offload_optimizer_device": (
-        f"{_ZERO}.offload_optimizer.device",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "none",
-    ),
-    "offload_param_device": (f"{_ZERO}.offload_param.device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
-    "offload_optimizer_nvme_path": (
-        f"{_ZERO}.offload_optimizer.nvme_path",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        "none",
-    ),
-    "offload_param_nvme_path": (
-        f"{_ZERO}.offload_param.nvme_path",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        "none",
-    ),
-    "zero3_save_16bit_model": (
-        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        False,
-    ),
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
+    "gradient_clipping": ("gradient_clipping", AUTO),
+    "zero_stage": (f"{_ZERO}.stage", 2),
+    "offload_optimizer_device": (f"{_ZERO}.offload_optimizer.device", "none"),
+    "offload_param_device": (f"{_ZERO}.offload_param.device", "none"),
+    "offload_optimizer_nvme_path": (f"{_ZERO}.offload_optimizer.nvme_path", "none"),
+    "offload_param_nvme_path": (f"{_ZERO}.offload_param.nvme_path", "none"),
+    "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
 }
+
+
+def _variable(option: str) -> str:
+    return f"ACCELERATE_{'' if option.startswith('gradient') else 'DEEPSPEED_'}{option.upper()}"
 
 
 @dataclass
@@ -87,7 +71,7 @@ class DeepSpeedPlugin:
                 self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
             if _ZERO not in self.hf_ds_config.config:
                 raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
-            for name, (key, _, default) in _OPTIONS.items():
+            for name, (key, default) in _OPTIONS.items():
                 setattr(self, name, self.hf_ds_config.get_value(key, default))
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
@@ -99,9 +83,9 @@ class DeepSpeedPlugin:
 
     def _settle(self, variables: Any) -> None:
         """Fill options that were not given, from variables or with defaults."""
-        for name, (_, variable, default) in _OPTIONS.items():
+        for name, (_, default) in _OPTIONS.items():
             if getattr(self, name) is None:
-                said = variables.get(variable)
+                said = variables.get(_variable(name))
                 setattr(self, name, default if said is None else _typed(said, default))
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import (
 
 import hasten
 from accelerate._impl.environment.variables import environment, str_to_bool
-from accelerate._impl.settings.fsdp_policies import as_choice
 from accelerate._impl.surface.homes import settle
+from hasten.strategies.wrap_policies import as_choice
 
 log = logging.getLogger("accelerate.utils.fsdp_plugin")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.

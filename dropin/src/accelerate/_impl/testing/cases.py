@@ -11,7 +11,7 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -119,34 +119,12 @@ require_huggingface_suite = _needs(
 require_trackers = _needs(
     lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "wandb and tensorboard"
 )
-for _name in [
-    "aim",
-    "bnb",
-    "clearml",
-    "comet_ml",
-    "datasets",
-    "deepspeed",
-    "dvclive",
-    "import_timer",
-    "matplotlib",
-    "mlflow",
-    "pandas",
-    "peft",
-    "pippy",
-    "schedulefree",
-    "swanlab",
-    "tensorboard",
-    "timm",
-    "torchao",
-    "torchdata_stateful_dataloader",
-    "torchvision",
-    "trackio",
-    "transformer_engine",
-    "transformer_engine_mxfp8",
-    "transformers",
-    "triton",
-    "wandb",
-]:
+_PACKAGES = (
+    "aim bnb clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow pandas peft pippy "
+    "schedulefree swanlab tensorboard timm torchao torchdata_stateful_dataloader torchvision trackio "
+    "transformer_engine transformer_engine_mxfp8 transformers triton wandb"
+)
+for _name in _PACKAGES.split():
     globals()[f"require_{_name}"] = _needs(getattr(imports, f"is_{_name}_available"), _name)
 
 
@@ -275,12 +253,8 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What a call prints."""
-    captured, before = StringIO(), sys.stdout
-    sys.stdout = captured
-    try:
+    with redirect_stdout(StringIO()) as captured:
         func(*args, **kwargs)
-    finally:
-        sys.stdout = before
     return captured.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Wrap policies in the form FSDP1 knew, as hasten's choice of modules."""
+"""Torch's own wrap policies, which FSDP1 took, as a name or a function of one module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_polic
 
 
 def as_choice(policy: Any) -> Any:
-    """A policy as hasten takes it: a name in lower case, or a function of one module.
+    """A policy as a name in lower case, or a function of one module; what is one already stays as it is.
 
     Raises: TypeError for an object that cannot be asked about one module.
     """
