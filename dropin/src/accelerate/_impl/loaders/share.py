@@ -110,8 +110,19 @@ class Share:
 
     def _with(self, sampler: Any, batches: Any) -> Order:
         # the main process alone draws the order of batches that it hands out
-        shared = None if self.dispatch else _shared_generator(self.plain, sampler, self.size, self.stateful)
-        return Order(sampler, batches, shared)
+        return Order(sampler, batches, None if self.dispatch else self._shared_generator(sampler))
+
+    def _shared_generator(self, sampler: Any) -> torch.Generator | None:
+        """The generator that orders the loader, made where ranks would draw differently."""
+        # quirk: SHUFFLE_FOLLOWS_TORCH
+        if self.stream or not isinstance(sampler, RandomSampler):
+            found = getattr(self.plain.dataset if self.stream else sampler, "generator", None)
+            return found if isinstance(found, torch.Generator) else None
+        if sampler.generator is None and (self.size > 1 or self.stateful):
+            sampler.generator = torch.Generator(device=torch.get_default_device())
+            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        generator: torch.Generator | None = sampler.generator
+        return generator
 
     def loader(self, order: Order, device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool) -> PreparedLoader:
         """The loader of this share."""
@@ -134,16 +145,38 @@ class Share:
         return stateful(kind) if self.stateful else kind
 
     def _cut(self, batches: Any) -> tuple[Any, Any]:
+        """The dataset and the batches of this process."""
+        dataset: Any = self.plain.dataset
         if self.size == 1 or self.dispatch:
-            return self.plain.dataset, batches
-        return _sharded(self.plain, batches, self.stream, self.size, self.index, self.split, self.even)
+            return dataset, batches
+        if not self.stream:
+            whole = BatchSampler(self.plain.sampler, 1, False) if batches is None else batches
+            return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
+        shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
+        if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards > self.size:
+            return dataset.shard(num_shards=self.size, index=self.index), batches
+        rows, drop_last = self.plain.batch_size or 1, bool(self.plain.drop_last)
+        return IterableDatasetShard(dataset, rows, drop_last, self.size, self.index, self.split), batches
 
     def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        kept_ = {name: getattr(self.plain, name) for name in _KEPT.split() if hasattr(self.plain, name)}
-        if not kept_.get("num_workers"):
-            kept_.pop("prefetch_factor", None)
-        kept_ |= _batching(self.plain, batches, sampler, self.stream, self.size, self.split, self.dispatch)
-        return {**kept_, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
+        kept = {name: getattr(self.plain, name) for name in _KEPT.split() if hasattr(self.plain, name)}
+        if not kept.get("num_workers"):
+            kept.pop("prefetch_factor", None)
+        kept |= self._batching(sampler, batches)
+        return {**kept, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
+
+    def _batching(self, sampler: Any, batches: Any) -> dict[str, Any]:
+        """How the prepared loader forms batches: as torch's DataLoader takes it."""
+        if self.stream:
+            rows = self.plain.batch_size
+            if rows is not None and self.split and not self.dispatch:
+                rows //= self.size
+            return {"batch_size": rows, "drop_last": bool(self.plain.drop_last) if rows is not None else False}
+        if self.plain.batch_sampler is not None:
+            return {"batch_sampler": batches}
+        if isinstance(batches, BatchSamplerShard):
+            return {"sampler": _Unbatched(batches), "batch_size": None}
+        return {"sampler": sampler if sampler is not None else self.plain.sampler, "batch_size": None}
 
 
 def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
@@ -163,66 +196,6 @@ def _with_sampler(batch_sampler: Any, sampler: Any) -> Any:
     changed = copy.copy(batch_sampler)
     changed.sampler = sampler
     return changed
-
-
-def _shared_generator(dataloader: DataLoader[Any], sampler: Any, size: int, stateful: bool) -> torch.Generator | None:
-    """The generator that orders the loader, made where ranks would draw differently."""
-    # quirk: SHUFFLE_FOLLOWS_TORCH
-    stream = isinstance(dataloader.dataset, IterableDataset)
-    if stream or not isinstance(sampler, RandomSampler):
-        found = getattr(dataloader.dataset if stream else sampler, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
-    if sampler.generator is None and (size > 1 or stateful):
-        sampler.generator = torch.Generator(device=torch.get_default_device())
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    generator: torch.Generator | None = sampler.generator
-    return generator
-
-
-def _sharded(
-    dataloader: DataLoader[Any], batch_sampler: Any, stream: bool, size: int, index: int, split: bool, even: bool
-) -> tuple[Any, Any]:
-    dataset: Any = dataloader.dataset
-    if not stream:
-        if batch_sampler is None:
-            batch_sampler = BatchSampler(dataloader.sampler, 1, False)
-        return dataset, BatchSamplerShard(batch_sampler, size, index, split, even)
-    shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
-    if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards > size:
-        return dataset.shard(num_shards=size, index=index), batch_sampler
-    return (
-        IterableDatasetShard(
-            dataset,
-            batch_size=dataloader.batch_size or 1,
-            drop_last=bool(dataloader.drop_last),
-            num_processes=size,
-            process_index=index,
-            split_batches=split,
-        ),
-        batch_sampler,
-    )
-
-
-def _batching(
-    dataloader: DataLoader[Any],
-    batch_sampler: Any,
-    sampler: Any,
-    stream: bool,
-    size: int,
-    split: bool,
-    dispatch: bool | None,
-) -> dict[str, Any]:
-    """How the prepared loader forms batches: as torch's DataLoader takes it."""
-    if stream:
-        batch = dataloader.batch_size
-        if batch is not None and split and not dispatch:
-            batch //= size
-        return {"batch_size": batch, "drop_last": bool(dataloader.drop_last) if batch is not None else False}
-    if dataloader.batch_sampler is None:
-        if isinstance(batch_sampler, BatchSamplerShard):
-            return {"sampler": _Unbatched(batch_sampler), "batch_size": None}
-        return {"sampler": sampler if sampler is not None else dataloader.sampler, "batch_size": None}
-    return {"batch_sampler": batch_sampler}
 
 
 class _Unbatched:
