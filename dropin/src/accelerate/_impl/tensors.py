@@ -23,6 +23,7 @@ _DTYPES = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
 TENSOR_TYPE_TO_INT = {getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
+_UNSUPPORTED = "Unsupported types ({}) passed to `{}`. Only nested list/tuple/dicts of objects that are valid for `{}` should be passed."
 DistributedOperationException = MismatchError
 """Raised when ranks bring tensors of different shapes."""
 
@@ -65,22 +66,15 @@ def recursively_apply(
     **kwargs: Any,
 ) -> Any:
     """`func` applied to every element that passes `test_type`, in the same nesting."""
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, tuple | list):
-            return honor_type(part, (walk(item) for item in part))
-        if isinstance(part, Mapping):
-            return type(part)({key: walk(value) for key, value in part.items()})  # type: ignore[call-arg]  # a mapping's class is expected to take one
-        if test_type(part):
-            return func(part, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(
-                f"Unsupported types ({type(part)}) passed to `{func.__name__}`. Only nested list/tuple/dicts of objects "
-                f"that are valid for `{test_type.__name__}` should be passed."
-            )
-        return part
-
-    return walk(data)
+    given: dict[str, Any] = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+    if isinstance(data, tuple | list):
+        return honor_type(data, (recursively_apply(func, item, *args, **given) for item in data))
+    if isinstance(data, Mapping):
+        kind: Any = type(data)
+        return kind({key: recursively_apply(func, value, *args, **given) for key, value in data.items()})
+    if error_on_other_type and not test_type(data):
+        raise TypeError(_UNSUPPORTED.format(type(data), func.__name__, test_type.__name__))
+    return func(data, *args, **kwargs) if test_type(data) else data
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:

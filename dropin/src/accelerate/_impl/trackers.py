@@ -45,14 +45,11 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
-        if "tracker" not in dir(self):
-            missing.append("tracker")
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
         if missing:
-            listed = ", ".join(missing)
             raise NotImplementedError(
-                f"The implementation for this tracker class is missing the following required attributes. Please define "
-                f"them in the class definition: {listed}"
+                "The implementation for this tracker class is missing the following required attributes. Please define "
+                f"them in the class definition: {', '.join(missing)}"
             )
 
     def start(self) -> None:
@@ -172,6 +169,9 @@ class _Backend(GeneralTracker):
             self._run, self._begun = None, False
 
 
+_ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
+
+
 class TensorBoardTracker(_Backend):
     """TensorBoard."""
 
@@ -200,14 +200,11 @@ class TensorBoardTracker(_Backend):
         """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
         for name, given in values.items():
             value = _plain(given)
-            if isinstance(value, str):
-                self.tracker.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, dict):
-                self.tracker.add_scalars(name, value, global_step=step, **kwargs)
-            elif _is_scalar(value):
-                self.tracker.add_scalar(name, value, global_step=step, **kwargs)
-            else:
+            add = next((method for kind, method in _ADDERS if isinstance(value, kind)), None)
+            if add is None:
                 logger.debug(f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out")
+            else:
+                getattr(self.tracker, add)(name, value, global_step=step, **kwargs)
         self.tracker.flush()
 
     @on_main_process

@@ -20,6 +20,10 @@ from accelerate._impl.settings.config_file import (
 from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's subparsers and namespaces.
+_EXISTS = (
+    "Configuration already exists at {}, will not override. Run `accelerate config` manually or pass a different "
+    "`save_location`."
+)
 
 
 def config_command(args: Any) -> None:
@@ -48,16 +52,11 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
     path = Path(save_location)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
-        print(  # noqa: T201  this function has always told the user so
-            f"Configuration already exists at {save_location}, will not override. Run `accelerate config` manually or pass a "
-            "different `save_location`."
-        )
+        print(_EXISTS.format(save_location))  # noqa: T201  this function has always told the user so
         return False
-    if mixed_precision.lower() not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(
-            f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {mixed_precision.lower()}"
-        )
-    _written(_suited(mixed_precision.lower()), path)
+    if (word := mixed_precision.lower()) not in ("no", "fp16", "bf16", "fp8"):
+        raise ValueError(f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {word}")
+    _written(_suited(word), path)
     return path
 
 

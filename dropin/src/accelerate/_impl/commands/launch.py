@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -19,6 +20,9 @@ from hasten.cli import launch_cmd
 from hasten.errors import ConfigError, HastenError
 
 # Any in this file: values of flags.
+_ABOUT = (
+    "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
+)
 _REFUSED = {
     "fp8_opt_level": "it belongs to MS-AMP, which is no longer maintained; use --fp8_backend ao or te",
     "aws_access_key_id": "hasten does not start SageMaker jobs; use SageMaker's own tools",
@@ -37,16 +41,11 @@ _KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": _word,
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`, alone or as a subcommand."""
-    description = "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
-    options: dict[str, Any] = {"description": description, "add_help": True, "allow_abbrev": False}
-    parser: argparse.ArgumentParser = (
-        subparsers.add_parser("launch", **options)
-        if subparsers is not None
-        else CustomArgumentParser("Accelerate launch command", **options)
-    )
-    for kind, names in FLAGS.items():
-        for name in names.split():
-            _add_flag(parser, name, kind)
+    options: dict[str, Any] = {"description": _ABOUT, "add_help": True, "allow_abbrev": False}
+    make = partial(CustomArgumentParser, "Accelerate launch command")
+    parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
+    for name, kind in ((name, kind) for kind, names in FLAGS.items() for name in names.split()):
+        _add_flag(parser, name, kind)
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     if subparsers is not None:

@@ -80,12 +80,10 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
-            kwargs = {
-                key: value
-                for key, value in kwargs.items()
-                if key not in ("batch_size", "shuffle", "sampler", "drop_last")
+            formed = ("batch_size", "shuffle", "sampler", "drop_last")
+            kwargs = {key: value for key, value in kwargs.items() if key not in formed} | {
+                "batch_sampler": batch_sampler
             }
-            kwargs["batch_sampler"] = batch_sampler
         with warnings.catch_warnings():  # torchdata 0.11 makes a call that torch has deprecated
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             super().__init__(dataset, **kwargs)

@@ -75,17 +75,19 @@ class DataLoaderDispatcher(PreparedLoader):
             # what the main process's iterator draws for its workers, so that the ranks' generators agree
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         with self._watched():
-            if world.size == 1 and rounds is not None:
-                mine = ((parts[0], total) for parts, total in rounds)
-                given = one_ahead(self._skipped(mine), self.device, self._non_blocking)
-            else:
-                given = self._scattered(rounds, world)
-            for (batch, total), last in given:
+            for (batch, total), last in self._given(rounds, world):
                 self.remainder = total if last else -1
                 yield self._hand(batch, last)
 
-    def _scattered(self, rounds: Iterator[tuple[list[Any], int]] | None, world: Comm) -> Iterator[tuple[Any, bool]]:
+    def _given(self, rounds: Iterator[tuple[list[Any], int]] | None, world: Comm) -> Iterator[tuple[Any, bool]]:
         """This process's parts, with the length of the whole batch, and whether they are the last."""
+        if world.size > 1 or rounds is None:
+            return self._scattered(rounds, world)
+        mine = ((parts[0], total) for parts, total in rounds)
+        return one_ahead(self._skipped(mine), self.device, self._non_blocking)
+
+    def _scattered(self, rounds: Iterator[tuple[list[Any], int]] | None, world: Comm) -> Iterator[tuple[Any, bool]]:
+        """The parts that the main process hands to this one."""
         ahead = None if rounds is None else one_ahead(self._skipped(rounds), None)
         while True:
             parts: Any = None

@@ -160,26 +160,25 @@ class IterableDatasetShard(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    @property
+    def _step(self) -> int:
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+
     def __len__(self) -> int:
-        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        size = self._step
         rounds = len(self.dataset) // size if self.drop_last else math.ceil(len(self.dataset) / size)
         return rounds * (size // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        part = size // self.num_processes
+        part = self._step // self.num_processes
         mine = slice(self.process_index * part, (self.process_index + 1) * part)
         _seed_epoch(self.dataset, getattr(self, "epoch", None))
-        head: list[Any] = []
-        round_: list[Any] = []
-        for row in self.dataset:
-            round_.append(row)
-            if len(round_) == size:
-                yield from round_[mine]
-                head = head or list(round_)
-                round_ = []
-        if round_ and not self.drop_last:
-            round_.extend(islice(cycle(head or list(round_)), size - len(round_)))
+        rows, head = iter(self.dataset), list[Any]()
+        while round_ := list(islice(rows, self._step)):
+            if len(round_) < self._step and self.drop_last:
+                return
+            head = head or list(round_)
+            round_.extend(islice(cycle(head), self._step - len(round_)))
             yield from round_[mine]
 
 

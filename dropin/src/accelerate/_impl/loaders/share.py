@@ -56,9 +56,8 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
     """The loader, reading this process's share. Ranks: every rank."""
-    if dispatch_batches is None:
-        stream = isinstance(dataloader.dataset, IterableDataset)
-        dispatch_batches = put_on_device and stream  # quirk: STREAMS_ARE_DISPATCHED
+    if dispatch_batches is None:  # quirk: STREAMS_ARE_DISPATCHED
+        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
     world, place = ambient.start().world, device if put_on_device else None

@@ -71,22 +71,10 @@ def dispatch_model(
     check_device_map(model, device_map)
     homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
     places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
-    dispatch.dispatch_model(
-        model,
-        places,
-        main_device,
-        state_dict,
-        None if offload_dir is None else str(offload_dir),
-        offload_index,
-        offload_buffers,
-        skip_keys,
-        preload_module_classes,
-        force_hooks,
-    )
-    main = dispatch.main_device_of(places) if main_device is None else main_device
+    options: tuple[Any, ...] = (offload_index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    dispatch.dispatch_model(model, places, main_device, state_dict, as_paths(offload_dir), *options)
     if dispatch.is_dispatched(model):
-        _shown(model, main)
-        _show_places(model, device_map, main)
+        _show_places(model, device_map, dispatch.main_device_of(places) if main_device is None else main_device)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # an attribute that libraries look at
     return model
 
@@ -102,6 +90,7 @@ def _shown(model: nn.Module, device: Any) -> nn.Module:
 
 
 def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any) -> None:
+    _shown(model, main)
     for name, place in device_map.items():
         part = dict(model.named_modules()).get(name)
         if part is not None and "_hf_hook" not in part.__dict__:
@@ -150,16 +139,9 @@ def load_checkpoint_and_dispatch(
     )
     if places is None:
         return model
-    return dispatch_model(
-        model,
-        places,
-        offload_dir=as_paths(offload_folder),
-        offload_index=dict(loaded.offload_index) or None,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-    )
+    index = dict(loaded.offload_index) or None
+    options: tuple[Any, ...] = (index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return dispatch_model(model, places, None, None, as_paths(offload_folder), *options)
 
 
 attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)

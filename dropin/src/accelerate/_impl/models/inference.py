@@ -75,15 +75,10 @@ def prepare_pippy(
     The output is on the last process, and None elsewhere unless `gather_output`. Example inputs, if given, are run once, so
     that a model that cannot be cut says so here. The model is moved to this process's device.
     """
-    points = None if split_points in (None, "auto") else split_points
-    context = ambient.start()
-    prepared = hasten.prepare_pipeline(
-        model,
-        split_points=[points] if isinstance(points, str) else points,
-        num_microbatches=num_chunks,
-        gather_output=bool(gather_output),
-        cpu=context.device.type == "cpu" or None,
-    )
+    context, points = ambient.start(), None if split_points in (None, "auto") else split_points
+    cuts: dict[str, Any] = {"split_points": [points] if isinstance(points, str) else points}
+    options: dict[str, Any] = {"num_microbatches": num_chunks, "gather_output": bool(gather_output)}
+    prepared = hasten.prepare_pipeline(model, cpu=context.device.type == "cpu" or None, **cuts, **options)
     starts = _starts(prepared, no_split_module_classes or ())
     prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
     if example_args or example_kwargs:

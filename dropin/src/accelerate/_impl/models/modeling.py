@@ -116,8 +116,7 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 
 def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
     """Bytes of the largest part that is never split, and the names of such parts."""
-    sizes: dict[str, int] = {}
-    queue = list(modules)
+    sizes, queue = dict[str, int](), list(modules)
     while queue:
         name, module = queue.pop(0)
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
@@ -171,18 +170,10 @@ def infer_auto_device_map(
     """A device for every part of a model."""
     special = {name: one for name, one in (special_dtypes or {}).items() if isinstance(one, (str, torch.dtype))}
     wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
-    found = maps.infer_auto_device_map(
-        model,
-        max_memory,
-        no_split_module_classes,
-        wanted,
-        special,
-        verbose,
-        clean_result,
-        offload_buffers,
-        fallback_allocation,
+    options = (verbose, clean_result, offload_buffers, fallback_allocation)
+    return OrderedDict(
+        maps.infer_auto_device_map(model, max_memory, no_split_module_classes, wanted, special, *options)
     )
-    return OrderedDict(found)
 
 
 def get_balanced_memory(

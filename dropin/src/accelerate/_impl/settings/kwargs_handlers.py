@@ -216,15 +216,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         prefix = "ACCELERATE_DYNAMO_"
-        if self.backend is None:
-            self.backend = parse_choice_from_env(prefix + "BACKEND", "no")
-        self.backend = DynamoBackend(str(self.backend).upper())
-        if self.mode is None:
-            self.mode = parse_choice_from_env(prefix + "MODE", "default")
-        if self.fullgraph is None:
-            self.fullgraph = parse_flag_from_env(prefix + "USE_FULLGRAPH")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = parse_flag_from_env(prefix + "USE_REGIONAL_COMPILATION")
+        self.backend = DynamoBackend(str(self.backend or parse_choice_from_env(prefix + "BACKEND", "no")).upper())
+        self.mode = self.mode or parse_choice_from_env(prefix + "MODE", "default")
+        for name, flag in (("fullgraph", "FULLGRAPH"), ("use_regional_compilation", "REGIONAL_COMPILATION")):
+            if getattr(self, name) is None:
+                setattr(self, name, parse_flag_from_env(f"{prefix}USE_{flag}"))
         if self.dynamic is None and parse_flag_from_env(prefix + "USE_DYNAMIC"):
             self.dynamic = True
 

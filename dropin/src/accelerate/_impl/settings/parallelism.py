@@ -126,13 +126,10 @@ class ParallelismConfig:
         if not names:
             return None
         mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        for joint, axes in (
-            ("dp", self.dp_dim_names),
-            ("dp_shard_cp", self.dp_shard_cp_dim_names),
-            ("dp_cp", self.dp_cp_dim_names),
-        ):
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, axes in joint.items():
             if axes:
-                mesh[tuple(axes)]._flatten(joint)
+                mesh[tuple(axes)]._flatten(name)
         self.device_mesh = mesh
         return mesh
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import shutil
@@ -205,23 +204,15 @@ def execute_subprocess_async(
     cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
 ) -> _RunOutput:
     """Run a command and give its output lines. Raises: RuntimeError with its errors when it fails."""
-
-    async def run() -> _RunOutput:
-        process = await asyncio.create_subprocess_exec(
-            *map(str, cmd), stdin=stdin, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        out, err = await asyncio.wait_for(process.communicate(), timeout)
-        if echo and not quiet:
-            sys.stdout.write(out.decode())
-        return _RunOutput(process.returncode or 0, out.decode().splitlines(), err.decode().splitlines())
-
-    result = asyncio.run(run())
+    done = subprocess.run(
+        [*map(str, cmd)], stdin=stdin, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    if echo and not quiet:
+        sys.stdout.write(done.stdout)
+    result = _RunOutput(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
     if result.returncode > 0:
-        errors = "\n".join(result.stderr)
-        raise RuntimeError(
-            f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}\n\n"
-            f"The combined stderr from workers follows:\n{errors}"
-        )
+        failed = f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}"
+        raise RuntimeError("\n".join([failed, "", "The combined stderr from workers follows:", *result.stderr]))
     return result
 
 
