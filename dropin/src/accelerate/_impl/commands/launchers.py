@@ -13,6 +13,7 @@ from accelerate._impl.views.state import PartialState
 from hasten.launch import notebook
 
 # Any in this file: the user's function and its arguments.
+_UNKNOWN = "Unknown mixed_precision mode: {}. Choose between ['no', 'fp8', 'fp16', 'bf16']."
 _NOT_OF_THE_LAUNCH = ("function", "args", "log_line_prefix_template")
 
 
@@ -42,9 +43,7 @@ def notebook_launcher(
     given = {name: value for name, value in locals().items() if name not in _NOT_OF_THE_LAUNCH}
     given["mixed_precision"] = precision = str(mixed_precision).lower()
     if precision not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(
-            f"Unknown mixed_precision mode: {mixed_precision}. Choose between ['no', 'fp8', 'fp16', 'bf16']."
-        )
+        raise ValueError(_UNKNOWN.format(mixed_precision))
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     given["num_processes"] = wanted = max(devices, 1) if num_processes is None else num_processes
     if wanted <= 1 and num_nodes == 1:
@@ -62,7 +61,9 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
         )
     here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
     nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
-    options = {name: None if name in here or nothing.get(name) == value else value for name, value in given.items()}
+    options: dict[str, Any] = {
+        name: None if name in here or nothing.get(name) == value else value for name, value in given.items()
+    }
     cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     return notebook.notebook_launcher(function, args, cpu=cpu, **options)
 
