@@ -85,7 +85,7 @@ PARITY := .parity
 parity: $(READY) ## run the drop-in's scripts under the original package too, and compare
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
-		torch transformers peft trl sentence-transformers datasets evaluate scikit-learn tensorboard pillow torchdata bitsandbytes \
+		torch transformers peft trl sentence-transformers datasets evaluate scikit-learn tensorboard pillow torchdata bitsandbytes torchao \
 		accelerate==1.15.0
 	dropin/tests/record.sh $(abspath $(PARITY))/bin/python $(abspath runs)/parity/original
 	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin

@@ -15,23 +15,10 @@ HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "golden" / "parity_1.json").read_text())
 MESSAGES = ("batch_size_search",)  # equal but for the words of an error
 SHARED = "small_loop"
-# About attributes and habits that the drop-in has and hasten has not; migrate does not name them.
-OF_THE_DROP_IN = frozenset(
-    [
-        "mesh_numbers",
-        "optimizer_alone",
-        "optimizer_attributes",
-        "optimizer_first",
-        "scheduler_alone",
-        "settings_defaults",
-        "stateful_dispatch",
-        "stateful_kinds",
-    ]
-)
 MOVED = {
     path.stem: done.text
     for path in sorted((HERE / "parity").glob("*.py"))
-    if path.stem in RECORDED.keys() - OF_THE_DROP_IN and path.stem not in MESSAGES and SHARED not in path.read_text()
+    if path.stem in RECORDED and path.stem not in MESSAGES and SHARED not in path.read_text()
     if not (done := migrate(path.read_text())).findings and "accelerate" not in done.text.replace("accelerator", "")
 }
 

@@ -13,30 +13,30 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate import Accelerator, PartialState
-from accelerate._impl import quirks
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, SeedableRandomSampler
 from accelerate.logging import get_logger
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, gather_object
 
+HERE = Path(__file__).parent
 # Quirks that the recorded scripts prove on one and two processes, by the script's name.
 RECORDED = {
-    quirks.SHUFFLE_FOLLOWS_TORCH: "shuffle_plain",
-    quirks.SEEDABLE_ORDER: "shuffle_seedable",
-    quirks.LAST_BATCH_IS_FULL: "batches_sequential",
-    quirks.LAST_BATCH_IS_CUT: "metrics_tail",
-    quirks.NESTED_FIRST: "main_first",
-    quirks.GATHER_OBJECT_JOINS: "objects",
-    quirks.FLAT_RESULTS: "gather_kinds",
-    quirks.ONE_PROCESS_IS_ALL: "deferred_execution",
-    quirks.LOG_LINES_NAME_THE_RANK: "log_lines",
-    quirks.STRANGERS_PASS: "prepare_strangers",
-    quirks.PRECISION_IS_FIXED: "precision_fixed",
-    quirks.ESTABLISHED_NAMES: "checkpoint_files",
-    quirks.FREE_MEMORY_GIVES_LIST: "free_memory",
-    quirks.SCHEDULER_TIMES_PROCESSES: "train_plain",
-    quirks.SCALE_IS_FOR_XLA: "gather_kinds",
+    "SHUFFLE_FOLLOWS_TORCH": "shuffle_plain",
+    "SEEDABLE_ORDER": "shuffle_seedable",
+    "LAST_BATCH_IS_FULL": "batches_sequential",
+    "LAST_BATCH_IS_CUT": "metrics_tail",
+    "NESTED_FIRST": "main_first",
+    "GATHER_OBJECT_JOINS": "objects",
+    "FLAT_RESULTS": "gather_kinds",
+    "ONE_PROCESS_IS_ALL": "deferred_execution",
+    "LOG_LINES_NAME_THE_RANK": "log_lines",
+    "STRANGERS_PASS": "prepare_strangers",
+    "PRECISION_IS_FIXED": "precision_fixed",
+    "ESTABLISHED_NAMES": "checkpoint_files",
+    "FREE_MEMORY_GIVES_LIST": "free_memory",
+    "SCHEDULER_TIMES_PROCESSES": "train_plain",
+    "SCALE_IS_FOR_XLA": "gather_kinds",
 }
 
 
@@ -57,23 +57,31 @@ def _trained(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer
     return prepared[0], prepared[1], prepared[2]
 
 
+def quirks() -> set[str]:
+    """The names in QUIRKS.md."""
+    rows = re.findall(r"^\| `([A-Z_]+)` \| (.+) \| (.+) \|$", (HERE.parent / "QUIRKS.md").read_text(), re.MULTILINE)
+    assert all(habit.strip() and reason.strip() for _, habit, reason in rows)
+    return {name for name, _, _ in rows}
+
+
 def test_every_quirk_has_a_proof() -> None:
-    here = Path(__file__)
-    marked = set(re.findall(r"quirks\.([A-Z_]+)", here.read_text()))
-    names = {name for name, value in vars(quirks).items() if isinstance(value, quirks.Quirk)}
-    assert names <= marked
-    assert all((here.parent / "parity" / f"{script}.py").exists() for script in RECORDED.values())
-    assert all(quirk.reason for quirk in quirks.ALL)
+    proven = {
+        name
+        for line in re.findall(r"^ +# proves ([A-Z_, ]+)$", Path(__file__).read_text(), re.MULTILINE)
+        for name in line.split(", ")
+    }
+    assert quirks() == {*RECORDED, *proven}
+    assert all((HERE / "parity" / f"{script}.py").exists() for script in RECORDED.values())
 
 
 def test_every_quirk_marks_the_code_it_excuses() -> None:
-    rooms = Path(quirks.__file__).parent
+    rooms = HERE.parent / "src" / "accelerate" / "_impl"
     marks = {name for file in rooms.rglob("*.py") for name in re.findall(r"# quirk: ([A-Z_]+)", file.read_text())}
-    assert marks == {name for name, value in vars(quirks).items() if isinstance(value, quirks.Quirk)}
+    assert marks == quirks()
 
 
 def test_states_are_process_wide() -> None:
-    # proves quirks.SINGLETONS
+    # proves SINGLETONS
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     assert AcceleratorState().device == accelerator.device == PartialState().device
     assert GradientState().num_steps == 3
@@ -83,7 +91,7 @@ def test_states_are_process_wide() -> None:
 
 
 def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
-    # proves quirks.ZERO_GRAD_WAITS, quirks.SCHEDULER_COUNTS_MICRO_STEPS
+    # proves ZERO_GRAD_WAITS, SCHEDULER_COUNTS_MICRO_STEPS
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer, scheduler = _trained(accelerator)
     counts, rates = [], []
@@ -101,7 +109,7 @@ def test_zero_grad_waits_and_schedulers_count_micro_steps() -> None:
 
 
 def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:
-    # proves quirks.LOGGER_NEEDS_STATE
+    # proves LOGGER_NEEDS_STATE
     logger = get_logger("quirk")
     with pytest.raises(RuntimeError, match="initialize the accelerate state"):
         logger.warning("too early")
@@ -113,7 +121,7 @@ def test_a_logger_needs_a_state(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_streams_are_dispatched() -> None:
-    # proves quirks.STREAMS_ARE_DISPATCHED
+    # proves STREAMS_ARE_DISPATCHED
 
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -125,7 +133,7 @@ def test_streams_are_dispatched() -> None:
 
 
 def test_numbering_and_blank_trackers_are_opt_in(tmp_path: Path) -> None:
-    # proves quirks.AUTOMATIC_NAMING_OPT_IN, quirks.MISSING_TRACKER_IS_BLANK
+    # proves AUTOMATIC_NAMING_OPT_IN, MISSING_TRACKER_IS_BLANK
     accelerator = Accelerator(cpu=True, project_dir=str(tmp_path))
     with pytest.raises(TypeError):
         accelerator.save_state()
@@ -136,7 +144,7 @@ def test_numbering_and_blank_trackers_are_opt_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_position_is_opt_in_and_the_epoch_is_always_restored(tmp_path: Path, stateful: bool) -> None:
-    # proves quirks.POSITION_IS_OPT_IN
+    # proves POSITION_IS_OPT_IN
     config = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True, data_seed=4)
 
     def make() -> tuple[Accelerator, DataLoader[tuple[torch.Tensor]]]:

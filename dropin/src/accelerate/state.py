@@ -1,5 +1,4 @@
 """PartialState and AcceleratorState: process-wide views on the one ambient context."""
 
 from accelerate._impl.views.gradient_state import *
-from accelerate._impl.views.process_blocks import goes_first, split_between_processes
 from accelerate._impl.views.state import *

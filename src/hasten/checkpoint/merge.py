@@ -18,6 +18,7 @@ from hasten.checkpoint.manifest import Manifest
 from hasten.checkpoint.packing import pack
 from hasten.checkpoint.places import locate
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.torch_folder import is_torch_folder, whole_tensors
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
@@ -32,7 +33,12 @@ def merge(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> list[str]:
-    """Write the whole model of a (sharded) checkpoint in the Hub layout; the names of the files."""
+    """Write the whole model of a (sharded) checkpoint in the Hub layout; the names of the files.
+
+    A folder of torch.distributed.checkpoint is taken too; its tensors are the model.
+    """
+    if is_torch_folder(Path(place)):
+        return save_model(_unprefixed(whole_tensors(Path(place))), output, max_shard_size, safe_serialization)
     store, name = find(place)
     with open_checkpoint(store, name, LocalComm()) as checkpoint:
         kinds = {key: record.kind for key, record in checkpoint.manifest.components.items()}
@@ -42,6 +48,11 @@ def merge(
             f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
         )
     return save_model(tensors_of(place, component), output, max_shard_size, safe_serialization)
+
+
+def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    prefix = "model." if all(name.startswith("model.") for name in state) else ""
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 def convert(source: str | Path, target: str | Path, allow_pickle: bool = False) -> list[str]:

@@ -28,8 +28,12 @@ NOTES: Final = MappingProxyType(
     }
 )
 """Methods whose result is not what it was, and how."""
+_SIZES: Final = "hasten's ParallelismConfig holds the sizes alone; work this out from its *_size fields"
 ELSEWHERE: Final = MappingProxyType(
     {
+        **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
+        **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names"), _SIZES),
+        **dict.fromkeys(("fsdp_dim_names", "active_mesh_dims"), _SIZES),
         "hf_device_map": "hasten writes no hf_device_map on a model; keep the map that you gave or were given",
         "_hf_hook": "hasten's hooks are not kept as _hf_hook of a module",
         "build_device_mesh": "hasten's ParallelismConfig builds no mesh; prepare() does",
@@ -42,12 +46,25 @@ _LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be u
 _COPIES: Final = (
     "hasten's prepared loaders, optimizers and schedulers are not copied or pickled; save their state_dict()"
 )
+_ALONE: Final = (
+    "prepare refuses an optimizer before its model, and a scheduler before its optimizer; give them in one call, or the "
+    "model first"
+)
+_KINDS: Final = (
+    "objects that hasten's prepare returns are of other classes (Loader, PreparedOptimizer, PreparedScheduler)"
+)
+_FIELDS: Final = "hasten's settings have fields of their own, and some other defaults (use_seedable_sampler=True)"
+_STATEFUL: Final = "hasten's loaders are no StatefulDataLoader of torchdata's; all of them have state_dict(), whose keys are hasten's own"
 _SHUFFLE: Final = (
     "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
 )
 _SCHEDULER: Final = (
     "steps a prepared scheduler once per update; Accelerate steps it once per process, so divide no step count"
 )
+
+
+_STATEFUL_KEYS: Final = ("'_num_yielded'", "'_iterator_finished'")
+_ASKS_CLASS: Final = ("type(loader)", "type(optimizer)", "type(scheduler)", "type(dataloader)", "type(lr_scheduler)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,6 +117,7 @@ class _Script:
         self._bytes = source.encode()
         self._known: dict[str, str] = {}  # names of the script that are hasten's now -> hasten's own name
         self._num_made = 0
+        self._model_line = 0  # where something else than an optimizer or a scheduler is prepared first; 0: nowhere
         self._modules: set[str] = set()  # names of the script for the package itself
 
     def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
@@ -150,12 +168,26 @@ class _Script:
     def uses(self) -> None:
         """Edit dotted names, and note calls that hasten answers differently."""
         objects = set(self._accelerators())
+        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
+        lines = [node.lineno for node in calls if self._prepares(node, objects) and not _follows(node)]
+        self._model_line = min(lines, default=0)
         for node in ast.walk(self._tree):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.slice) in _STATEFUL_KEYS:
+                self._note(node, _STATEFUL)
             if isinstance(node, ast.Attribute):
                 self._attribute(node, objects)
             elif isinstance(node, ast.Call):
                 self._call(node, objects)
-                self._habits(node)
+                self._habits(node, objects)
+
+    def _prepares(self, node: ast.Call, objects: set[str]) -> bool:
+        """Whether this calls prepare, or a method for one kind of object, of an Accelerator."""
+        method = node.func
+        if not isinstance(method, ast.Attribute) or not method.attr.startswith("prepare"):
+            return False
+        owner = method.value
+        made = isinstance(owner, ast.Call) and self._name(owner.func) == _MAIN
+        return made or (isinstance(owner, ast.Name) and owner.id in objects)
 
     def _accelerators(self) -> Iterator[str]:
         """Names that hold an Accelerator."""
@@ -235,11 +267,19 @@ class _Script:
         if (found := getattr(hasten.Accelerator, method, None)) is not None:
             self._keywords(node, f"Accelerator.{method}", found)
 
-    def _habits(self, node: ast.Call) -> None:
+    def _habits(self, node: ast.Call, objects: set[str]) -> None:
         """Note calls of other functions that rely on what hasten does not do."""
         text = ast.unparse(node)
+        if self._prepares(node, objects) and _follows(node) and not 0 < self._model_line <= node.lineno:
+            self._note(node, _ALONE)
         if self._name(node.func) == "get_logger":
             self._note(node, _LOGGER)
+        if self._known and text.startswith(("asdict(", "dataclasses.asdict(")):
+            self._note(node, _FIELDS)
+        if self._known and text.startswith("isinstance(") and "StatefulDataLoader" in text:
+            self._note(node, _STATEFUL)
+        if self._known and text.startswith(_ASKS_CLASS):
+            self._note(node, _KINDS)
         if text.startswith(("pickle.dump", "copy.deepcopy(optim", "copy.deepcopy(sched", "copy.deepcopy(loader")):
             self._note(node, _COPIES)
 
@@ -253,6 +293,15 @@ class _Script:
         for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg not in known:
                 self._note(node, f"hasten.{name} has no argument {keyword.arg}")
+
+
+def _follows(node: ast.Call) -> bool:
+    """Whether all that a call prepares are optimizers and schedulers, by their names."""
+    words = [ast.unparse(one).lower() for one in node.args]
+    kinds = ("prepare_optimizer", "prepare_scheduler")
+    if isinstance(node.func, ast.Attribute) and node.func.attr in kinds:
+        return True
+    return bool(words) and all(any(kind in word for kind in ("optim", "sched")) for word in words)
 
 
 def _is_old(module: str | None) -> bool:

@@ -167,8 +167,8 @@ class DeepSpeedStrategy:
         prepared = found[1]
         if isinstance(scheduler, DummyScheduler):
             engine = prepared.engine
-            if scheduler.make is not None:
-                return scheduler.make(prepared)
+            if scheduler.lr_scheduler_callable is not None:
+                return scheduler.lr_scheduler_callable(prepared)
             made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like every other
             if made is None:
                 raise PrepareError(

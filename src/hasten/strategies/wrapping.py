@@ -12,6 +12,7 @@ from torch import nn
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.blocks import blocks_by_class, repeated_blocks
+from hasten.strategies.wrap_policies import as_choice
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Paramete
 
 def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
     """The modules that get a shard group of their own, innermost first; the root's group takes what is left."""
-    policy = config.auto_wrap_policy
+    policy = as_choice(config.auto_wrap_policy)
     if callable(policy):
         return _deepest_first(model, _by_callable(model, policy))
     match policy:

@@ -202,7 +202,7 @@ NAMES: Final = (
     Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
-        ("dropin/src/accelerate/_impl/settings/fsdp_policies.py",),
+        ("src/hasten/strategies/wrap_policies.py",),
         "custom wrap policies of the drop-in fail",
     ),
     Name(

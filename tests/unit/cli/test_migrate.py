@@ -68,6 +68,27 @@ def test_arguments_and_attributes_that_hasten_lacks_are_named() -> None:
     assert "scale" in said[6]
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Accelerator().prepare(optimizer)", "refuses an optimizer before its model"),
+        ("accelerator.prepare(optimizer)\nmodel = accelerator.prepare(model)", "refuses an optimizer before its model"),
+        ("Accelerator().prepare(StepLR(optimizer, 4))", "a scheduler before its optimizer"),
+        ("model = accelerator.prepare(model)\noptimizer = accelerator.prepare(optimizer)", None),
+        ("model, optimizer = accelerator.prepare(model, optimizer)", None),
+        ("config.dp_dim_names", "holds the sizes alone"),
+        ("asdict(config)", "other defaults"),
+        ("loader.state_dict()['_num_yielded']", "keys are hasten's own"),
+        ("isinstance(loader, StatefulDataLoader)", "no StatefulDataLoader"),
+        ("print(type(loader).__name__)", "other classes"),
+    ],
+)
+def test_habits_that_hasten_does_not_share_are_named(text: str, said: str | None) -> None:
+    done = migrate(f"from accelerate import Accelerator\naccelerator = Accelerator()\n{text}\n")
+    found = [one.text for one in done.findings if "settings of its own" not in one.text]
+    assert any(said in one for one in found) if said is not None else found == []
+
+
 def test_the_command_prints_a_diff_and_writes_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_bytes(b"from accelerate import Accelerator\r\nprint(Accelerator)\r\n")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pytest
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.strategies.wrap_policies import as_choice
 from hasten.strategies.wrapping import blocks_to_shard, keep_ties_together, owned_parameters
 from hasten.testing.toys import Block, TinyLM
 
@@ -33,6 +42,22 @@ def test_policies_choose_modules_innermost_first() -> None:
     assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=600) == ["blocks.0", "blocks.1"]
     assert chosen(auto_wrap_policy="size_based_wrap", min_num_params=10**9) == []
     assert chosen(auto_wrap_policy=lambda module: isinstance(module, nn.Embedding)) == ["embed", "position"]
+
+
+def test_policies_of_torch_are_taken_as_they_are() -> None:
+    model = TinyLM(width=8)
+
+    def chosen(policy: Any, **settings: Any) -> list[str]:
+        return names(model, blocks_to_shard(model, FullyShardedDataParallelPlugin(auto_wrap_policy=policy, **settings)))
+
+    blocks = ["blocks.0", "blocks.1"]
+    assert chosen(ModuleWrapPolicy({Block})) == blocks
+    assert chosen(partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})) == blocks
+    assert chosen(transformer_auto_wrap_policy) == blocks
+    assert chosen(as_choice(CustomPolicy(lambda module: {"x": 1} if isinstance(module, Block) else False))) == blocks
+    assert chosen(size_based_auto_wrap_policy, min_num_params=600) == blocks
+    with pytest.raises(TypeError, match="give a name, or a function"):
+        as_choice(3)
 
 
 def test_every_parameter_has_one_owner() -> None:

@@ -79,3 +79,11 @@ def forget_process() -> None:
     """Forget context and process; a process group that was started stays."""
     AMBIENT.partial.clear()
     AMBIENT.context = AMBIENT.process = None
+
+
+def forget_loader(loader: object) -> None:
+    """Take a loader off those being iterated, the innermost where it is there twice."""
+    for index in range(len(AMBIENT.loaders) - 1, -1, -1):
+        if AMBIENT.loaders[index] is loader:
+            del AMBIENT.loaders[index]
+            return

@@ -10,20 +10,15 @@ from torch.optim import Optimizer
 
 from accelerate._impl.composed import Composed
 from accelerate._impl.loaders.base import PreparedLoader
-from accelerate._impl.loaders.kinds import DataLoaderShard
 from accelerate._impl.loaders.share import prepare_data_loader
-from accelerate._impl.optim.deepspeed import (
-    DeepSpeedOptimizerWrapper,
-    DeepSpeedSchedulerWrapper,
-    DummyOptim,
-    DummyScheduler,
-)
+from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from hasten import bundle
 from hasten.accelerator.preparing import Preparer
 from hasten.bundle import Item
 from hasten.errors import PrepareError
+from hasten.optim.dummy import DummyOptim, DummyScheduler
 from hasten.optim.engine import EngineOptimizer
 
 # Any in this file: the user's objects.
@@ -128,37 +123,6 @@ class EstablishedPreparer(Preparer):
         setattr(prepared, PREPARED, True)
         self.done.loaders.append(prepared)  # type: ignore[arg-type]  # not hasten's Loader, but as good
         return prepared
-
-    def join(self, joinables: Sequence[Any], even_batches: bool | None) -> Any:
-        """A block in which ranks may run out of batches at different times."""
-        return _Join(super().join(joinables, None), self.done.loaders, even_batches)
-
-
-class _Join:
-    """Ranks may run out of batches; map-style loaders may give uneven ones meanwhile."""
-
-    def __init__(self, inner: Any, loaders: Any, even_batches: bool | None) -> None:
-        self._inner = inner
-        self._loaders = [one for one in loaders if isinstance(one, DataLoaderShard)]
-        self._even = even_batches
-        self._before: list[tuple[Any, bool]] = []
-
-    def __enter__(self) -> None:
-        if self._even is not None:
-            for loader in self._loaders:
-                targets: tuple[Any, ...] = (loader, loader.batch_sampler)
-                for target in targets:
-                    if hasattr(target, "even_batches"):
-                        self._before.append((target, target.even_batches))
-                        target.even_batches = self._even
-        self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        try:
-            return self._inner.__exit__(*error)
-        finally:
-            for target, value in self._before:
-                target.even_batches = value
 
 
 def _stranger(value: Any) -> bool:

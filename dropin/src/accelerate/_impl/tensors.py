@@ -19,26 +19,11 @@ from hasten.comm import ops
 from hasten.errors import MismatchError
 
 # Any in this file: nested containers of whatever the caller has.
-TENSOR_TYPE_TO_INT = dict(
-    zip(
-        (
-            torch.float,
-            torch.double,
-            torch.half,
-            torch.bfloat16,
-            torch.uint8,
-            torch.int8,
-            torch.int16,
-            torch.int32,
-            torch.int64,
-            torch.bool,
-        ),
-        range(1, 11),
-        strict=True,
-    )
-)
+_DTYPES = "float double half bfloat16 uint8 int8 int16 int32 int64 bool"
+TENSOR_TYPE_TO_INT = {getattr(torch, name): number for number, name in enumerate(_DTYPES.split(), 1)}
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 
+_UNSUPPORTED = "Unsupported types ({}) passed to `{}`. Only nested list/tuple/dicts of objects that are valid for `{}` should be passed."
 DistributedOperationException = MismatchError
 """Raised when ranks bring tensors of different shapes."""
 
@@ -81,22 +66,15 @@ def recursively_apply(
     **kwargs: Any,
 ) -> Any:
     """`func` applied to every element that passes `test_type`, in the same nesting."""
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, tuple | list):
-            return honor_type(part, (walk(item) for item in part))
-        if isinstance(part, Mapping):
-            return type(part)({key: walk(value) for key, value in part.items()})  # type: ignore[call-arg]  # a mapping's class is expected to take one
-        if test_type(part):
-            return func(part, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(
-                f"Unsupported types ({type(part)}) passed to `{func.__name__}`. Only nested list/tuple/dicts of objects "
-                f"that are valid for `{test_type.__name__}` should be passed."
-            )
-        return part
-
-    return walk(data)
+    given: dict[str, Any] = {"test_type": test_type, "error_on_other_type": error_on_other_type, **kwargs}
+    if isinstance(data, tuple | list):
+        return honor_type(data, (recursively_apply(func, item, *args, **given) for item in data))
+    if isinstance(data, Mapping):
+        kind: Any = type(data)
+        return kind({key: recursively_apply(func, value, *args, **given) for key, value in data.items()})
+    if error_on_other_type and not test_type(data):
+        raise TypeError(_UNSUPPORTED.format(type(data), func.__name__, test_type.__name__))
+    return func(data, *args, **kwargs) if test_type(data) else data
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
@@ -176,9 +154,7 @@ def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
-def convert_to_fp32(tensor: Any) -> Any:
-    """Half-precision tensors as float32."""
-    return trees.to_fp32(tensor)
+convert_to_fp32 = trees.to_fp32
 
 
 class ConvertOutputsToFp32:
@@ -237,7 +213,7 @@ def _world() -> Any:
 def gather(tensor: Any) -> Any:
     """Every process's tensors, joined along the first dimension. Ranks: every rank."""
     world = _world()
-    if world.size == 1:
+    if world.size == 1:  # quirk: FLAT_RESULTS
         return tensor
     _checked("_gpu_gather_one", tensor)
     return ops.gather(tensor, world)
@@ -267,10 +243,9 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Tensors summed or averaged over processes; `scale` acts on TPUs only. Ranks: every rank."""
     _checked("_reduce_across_processes", tensor)
     world = _world()
-    if reduction == "none":
+    if reduction == "none" or world.size == 1:
         return tensor
-    if world.size == 1:
-        return tensor
+    # quirk: SCALE_IS_FOR_XLA
     return ops.reduce(tensor, world, reduction)  # type: ignore[arg-type]  # checked there
 
 
@@ -300,13 +275,11 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, with shapes verified: hasten's always are."""
+    """The collective as it is: hasten's verify shapes and name what failed by themselves."""
     return function
 
 
-def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The collective, with a word about which one failed: hasten's errors always say."""
-    return function
+chained_operation = verify_operation
 
 
 @contextmanager

@@ -45,14 +45,11 @@ class GeneralTracker:
     def __init__(self, _blank: bool = False) -> None:
         if _blank:
             return
-        missing = [name for name in ("name", "requires_logging_directory") if not hasattr(self, name)]
-        if "tracker" not in dir(self):
-            missing.append("tracker")
+        missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in dir(self)]
         if missing:
-            listed = ", ".join(missing)
             raise NotImplementedError(
-                f"The implementation for this tracker class is missing the following required attributes. Please define "
-                f"them in the class definition: {listed}"
+                "The implementation for this tracker class is missing the following required attributes. Please define "
+                f"them in the class definition: {', '.join(missing)}"
             )
 
     def start(self) -> None:
@@ -172,6 +169,9 @@ class _Backend(GeneralTracker):
             self._run, self._begun = None, False
 
 
+_ADDERS: Any = ((str, "add_text"), (dict, "add_scalars"), ((bool, int, float), "add_scalar"))
+
+
 class TensorBoardTracker(_Backend):
     """TensorBoard."""
 
@@ -200,14 +200,11 @@ class TensorBoardTracker(_Backend):
         """Plot numbers and dicts of numbers, and show strings; nothing is recorded of values that are neither."""
         for name, given in values.items():
             value = _plain(given)
-            if isinstance(value, str):
-                self.tracker.add_text(name, value, global_step=step, **kwargs)
-            elif isinstance(value, dict):
-                self.tracker.add_scalars(name, value, global_step=step, **kwargs)
-            elif _is_scalar(value):
-                self.tracker.add_scalar(name, value, global_step=step, **kwargs)
-            else:
+            add = next((method for kind, method in _ADDERS if isinstance(value, kind)), None)
+            if add is None:
                 logger.debug(f"{name} is a {type(value).__name__}, which TensorBoard cannot plot: left out")
+            else:
+                getattr(self.tracker, add)(name, value, global_step=step, **kwargs)
         self.tracker.flush()
 
     @on_main_process
@@ -215,34 +212,6 @@ class TensorBoardTracker(_Backend):
         """Record batches of images; keywords such as `dataformats` go to the writer's add_images."""
         for name, images in values.items():
             self.tracker.add_images(name, images, global_step=step, **kwargs)
-
-
-class WandBTracker(_Backend):
-    """Weights & Biases."""
-
-    name = "wandb"
-    takes_any_value = True
-    main_process_only = False
-
-
-class TrackioTracker(_Backend):
-    """Trackio."""
-
-    name = "trackio"
-    takes_any_value = True
-
-
-class CometMLTracker(_Backend):
-    """Comet."""
-
-    name = "comet_ml"
-
-
-class AimTracker(_Backend):
-    """Aim."""
-
-    name = "aim"
-    requires_logging_directory = True
 
 
 class MLflowTracker(_Backend):
@@ -254,38 +223,21 @@ class MLflowTracker(_Backend):
         super().__init__(experiment_name, logging_dir, **kwargs)
 
 
-class ClearMLTracker(_Backend):
-    """ClearML."""
-
-    name = "clearml"
-
-
-class DVCLiveTracker(_Backend):
-    """DVCLive."""
-
-    name = "dvclive"
+def _backend(kind: str, title: str, name: str, **marks: bool) -> Any:
+    """A tracker that differs from the others in nothing but marks."""
+    return type(kind, (_Backend,), {"__doc__": f"{title}.", "__module__": __name__, "name": name, **marks})
 
 
-class SwanLabTracker(_Backend):
-    """SwanLab."""
-
-    name = "swanlab"
-    takes_any_value = True
-
-
+WandBTracker = _backend("WandBTracker", "Weights & Biases", "wandb", takes_any_value=True, main_process_only=False)
+TrackioTracker = _backend("TrackioTracker", "Trackio", "trackio", takes_any_value=True)
+CometMLTracker = _backend("CometMLTracker", "Comet", "comet_ml")
+AimTracker = _backend("AimTracker", "Aim", "aim", requires_logging_directory=True)
+ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml")
+DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive")
+SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", takes_any_value=True)
+_SHIPPED = (AimTracker, CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker, ClearMLTracker, DVCLiveTracker)
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    tracker.name: tracker
-    for tracker in (
-        AimTracker,
-        CometMLTracker,
-        MLflowTracker,
-        TensorBoardTracker,
-        WandBTracker,
-        ClearMLTracker,
-        DVCLiveTracker,
-        SwanLabTracker,
-        TrackioTracker,
-    )
+    tracker.name: tracker for tracker in (*_SHIPPED, SwanLabTracker, TrackioTracker)
 }
 
 
@@ -318,7 +270,7 @@ def _runnable(name: str, logging_dir: Any) -> Any:
     """A kind of tracker by its name; None where its package is missing. Raises: ValueError for what cannot be."""
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ValueError(f"Unsupported logging capability: {name}. Choose between {['all', *LOGGER_TYPE_TO_CLASS]}")
-    if name in LoggerType and not _installed(name):
+    if name in LoggerType and name not in registry.installed():
         logger.warning(f"Tried adding logger {name}, but package is unavailable in the system.")
         return None
     if getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False) and logging_dir is None:
@@ -334,10 +286,6 @@ def chosen(log_with: Any, logging_dir: Any = None) -> list[Any]:
             f"`log_with={log_with}` was passed but no supported trackers are currently installed.", stacklevel=3
         )
     return found
-
-
-def _installed(name: str) -> bool:
-    return name in registry.installed()
 
 
 def begin(

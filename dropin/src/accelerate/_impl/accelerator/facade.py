@@ -17,7 +17,6 @@ import hasten
 from accelerate._impl import ambient
 from accelerate._impl import trackers as tracking
 from accelerate._impl.accelerator.mirrors import Mirrors
-from accelerate._impl.accelerator.process import ProcessFace
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.checkpoints.hooks import StateHooks
 from accelerate._impl.checkpoints.saving import SavingFace
@@ -31,10 +30,12 @@ from accelerate._impl.sharding.engines import FollowedEngine
 from accelerate._impl.sharding.followed import FollowedPlugin
 from accelerate._impl.surface import left_out
 from accelerate._impl.surface.homes import settle
-from accelerate._impl.tensors import _checked, gather_object
+from accelerate._impl.surface.shown import shown
+from accelerate._impl.tensors import gather, gather_object, reduce
 from accelerate._impl.trackers import GeneralTracker
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.logging import get_logger
+from accelerate._impl.views.process_blocks import ProcessMethods
 from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_whole
 from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
@@ -47,7 +48,7 @@ logger = get_logger("accelerate.accelerator")
 # Any in this file: the user's objects, and settings of every type.
 
 
-class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
+class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
     """Runs a plain training loop on any number of processes and devices."""
 
     profile_handler: ProfileKwargs | None
@@ -195,10 +196,6 @@ class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
         """A block that computes in this run's precision."""
         return super().autocast(None if autocast_handler is None else autocast_handler.to_hasten())
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients to their final size."""
-        super().unscale_gradients(None if optimizer is None else optimizer)
-
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         chosen = clip.as_list(parameters)
@@ -214,18 +211,11 @@ class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
         """Every process's tensors joined along the first dimension."""
-        if self.num_processes == 1:  # quirk: FLAT_RESULTS
-            return tensor
-        _checked("_gpu_gather_one", tensor)
-        return super().gather(tensor)
+        return gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:  # type: ignore[override]  # other kinds
         """Tensors summed or averaged over processes; `scale` acts on TPUs only."""
-        _checked("_reduce_across_processes", tensor)
-        if reduction == "none" or self.num_processes == 1:  # quirk: FLAT_RESULTS
-            return tensor
-        # quirk: SCALE_IS_FOR_XLA
-        return super().reduce(tensor, reduction)  # type: ignore[arg-type]  # checked there
+        return reduce(tensor, reduction, scale)
 
     def pad_across_processes(  # type: ignore[override]  # no axes here
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
@@ -262,10 +252,7 @@ class Accelerator(ProcessFace, SavingFace, Mirrors, hasten.Accelerator):
         # quirk: MISSING_TRACKER_IS_BLANK
         return GeneralTracker(_blank=True)
 
-    @property
-    def trackers(self) -> Any:
-        """The trackers that run on this process."""
-        return self._trackers
+    trackers = shown("_trackers", "The trackers that run on this process.")
 
     def log(self, values: Any, step: int | None = None, log_kwargs: Any = None) -> None:
         """Record values with every tracker."""

@@ -29,11 +29,7 @@ class Mirrors(Base):
         dataloader_config: DataLoaderConfiguration
         project_configuration: ProjectConfiguration
 
-    @property
-    def distributed_type(self) -> DistributedType:
-        """How processes work together."""
-        found: DistributedType = AMBIENT.whole["distributed_type"]
-        return found
+    distributed_type = shown(lambda self: AMBIENT.whole["distributed_type"], "How processes work together.")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -47,17 +43,11 @@ class Mirrors(Base):
     mixed_precision = shown("config.mixed_precision", "Numbers of forward and backward.")
     native_amp = shown(lambda self: self.config.mixed_precision in ("fp16", "bf16"), "Whether autocast is used.")
 
-    @property
-    def multi_device(self) -> bool:
-        """Whether several devices or CPU processes train together."""
-        return self.num_processes > 1
+    multi_device = shown(lambda self: self.num_processes > 1, "Whether several processes train together.")
 
     deepspeed_plugin = shown("state.deepspeed_plugin", "The DeepSpeed plugin in use, if any.")
 
-    @property
-    def parallelism_config(self) -> Any:
-        """The sizes of the mesh, if they were given."""
-        return AMBIENT.whole.get("parallelism_config")
+    parallelism_config = shown(lambda self: AMBIENT.whole.get("parallelism_config"), "The sizes of the mesh, if given.")
 
     @property
     def torch_device_mesh(self) -> Any:
@@ -100,17 +90,11 @@ class Mirrors(Base):
     def even_batches(self, value: bool) -> None:
         self.dataloader_config.even_batches = value
 
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling is a function of seed and epoch."""
-        return self.dataloader_config.use_seedable_sampler
+    use_seedable_sampler = shown("dataloader_config.use_seedable_sampler", "Whether seed and epoch give the order.")
 
     non_blocking = shown("dataloader_config.non_blocking", "Whether batches are copied without waiting.")
 
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether a loader's position is restored."""
-        return self.dataloader_config.use_stateful_dataloader
+    use_stateful_dataloader = shown("dataloader_config.use_stateful_dataloader", "Whether positions are restored.")
 
     # -- project --------------------------------------------------------------------------------------------------
     project_dir = shown("project_configuration.project_dir", "The project's folder.")
@@ -123,25 +107,12 @@ class Mirrors(Base):
             raise RuntimeError(f"{words} is not configured. Set `parallelism_config` first.")
         return self.ctx.mesh.index(self.ctx.rank, *axes)
 
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """The place among processes that split layers."""
-        return self._index("Tensor parallelism", Axis.TP)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The place among processes that read different samples."""
-        return self._index("Data parallelism", *BATCH)
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """The place among processes that share a model."""
-        return self._index("Shard-based data parallelism", Axis.DP_SHARD)
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """The place among processes that split sequences."""
-        return self._index("Context parallelism", Axis.CP)
+    tensor_parallel_rank = shown(lambda self: self._index("Tensor parallelism", Axis.TP), "The place in a split layer.")
+    data_parallel_rank = shown(lambda self: self._index("Data parallelism", *BATCH), "The place among readers.")
+    data_parallel_shard_rank = shown(
+        lambda self: self._index("Shard-based data parallelism", Axis.DP_SHARD), "The place among shards of a model."
+    )
+    context_parallel_rank = shown(lambda self: self._index("Context parallelism", Axis.CP), "The place in a sequence.")
 
     @property
     def pipeline_parallel_rank(self) -> int:

@@ -20,7 +20,6 @@ from accelerate._impl.environment.constants import (
 )
 from accelerate._impl.models.modeling import load_state_dict
 from accelerate._impl.models.other import load, save
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import read_model
 from hasten.errors import UnsafeCheckpointError
@@ -134,6 +133,3 @@ def _restore(states: dict[str, Any]) -> None:
         torch.set_rng_state(states["torch_manual_seed"])
     if "torch_cuda_manual_seed" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
-
-
-settle(__name__, "accelerate.checkpointing")

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from accelerate._impl.checkpoints.merge import merge_weights
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
 from hasten.strategies.base import Wish
 from hasten.strategies.recompute import Recompute
@@ -114,13 +112,3 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     """A loss scaler that sees overflows in any rank's shard."""
     return torch.amp.GradScaler(**kwargs)
-
-
-def merge_fsdp_weights(
-    checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
-) -> None:
-    """Write the weights of a sharded checkpoint as one model. Ranks: any one process, not in a job."""
-    merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
-
-
-settle(__name__, "accelerate.utils.fsdp_utils")

@@ -1,40 +1,22 @@
 """Saving and loading one sharded model or optimizer by hand, under the established names.
 
-Whole: `pytorch_model_fsdp.bin` and `optimizer.bin`. Shards: the folders `pytorch_model_fsdp_0` and `optimizer_0`, which hold
-checkpoints of hasten; folders of torch.distributed.checkpoint, as the original package writes them, are read too.
+Whole: `pytorch_model_fsdp.bin` and `optimizer.bin`. Shards: the folders `pytorch_model_fsdp_0` and `optimizer_0`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.modules.module import _IncompatibleKeys
 
-from accelerate._impl.checkpoints.dcp_folders import fill, is_dcp_folder, names_in
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
-from accelerate._impl.surface.homes import settle
-from hasten.checkpoint.agreeing import agreeing
-from hasten.checkpoint.base import Blob, Component, StateTree
-from hasten.checkpoint.disk import Disk
-from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.formats import encode_torch, read_tensors
-from hasten.checkpoint.gathering import gathered
-from hasten.checkpoint.manifest import Manifest
-from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
-from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
-from hasten.checkpoint.places import locate
-from hasten.checkpoint.reader import Found, open_checkpoint
+from hasten.checkpoint import parts
+from hasten.checkpoint.parts import Part
 from hasten.checkpoint.weights import load_weights
-from hasten.checkpoint.writer import finish, prepare, start
-from hasten.comm.base import Comm
-from hasten.errors import CheckpointError, IncompleteCheckpointError
 from hasten.modules.names import plain_name
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.
@@ -50,12 +32,9 @@ def save_fsdp_model(
     use_dcp: bool = True,
 ) -> None:
     """Write a sharded model's weights, as the plugin's state_dict_type says. Ranks: every rank."""
-    module = accelerator.unwrap_model(model)
-    component = model_component(module, "torch" if fsdp_plugin.whole_checkpoints else "safetensors")
-    if names := _adapter_names(module, adapter_only):
-        kept = {name: value for name, value in component.tensors.items() if name in names}
-        component = Component(kept, None, "model", component.format, main_only=component.main_only & names)
-    _save(fsdp_plugin, accelerator.ctx.world, component, "model", Path(output_dir), FSDP_MODEL_NAME, model_index)
+    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
+    part = _model_in(Path(output_dir), model_index)
+    parts.save_model(module, part, world, fsdp_plugin.whole_checkpoints, _adapter_names(module, adapter_only))
 
 
 def load_fsdp_model(
@@ -72,18 +51,8 @@ def load_fsdp_model(
     Raises: CheckpointError naming what is missing or unexpected.
     """
     module = accelerator.unwrap_model(model)
-    names = _adapter_names(module, adapter_only)
-    world = accelerator.ctx.world
-    folder = _folder(Path(input_dir), FSDP_MODEL_NAME, model_index)
-    if is_dcp_folder(folder):
-        _fill_model(module, folder, names)
-        return _IncompatibleKeys([], [])
-    with _open(Path(input_dir), FSDP_MODEL_NAME, model_index, "model", world) as found:
-        with agreeing(world, f"checking {input_dir} against the model"):
-            plan = plan_model(module, found, strict=names is None)
-            _check_adapter(plan.report, names, found.name)
-        run_copies(plan.copies)
-        plan.finish()
+    part = _model_in(Path(input_dir), model_index)
+    parts.load_model(module, part, accelerator.ctx.world, _adapter_names(module, adapter_only))
     return _IncompatibleKeys([], [])
 
 
@@ -97,9 +66,9 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
-    component = optimizer_component(optimizer, parameter_names([accelerator.unwrap_model(model)]))
-    world = accelerator.ctx.world
-    _save(fsdp_plugin, world, component, "optimizer", Path(output_dir), OPTIMIZER_NAME, optimizer_index)
+    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
+    part = _optimizer_in(Path(output_dir), optimizer_index)
+    parts.save_optimizer(optimizer, module, part, world, fsdp_plugin.whole_checkpoints)
 
 
 def load_fsdp_optimizer(
@@ -116,17 +85,8 @@ def load_fsdp_optimizer(
 
     Raises: CheckpointError when groups, names or shapes differ.
     """
-    module = accelerator.unwrap_model(model)
-    world = accelerator.ctx.world
-    folder = _folder(Path(input_dir), OPTIMIZER_NAME, optimizer_index)
-    if is_dcp_folder(folder):
-        _fill_optimizer(module, getattr(optimizer, "optimizer", optimizer), folder)
-        return
-    with _open(Path(input_dir), OPTIMIZER_NAME, optimizer_index, "optimizer", world) as found:
-        with agreeing(world, f"checking {input_dir} against the optimizer"):
-            plan = plan_optimizer(optimizer, parameter_names([module]), found)
-        run_copies(plan.copies)
-        plan.finish()
+    part = _optimizer_in(Path(input_dir), optimizer_index)
+    parts.load_optimizer(optimizer, accelerator.unwrap_model(model), part, accelerator.ctx.world)
 
 
 def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
@@ -138,7 +98,7 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
     for index, model in enumerate(done.models):
         if not any(accelerator.unwrap_model(model) is one for one in wanted):
             continue
-        if _folder(folder, FSDP_MODEL_NAME, index).is_dir() or _file(folder, FSDP_MODEL_NAME, index).is_file():
+        if _model_in(folder, index).exists:
             load_fsdp_model(plugin, accelerator, model, folder, index)
         else:
             numbered = folder / f"model_{index}.safetensors"
@@ -149,49 +109,18 @@ def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Modu
         load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
 
 
-def _folder(place: Path, stem: str, index: int) -> Path:
-    """The folder of shards; `place` itself where it is that folder already."""
-    return place if place.name.startswith(stem) and place.is_dir() else place / f"{stem}_{index}"
+def _model_in(place: Path, index: int) -> Part:
+    return Part("model", *_places(place, FSDP_MODEL_NAME, index))
 
 
-def _file(place: Path, stem: str, index: int) -> Path:
-    return place / (f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin")
+def _optimizer_in(place: Path, index: int) -> Part:
+    return Part("optimizer", *_places(place, OPTIMIZER_NAME, index))
 
 
-def _save(plugin: Any, world: Comm, component: Component, kind: str, place: Path, stem: str, index: int) -> None:
-    if plugin.whole_checkpoints:
-        tree = gathered(StateTree({kind: component}), world, world.rank == 0)
-        _write_whole(_file(place, stem, index), tree.components[kind], world)
-        return
-    store, name = locate(place / f"{stem}_{index}")
-    group = start(store, world, name)
-    finish(prepare(StateTree({kind: component}), group, world), group, world, Manifest(notes={"partial": True}))
-
-
-def _write_whole(file: Path, component: Component, world: Comm) -> None:
-    with agreeing(world, f"writing {file}"):
-        if world.rank == 0:
-            blob: Blob = encode_torch(component.tensors, component.data)
-            replace_files_only(file.parent, {file.name: blob}, Disk())
-
-
-@contextmanager
-def _open(place: Path, stem: str, index: int, kind: str, world: Comm) -> Iterator[Found]:
-    """What lies in the shards' folder or the whole file, mapped, for the time of the block."""
-    folder, file = _folder(place, stem, index), _file(place, stem, index)
-    if (folder / "manifest.json").is_file():
-        store, name = locate(folder)
-        with open_checkpoint(store, name, world) as checkpoint:
-            yield checkpoint.component(kind)
-    elif file.is_file():
-        content = read_tensors(file)
-        pieces = {key: [piece] for key, piece in content.pieces.items()}
-        yield Found(file.name, kind, pieces, dict(content.aliases), content.data)
-    else:
-        raise IncompleteCheckpointError(
-            f"{place} has neither {folder.name} nor {file.name}, so there is no sharded {kind} to load. Give the folder "
-            f"that save_fsdp_{kind} wrote to."
-        )
+def _places(place: Path, stem: str, index: int) -> tuple[Path, Path]:
+    """The folder of shards, which `place` itself may be, and the file of whole tensors."""
+    given = place.name.startswith(stem) and place.is_dir()
+    return place if given else place / f"{stem}_{index}", place / (f"{stem}_{index}.bin" if index else f"{stem}.bin")
 
 
 def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:
@@ -200,40 +129,3 @@ def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:
         return None
     adapters: Any = module.peft_config
     return {name for key in module.state_dict() if set((name := plain_name(key)).split(".")) & set(adapters)}
-
-
-def _check_adapter(report: LoadReport, names: set[str] | None, where: str) -> None:
-    if names is None:
-        return
-    missing = sorted(names & {*report.missing, *report.skipped})
-    if missing or report.unexpected:
-        raise CheckpointError(
-            f"{where}: the checkpoint lacks {missing[:3]} of the adapter, or has others {report.unexpected[:3]}. Nothing "
-            "was loaded. Add the adapter as it was when it was saved."
-        )
-
-
-def _fill_model(module: nn.Module, folder: Path, names: set[str] | None) -> None:
-    """Read a model that torch.distributed.checkpoint wrote, alone or under the name `model`."""
-    state = {plain_name(key): value for key, value in module.state_dict().items()}
-    state = state if names is None else {key: value for key, value in state.items() if key in names}
-    stored = names_in(folder)
-    prefix = "" if set(state) & stored else "model."
-    missing = sorted(key for key in state if prefix + key not in stored)
-    unexpected = sorted(stored - {prefix + key for key in state})
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{folder}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was "
-            "loaded. Build the model as it was when it was saved."
-        )
-    fill({prefix + key: value for key, value in state.items()}, folder)
-
-
-def _fill_optimizer(module: nn.Module, optimizer: Any, folder: Path) -> None:
-    """Read an optimizer that torch.distributed.checkpoint wrote, by the names of parameters."""
-    state = {"optimizer": get_optimizer_state_dict(module, optimizer)}
-    fill(state, folder)
-    set_optimizer_state_dict(module, optimizer, state["optimizer"])
-
-
-settle(__name__, "accelerate.utils.fsdp_utils")

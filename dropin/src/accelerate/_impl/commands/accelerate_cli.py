@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from accelerate._impl.checkpoints import merge
-from accelerate._impl.commands import config, env, estimate, launch, test, to_fsdp2, tpu
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.commands import answered, config, launch, to_fsdp2, tpu
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "config": (config.run, "write a settings file, by questions or for this machine"),
-    "estimate-memory": (estimate.run, "the memory a model on the Hub needs"),
-    "env": (env.run, "a report of this machine for an issue"),
+    "estimate-memory": (answered.run_estimate, "the memory a model on the Hub needs"),
+    "env": (answered.run_env, "a report of this machine for an issue"),
     "launch": (launch.run, "start a script on all devices and machines"),
     "merge-weights": (merge.run, "one model out of a sharded checkpoint"),
-    "test": (test.run, "check that training works under the current settings"),
+    "test": (answered.run_test, "check that training works under the current settings"),
     "to-fsdp2": (to_fsdp2.run, "a settings file with FSDP2's names"),
     "tpu-config": (tpu.run, "run commands on the machines of a TPU pod"),
 }
@@ -43,6 +42,3 @@ def _explain(words: Sequence[str]) -> int:
         out.write(f"accelerate: there is no command {words[0]!r}.\n")
     out.write(f"usage: accelerate <command> [<args>]\n\ncommands:\n{rows}\n")
     return 0 if asked else 1
-
-
-settle(__name__, "accelerate.commands.accelerate_cli")

@@ -1,60 +1,120 @@
-"""`accelerate config`: questions, defaults, updates."""
+"""`accelerate config`: questions, a file for this machine without questions, and files written again with today's keys."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Literal
 
-from accelerate._impl.commands.default import default_command_parser
-from accelerate._impl.commands.update import update_command_parser
-from accelerate._impl.environment.parsers import exit_code_of
-from accelerate._impl.surface.homes import settle
-from hasten.cli import main as hasten_cli
+import torch
+
+from accelerate._impl.commands.answered import CONFIG_FILE, chosen_file
+from accelerate._impl.environment.parsers import main_of, parser_of, runner
+from accelerate._impl.settings.config_file import (
+    ClusterConfig,
+    default_config_file,
+    default_json_config_file,
+    load_config_from_file,
+)
+from hasten.cli.main import main as hasten
 
 # Any in this file: argparse's subparsers and namespaces.
+_EXISTS = (
+    "Configuration already exists at {}, will not override. Run `accelerate config` manually or pass a different "
+    "`save_location`."
+)
 
 
 def config_command(args: Any) -> None:
     """Ask questions and write a settings file; the form is hasten's, which its launcher reads first."""
-    file = ["--config_file", args.config_file] if args.config_file else []
-    code = hasten_cli.main(["config", *file])
+    code = hasten(["config", *chosen_file(args)])
     if code:
         sys.exit(code)
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate config` without its subcommands."""
-    if subparsers is not None:
-        parser: argparse.ArgumentParser = subparsers.add_parser("config")
-    else:
-        parser = argparse.ArgumentParser("Accelerate config command")
-    parser.add_argument("--config_file", default=None)
-    if subparsers is not None:
-        parser.set_defaults(func=config_command)
-    return parser
+    return parser_of("config", config_command, CONFIG_FILE, subparsers)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate config` and its subcommands."""
     parser = config_command_parser(subparsers)
-    parser.set_defaults(func=config_command)
     more = parser.add_subparsers(title="subcommands", dest="subcommand")
     default_command_parser(more, [])
     update_command_parser(more, [])
     return parser
 
 
-def run(words: Sequence[str]) -> int:
-    """Run `accelerate config WORDS`."""
-    args = get_config_parser().parse_args(words)
-    return exit_code_of("config", lambda: args.func(args))
+def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | Literal[False]:
+    """Write settings that suit this machine and return the file; False if there is one already, which is kept."""
+    path = Path(save_location)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        print(_EXISTS.format(save_location))  # noqa: T201  this function has always told the user so
+        return False
+    if (word := mixed_precision.lower()) not in ("no", "fp16", "bf16", "fp8"):
+        raise ValueError(f"`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received {word}")
+    _written(_suited(word), path)
+    return path
 
 
-def main() -> NoReturn:
-    """Run `accelerate-config`."""
-    sys.exit(run(sys.argv[1:]))
+def _suited(mixed_precision: str) -> ClusterConfig:
+    """Settings for all devices of this machine."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if found is not None else 0
+    several = (
+        "NO" if count < 2 or found is None else ("MULTI_GPU" if found.type == "cuda" else f"MULTI_{found.type.upper()}")
+    )
+    return ClusterConfig(
+        "LOCAL_MACHINE", several, mixed_precision, use_cpu=count == 0, debug=False, num_processes=max(count, 1)
+    )
 
 
-settle(__name__, "accelerate.commands.config")
+def _written(config: Any, path: Path) -> None:
+    (config.to_json_file if path.suffix == ".json" else config.to_yaml_file)(str(path))
+
+
+def default_command_parser(parser: Any, parents: Any) -> Any:
+    """The parser of `accelerate config default`."""
+    about = "Create a default config file for Accelerate with only a few flags set."
+    parser = parser.add_parser("default", parents=parents, help=about)
+    parser.add_argument("--config_file", default=default_json_config_file, dest="save_location")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
+    parser.set_defaults(func=default_config_command)
+    return parser
+
+
+def default_config_command(args: Any) -> None:
+    """Run `accelerate config default`."""
+    file = write_basic_config(args.mixed_precision, args.save_location)
+    if file:
+        print(f"accelerate configuration saved at {file}")  # noqa: T201  the command answers on the terminal
+
+
+def update_config(args: Any) -> str:
+    """Write a settings file again; its place."""
+    file = args.config_file or default_config_file
+    if not Path(file).exists():
+        raise ValueError(f"The passed config file located at {file} doesn't exist.")
+    _written(load_config_from_file(file), Path(file))
+    return str(file)
+
+
+def update_command_parser(parser: Any, parents: Any) -> Any:
+    """The parser of `accelerate config update`."""
+    about = "Update an existing config file with the latest defaults while maintaining the old configuration."
+    parser = parser.add_parser("update", parents=parents, help=about)
+    parser.add_argument("--config_file", default=None)
+    parser.set_defaults(func=update_config_command)
+    return parser
+
+
+def update_config_command(args: Any) -> None:
+    """Run `accelerate config update`."""
+    print(f"Successfully updated the configuration file at {update_config(args)}.")  # noqa: T201  the command answers
+
+
+run = runner("config", get_config_parser)
+main = main_of(run)

@@ -6,20 +6,23 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import FLAGS, words_of
+from accelerate._impl.commands.launch_flags import ATTRIBUTES, FLAGS, SHORT, words_of
 from accelerate._impl.commands.launch_variables import variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
-from accelerate._impl.environment.parsers import CustomArgumentParser
+from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
-from accelerate._impl.surface.homes import settle
 from hasten.cli import launch_cmd
 from hasten.errors import ConfigError, HastenError
 
 # Any in this file: values of flags.
+_ABOUT = (
+    "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
+)
 _REFUSED = {
     "fp8_opt_level": "it belongs to MS-AMP, which is no longer maintained; use --fp8_backend ao or te",
     "aws_access_key_id": "hasten does not start SageMaker jobs; use SageMaker's own tools",
@@ -38,15 +41,11 @@ _KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": _word,
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`, alone or as a subcommand."""
-    description = "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
-    options: dict[str, Any] = {"description": description, "add_help": True, "allow_abbrev": False}
-    parser: argparse.ArgumentParser = (
-        subparsers.add_parser("launch", **options)
-        if subparsers is not None
-        else CustomArgumentParser("Accelerate launch command", **options)
-    )
-    for row in filter(str.strip, FLAGS.split("\n")):
-        _add_flag(parser, *row.split())
+    options: dict[str, Any] = {"description": _ABOUT, "add_help": True, "allow_abbrev": False}
+    make = partial(CustomArgumentParser, "Accelerate launch command")
+    parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
+    for name, kind in ((name, kind) for kind, names in FLAGS.items() for name in names.split()):
+        _add_flag(parser, name, kind)
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     if subparsers is not None:
@@ -54,14 +53,11 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_flag(parser: argparse.ArgumentParser, name: str, dest: str, kind: str, short: str) -> None:
+def _add_flag(parser: argparse.ArgumentParser, name: str, kind: str) -> None:
     spelled = [f"--{name}", f"--{name.replace('_', '-')}"]
-    names = dict.fromkeys(spelled if short == "-" else [short, *spelled])
-    where = name.replace("-", "_") if dest == "-" else dest
-    if (action := _ACTIONS.get(kind)) is not None:
-        parser.add_argument(*names, dest=where, action=action, default=None)
-    else:
-        parser.add_argument(*names, dest=where, type=_KINDS.get(kind, str), default=None)
+    names = dict.fromkeys([SHORT[name], *spelled] if name in SHORT else spelled)
+    how: dict[str, Any] = {"action": _ACTIONS[kind]} if kind in _ACTIONS else {"type": _KINDS.get(kind, str)}
+    parser.add_argument(*names, dest=ATTRIBUTES.get(name, name), default=None, **how)
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -98,9 +94,7 @@ def _launch(words: Sequence[str]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def main() -> NoReturn:
-    """Run `accelerate-launch`."""
-    sys.exit(run(sys.argv[1:]))
+main = main_of(run)
 
 
 def simple_launcher(args: argparse.Namespace) -> None:
@@ -142,6 +136,3 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
         f"job {sagemaker_config.base_job_name!r} on Amazon SageMaker is started by Amazon's SDK, not from here: give the "
         "estimator of its `sagemaker` package these settings (SageMakerConfig.to_dict()) and the script."
     )
-
-
-settle(__name__, "accelerate.commands.launch")

@@ -9,11 +9,12 @@ import torch
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, patch_environment
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.state import PartialState
 from hasten.launch import notebook
 
 # Any in this file: the user's function and its arguments.
+_UNKNOWN = "Unknown mixed_precision mode: {}. Choose between ['no', 'fp8', 'fp16', 'bf16']."
+_NOT_OF_THE_LAUNCH = ("function", "args", "log_line_prefix_template")
 
 
 def test_launch() -> None:
@@ -39,42 +40,34 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
 ) -> Any:
     """Run `function(*args)` in new processes, or here when one process is enough; what the first rank returns."""
-    if str(mixed_precision).lower() not in ("no", "fp16", "bf16", "fp8"):
-        raise ValueError(
-            f"Unknown mixed_precision mode: {mixed_precision}. Choose between ['no', 'fp8', 'fp16', 'bf16']."
-        )
+    given = {name: value for name, value in locals().items() if name not in _NOT_OF_THE_LAUNCH}
+    given["mixed_precision"] = precision = str(mixed_precision).lower()
+    if precision not in ("no", "fp16", "bf16", "fp8"):
+        raise ValueError(_UNKNOWN.format(mixed_precision))
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    wanted = max(devices, 1) if num_processes is None else num_processes
+    given["num_processes"] = wanted = max(devices, 1) if num_processes is None else num_processes
     if wanted <= 1 and num_nodes == 1:
-        with patch_environment(ACCELERATE_MIXED_PRECISION=str(mixed_precision).lower()):
+        with patch_environment(ACCELERATE_MIXED_PRECISION=precision):
             return function(*args)
+    return _in_processes(function, args, given, devices)
+
+
+def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict[str, Any], devices: int) -> Any:
+    """Start processes; what stands for nothing in the established arguments is left to hasten."""
     if AMBIENT.whole:
         raise ValueError(
             "To launch a multi-process training from your notebook, the `Accelerator` should only be initialized "
             "inside your training function. Restart your notebook and make sure no cells initializes an `Accelerator`."
         )
-    return notebook.notebook_launcher(
-        function,
-        args,
-        num_processes=wanted,
-        mixed_precision=str(mixed_precision).lower(),
-        use_port=None if num_nodes == 1 else use_port,
-        master_addr=None if num_nodes == 1 else master_addr,
-        node_rank=node_rank,
-        num_nodes=num_nodes,
-        rdzv_backend=None if rdzv_backend == "static" else rdzv_backend,
-        rdzv_endpoint=rdzv_endpoint or None,
-        rdzv_conf=rdzv_conf,
-        rdzv_id=None if rdzv_id == "none" else rdzv_id,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-        cpu=devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"),
-    )
+    here = ("use_port", "master_addr") if given["num_nodes"] == 1 else ()
+    nothing = {"rdzv_backend": "static", "rdzv_endpoint": "", "rdzv_id": "none"}
+    options: dict[str, Any] = {
+        name: None if name in here or nothing.get(name) == value else value for name, value in given.items()
+    }
+    cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return notebook.notebook_launcher(function, args, cpu=cpu, **options)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run `function(*args)` in CPU processes: for tests without devices."""
     notebook.debug_launcher(function, args, num_processes)
-
-
-settle(__name__, "accelerate.launchers")

@@ -31,6 +31,12 @@ _FP8 = {
 }
 _PARALLEL = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend")
 _PORT = 29500
+_ESTIMATOR = {
+    **{name: name for name in ("image_uri", "transformers_version", "pytorch_version", "py_version", "base_job_name")},
+    "role": "iam_role_name",
+    "instance_count": "num_machines",
+    "instance_type": "ec2_instance_type",
+}
 
 
 class PrepareForLaunch:
@@ -90,12 +96,9 @@ def _for_torchrun(args: argparse.Namespace) -> None:
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """DeepSpeed's own command where it spans machines (else None: torch's launcher is used), and the environment."""
     args.use_deepspeed = True
-    found = {
-        **environment(),
-        **spelled(settings_for(words_of(args))),
-        "ACCELERATE_MIXED_PRECISION": _asked(args, "mixed_precision", "no"),
-        "PYTHONPATH": env_var_path_add("PYTHONPATH", str(Path.cwd())),
-    }
+    found = {**environment(), **spelled(settings_for(words_of(args)))}
+    found["ACCELERATE_MIXED_PRECISION"] = _asked(args, "mixed_precision", "no")
+    found["PYTHONPATH"] = env_var_path_add("PYTHONPATH", str(Path.cwd()))
     launcher = _asked(args, "deepspeed_multinode_launcher", DEEPSPEED_MULTINODE_LAUNCHERS[0])
     if _asked(args, "num_machines", 1) == 1 or launcher == "standard":
         _for_torchrun(args)
@@ -164,30 +167,21 @@ def prepare_sagemager_args_inputs(
     script = Path(args.training_script)
     if _asked(args, "module") or _asked(args, "no_python") or script.suffix != ".py":
         raise ValueError(f'Your training script should be a python script and not "{args.training_script}"')
-    variables = {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        "ACCELERATE_MIXED_PRECISION": str(sagemaker_config.mixed_precision),
-    }
-    channels = _table(sagemaker_config.sagemaker_inputs_file)
-    measured = _table(sagemaker_config.sagemaker_metrics_file)
-    estimator = {
-        "image_uri": sagemaker_config.image_uri,
-        "entry_point": script.name,
-        "source_dir": str(script.parent),
-        "role": sagemaker_config.iam_role_name,
-        "transformers_version": sagemaker_config.transformers_version,
-        "pytorch_version": sagemaker_config.pytorch_version,
-        "py_version": sagemaker_config.py_version,
-        "base_job_name": sagemaker_config.base_job_name,
-        "instance_count": sagemaker_config.num_machines,
-        "instance_type": sagemaker_config.ec2_instance_type,
-        "debugger_hook_config": False,
-        "distribution": _distribution(str(sagemaker_config.distributed_type)),
-        "hyperparameters": _hyperparameters(args.training_script_args),
+    words: dict[str, Any] = {name: getattr(sagemaker_config, attribute) for name, attribute in _ESTIMATOR.items()}
+    words |= {"entry_point": script.name, "source_dir": str(script.parent), "debugger_hook_config": False}
+    words |= {"hyperparameters": _hyperparameters(args.training_script_args), **_job(sagemaker_config)}
+    return {**words, **(sagemaker_config.additional_args or {})}, _table(sagemaker_config.sagemaker_inputs_file)
+
+
+def _job(config: Any) -> dict[str, Any]:
+    """What the job is told of its precision, its processes and what to measure."""
+    variables = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_MIXED_PRECISION": str(config.mixed_precision)}
+    measured = _table(config.sagemaker_metrics_file)
+    return {
         "environment": variables,
+        "distribution": _distribution(str(config.distributed_type)),
         "metric_definitions": None if measured is None else [{"Name": a, "Regex": b} for a, b in measured.items()],
     }
-    return {**estimator, **(sagemaker_config.additional_args or {})}, channels
 
 
 def _distribution(kind: str) -> dict[str, Any] | None:

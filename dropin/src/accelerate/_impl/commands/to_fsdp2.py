@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from accelerate._impl.environment.parsers import CustomArgumentParser, exit_code_of
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
 from hasten.config.files import contents
 from hasten.errors import ConfigError
 
@@ -23,6 +21,11 @@ _GONE = {
     "fsdp_forward_prefetch": "set fsdp.forward_prefetch_depth in a file of hasten's instead",
 }
 _NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+_FLAGS: Flags = {
+    "--config_file": {"type": str, "help": "the file to convert"},
+    "--overwrite": {"action": "store_true", "help": "write over it"},
+    "--output_file": {"type": str, "default": None, "help": "where to write instead"},
+}
 _RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 
 
@@ -64,16 +67,8 @@ def _kept_value(name: str, value: Any, said: list[str]) -> Any:
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate to-fsdp2`."""
-    if subparsers is not None:
-        parser: argparse.ArgumentParser = subparsers.add_parser("to-fsdp2")
-    else:
-        parser = CustomArgumentParser(description="Convert an FSDP1 config into an FSDP2 config.")
-    parser.add_argument("--config_file", "--config-file", type=str, help="the file to convert")
-    parser.add_argument("--overwrite", action="store_true", help="write over it")
-    parser.add_argument("--output_file", "--output-file", type=str, default=None, help="where to write instead")
-    if subparsers is not None:
-        parser.set_defaults(func=to_fsdp2_command)
-    return parser
+    about = "Convert an FSDP1 config into an FSDP2 config."
+    return parser_of("to-fsdp2", to_fsdp2_command, _FLAGS, subparsers, about)
 
 
 def to_fsdp2_command(args: Any) -> None:
@@ -100,15 +95,5 @@ def _target(args: Any) -> Path:
     return target
 
 
-def run(words: Sequence[str]) -> int:
-    """Run `accelerate to-fsdp2 WORDS`."""
-    args = to_fsdp2_command_parser().parse_args(words)
-    return exit_code_of("to-fsdp2", lambda: to_fsdp2_command(args))
-
-
-def main() -> NoReturn:
-    """Run the command."""
-    sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.to_fsdp2")
+run = runner("to-fsdp2", to_fsdp2_command_parser)
+main = main_of(run)

@@ -5,25 +5,23 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from accelerate._impl.environment.parsers import CustomArgumentParser
+from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
 from accelerate._impl.settings.config_file import default_config_file, load_config_from_file
-from accelerate._impl.surface.homes import settle
 
 _SWITCH: dict[str, Any] = {"action": "store_true"}  # Any: what argparse takes
-_FLAGS: dict[str, dict[str, Any]] = {
-    "config_file": {"help": "the settings file that names the TPU"},
-    "tpu_name": {"help": "the TPU; else the settings file's"},
-    "tpu_zone": {"help": "its zone; else the settings file's"},
-    "use_alpha": {**_SWITCH, "help": "call `gcloud alpha`"},
-    "command_file": {"help": "a file of commands, one a line"},
-    "command": {"action": "append", "nargs": "+", "help": "a command; may be given several times"},
-    "install_accelerate": {**_SWITCH, "help": "install accelerate there first"},
-    "accelerate_version": {"default": "latest", "help": "a release, `latest`, or `dev`"},
-    "debug": {**_SWITCH, "help": "print the command instead of running it"},
+_FLAGS: Flags = {
+    "--config_file": {"help": "the settings file that names the TPU"},
+    "--tpu_name": {"help": "the TPU; else the settings file's"},
+    "--tpu_zone": {"help": "its zone; else the settings file's"},
+    "--use_alpha": {**_SWITCH, "help": "call `gcloud alpha`"},
+    "--command_file": {"help": "a file of commands, one a line"},
+    "--command": {"action": "append", "nargs": "+", "help": "a command; may be given several times"},
+    "--install_accelerate": {**_SWITCH, "help": "install accelerate there first"},
+    "--accelerate_version": {"default": "latest", "help": "a release, `latest`, or `dev`"},
+    "--debug": {**_SWITCH, "help": "print the command instead of running it"},
 }
 _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 
@@ -31,15 +29,7 @@ _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # Any: argparse's subparsers
     """The parser of `accelerate tpu-config`."""
     about = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
-    parser: argparse.ArgumentParser = (
-        subparsers.add_parser("tpu-config", description=about)
-        if subparsers is not None
-        else CustomArgumentParser("Accelerate tpu-config command", description=about)
-    )
-    for name, options in _FLAGS.items():
-        parser.add_argument(f"--{name}", **options)
-    parser.set_defaults(func=tpu_command_launcher)
-    return parser
+    return parser_of("tpu-config", tpu_command_launcher, _FLAGS, subparsers, about)
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
@@ -89,21 +79,5 @@ def _installation(args: argparse.Namespace) -> list[str]:
 tpu_command = tpu_command_launcher
 
 
-def run(words: Sequence[str]) -> int:
-    """Run `accelerate tpu-config WORDS` and give the exit code."""
-    try:
-        tpu_command_launcher(tpu_command_parser().parse_args(words))
-    except (ValueError, FileNotFoundError) as error:
-        sys.stderr.write(f"accelerate tpu-config: {error}\n")
-        return 2
-    except subprocess.CalledProcessError as error:
-        return error.returncode
-    return 0
-
-
-def main() -> NoReturn:
-    """Run the command."""
-    sys.exit(run(sys.argv[1:]))
-
-
-settle(__name__, "accelerate.commands.tpu")
+run = runner("tpu-config", tpu_command_parser)
+main = main_of(run)

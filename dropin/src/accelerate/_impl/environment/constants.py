@@ -3,8 +3,6 @@
 import operator
 from typing import Any
 
-import torch
-
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"  # quirk: ESTABLISHED_NAMES
 SAFE_MODEL_NAME = "model"
@@ -84,12 +82,3 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     *CUDA_DISTRIBUTED_TYPES,
     *(f"MULTI_{kind}" for kind in ("NPU", "MLU", "SDAA", "MUSA", "XPU", "CPU", "HPU", "NEURON")),
 ]
-SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
-    torch.nn.Conv1d,
-    torch.nn.Conv2d,
-    torch.nn.Conv3d,
-    torch.nn.ConvTranspose1d,
-    torch.nn.ConvTranspose2d,
-    torch.nn.ConvTranspose3d,
-    torch.nn.Linear,
-)

@@ -37,33 +37,21 @@ def _probe(package: str, name: str | None = None) -> Callable[[], bool]:
     return _says(f"Whether {package} is installed.", lambda: _is_package_available(package, name))
 
 
-is_aim_available = _probe("aim")
-is_boto3_available = _probe("boto3")
-is_clearml_available = _probe("clearml")
-is_comet_ml_available = _probe("comet_ml")
 is_datasets_available = _probe("datasets")
 is_deepspeed_available = _probe("deepspeed")
-is_dvclive_available = _probe("dvclive")
-is_import_timer_available = _probe("import_timer")
 is_lomo_available = _probe("lomo_optim")
-is_matplotlib_available = _probe("matplotlib")
 is_msamp_available = _probe("msamp", "ms-amp")
-is_pandas_available = _probe("pandas")
 is_peft_available = _probe("peft")
-is_pytest_available = _probe("pytest")
-is_rich_available = _probe("rich")
-is_sagemaker_available = _probe("sagemaker")
-is_schedulefree_available = _probe("schedulefree")
-is_swanlab_available = _probe("swanlab")
-is_timm_available = _probe("timm")
 is_torchao_available = _probe("torchao")
-is_torchdata_available = _probe("torchdata")
-is_torchvision_available = _probe("torchvision")
-is_tqdm_available = _probe("tqdm")
-is_trackio_available = _probe("trackio")
+is_rich_available = _probe("rich")
 is_transformers_available = _probe("transformers")
-is_triton_available = _probe("triton")
 is_wandb_available = _probe("wandb")
+_PACKAGES = (
+    "aim boto3 clearml comet_ml dvclive import_timer matplotlib pandas pytest sagemaker "
+    "schedulefree swanlab timm torchdata torchvision tqdm trackio triton "
+)
+for _name in _PACKAGES.split():
+    globals()[f"is_{_name}_available"] = _probe(_name)
 
 
 def is_pynvml_available() -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from accelerate._impl.surface.homes import settle
 from hasten.errors import HastenError
@@ -30,14 +31,51 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return group
 
 
-def exit_code_of(command: str, work: Callable[[], object]) -> int:
-    """Do the work: 0, or 2 after saying in one sentence what the user asked for that cannot be."""
-    try:
-        work()
-    except (HastenError, ValueError, OSError) as error:
-        sys.stderr.write(f"accelerate {command}: {error}\n")
-        return 2
-    return 0
+Flags = Mapping[str, Mapping[str, Any]]  # Any: argparse's own
+
+
+def parser_of(
+    name: str,
+    command: Callable[[Any], object],
+    flags: Flags,
+    subparsers: Any,
+    about: str | None = None,  # Any: argparse's own
+) -> argparse.ArgumentParser:
+    """The parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
+    parser: argparse.ArgumentParser = (
+        subparsers.add_parser(name, description=about)
+        if subparsers is not None
+        else CustomArgumentParser(f"Accelerate {name} command", description=about)
+    )
+    for flag, options in flags.items():
+        parser.add_argument(flag, **options)
+    parser.set_defaults(func=command)
+    return parser
+
+
+def runner(name: str, make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[Sequence[str]], int]:
+    """`accelerate NAME` on words: its exit code, 2 after saying in one sentence what was asked for and cannot be."""
+
+    def run(words: Sequence[str]) -> int:
+        args = make_parser().parse_args(words)
+        try:
+            return args.func(args) or 0
+        except (HastenError, ValueError, OSError) as error:
+            sys.stderr.write(f"accelerate {name}: {error}\n")
+            return 2
+        except subprocess.CalledProcessError as error:
+            return error.returncode
+
+    return run
+
+
+def main_of(run: Callable[[Sequence[str]], int]) -> Callable[[], NoReturn]:
+    """The entry point of a command."""
+
+    def main() -> NoReturn:
+        sys.exit(run(sys.argv[1:]))
+
+    return main
 
 
 def both_spellings(names: tuple[str, ...]) -> list[str]:

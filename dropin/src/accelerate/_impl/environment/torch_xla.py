@@ -6,8 +6,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from accelerate._impl.surface.homes import settle
-
 
 def install_xla(upgrade: bool = False) -> None:
     """Install the torch_xla that belongs to the torch here, or with `upgrade` the latest of both; in Google Colab only.
@@ -20,6 +18,3 @@ def install_xla(upgrade: bool = False) -> None:
     release = ".".join(version("torch").split("+")[0].split(".")[:2])
     wanted = ["-U", "torch", "torch_xla[tpu]"] if upgrade else [f"torch_xla[tpu]~={release}.0"]
     subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)
-
-
-settle(__name__, "accelerate.utils.torch_xla")

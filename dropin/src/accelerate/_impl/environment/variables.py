@@ -85,26 +85,26 @@ def clear_environment() -> Iterator[None]:
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
     """A function, or the test methods of a class, after which variables named ACCELERATE_* are as before."""
-
-    def purged(function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-            try:
-                return function(*args, **kwargs)
-            finally:
-                for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name not in before]:
-                    del os.environ[name]
-                os.environ.update(before)
-
-        return run
-
     if not isinstance(func_or_cls, type):
-        return purged(func_or_cls)
+        return _purged(func_or_cls)
     for name, value in list(vars(func_or_cls).items()):
         if callable(value) and (name.startswith("test") or name in ("setUp", "tearDown")):
-            setattr(func_or_cls, name, purged(value))
+            setattr(func_or_cls, name, _purged(value))
     return func_or_cls
+
+
+def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name not in before]:
+                del os.environ[name]
+            os.environ.update(before)
+
+    return run
 
 
 def convert_dict_to_env_variables(current_env: dict[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ from importlib import metadata
 from packaging.version import Version, parse
 
 from accelerate._impl.environment.constants import STR_OPERATION_TO_FUNC
-from accelerate._impl.surface.homes import settle
 
 torch_version = parse(metadata.version("torch"))
 
@@ -24,6 +23,3 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether torch's version stands so to `version`."""
     return compare_versions(torch_version, operation, version)
-
-
-settle(__name__, "accelerate.utils.versions")

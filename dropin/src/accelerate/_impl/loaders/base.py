@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -69,10 +69,7 @@ class DataLoaderStateMixin:
 
     def end(self) -> None:
         """Stop being the innermost loader."""
-        for index in range(len(AMBIENT.loaders) - 1, -1, -1):
-            if AMBIENT.loaders[index] is self:
-                del AMBIENT.loaders[index]
-                return
+        ambient.forget_loader(self)
 
 
 class DataLoaderAdapter(DataLoader[Any]):
@@ -83,12 +80,10 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
-            kwargs = {
-                key: value
-                for key, value in kwargs.items()
-                if key not in ("batch_size", "shuffle", "sampler", "drop_last")
+            formed = ("batch_size", "shuffle", "sampler", "drop_last")
+            kwargs = {key: value for key, value in kwargs.items() if key not in formed} | {
+                "batch_sampler": batch_sampler
             }
-            kwargs["batch_sampler"] = batch_sampler
         with warnings.catch_warnings():  # torchdata 0.11 makes a call that torch has deprecated
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             super().__init__(dataset, **kwargs)
@@ -104,20 +99,27 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
 
     belongs_to_run = ("clock", "_iterator")
 
-    def __init__(self, dataset: Any, iteration: int = 0, skip_batches: int = 0, **kwargs: Any) -> None:
-        super().__init__(dataset, **kwargs)
-        self.skip_batches = skip_batches
-        self.cursor = LoaderCursor()
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: Any = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader, **kwargs)
+        self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
+        self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
+        self.cursor, self.progress = LoaderCursor(), Progress(iteration)
         self.clock: StepClock | None = None
-        self.progress = Progress(iteration)
-        self.num_processes = 1
-        self.process_index = 0
-        self.split_batches = False
-        self.even_batches = True
-        self.device: torch.device | None = None
-        self._drop_last = False
-        self._non_blocking = False
-        self.synchronized_generator: torch.Generator | None = None
+        self.num_processes, self.process_index = 1, 0
+        self.split_batches, self.even_batches = False, True
 
     def rejoin(self) -> None:
         """Be watched by the clock that the loader copied is watched by, or by the latest Accelerator's."""
@@ -167,13 +169,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
         progress.order = None if generator is None else generator.get_state()
         self.set_epoch(progress.iteration)
         cursor = self.cursor
-        cursor.epoch, cursor.batch, cursor.at_end, cursor.num_real, cursor.num_rows = (
-            progress.iteration,
-            0,
-            False,
-            None,
-            None,
-        )
+        cursor.epoch, cursor.batch, cursor.at_end = progress.iteration, 0, False
+        cursor.num_real = cursor.num_rows = None
         progress.batch = self._first
         self.begin()
         try:
@@ -236,6 +233,10 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
     def _picks_by_index(self) -> bool:
         """Whether batches that are skipped need not be read."""
         return False
+
+    def even(self, even_batches: bool) -> AbstractContextManager[None]:
+        """A block in which batches are shared with this `even_batches`, where this process itself takes its share."""
+        return nullcontext()
 
     def __len__(self) -> int:
         return max(super().__len__() - self.skip_batches, 0)

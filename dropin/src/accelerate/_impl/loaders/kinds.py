@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -27,33 +28,25 @@ from hasten.optional import need
 class DataLoaderShard(PreparedLoader):
     """A loader that reads this process's share and puts it on its device."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | None = None,
-        rng_types: Any = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(dataset, iteration, skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.device = device
-        self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
-
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         with self._watched():
             for batch, last in one_ahead(self._skipped(super().__iter__()), self.device, self._non_blocking):
                 yield self._hand(batch, last)
+
+    @contextmanager
+    def even(self, even_batches: bool) -> Iterator[None]:
+        """A block in which every process takes as many batches as the others, or only those that are there."""
+        targets: tuple[Any, ...] = (self, self.batch_sampler)
+        before = [(one, one.even_batches) for one in targets if hasattr(one, "even_batches")]
+        for one, _ in before:
+            one.even_batches = even_batches
+        try:
+            yield
+        finally:
+            for one, value in before:
+                one.even_batches = value
 
     def _picks_by_index(self) -> bool:
         return type(self).__iter__ is DataLoaderShard.__iter__ and not isinstance(self.dataset, IterableDataset)
@@ -67,21 +60,13 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: Any,
         split_batches: bool = False,
         skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, iteration, skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        super().__init__(dataset, skip_batches=skip_batches, **kwargs)
         here = ambient.start()
         self.num_processes, self.process_index = here.world.size, here.world.rank
-        self.split_batches = split_batches
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
-        self.slice_fn = slice_fn
+        self.split_batches, self.slice_fn = split_batches, slice_fn
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
         world = ambient.start().world
@@ -90,17 +75,19 @@ class DataLoaderDispatcher(PreparedLoader):
             # what the main process's iterator draws for its workers, so that the ranks' generators agree
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         with self._watched():
-            if world.size == 1 and rounds is not None:
-                mine = ((parts[0], total) for parts, total in rounds)
-                given = one_ahead(self._skipped(mine), self.device, self._non_blocking)
-            else:
-                given = self._scattered(rounds, world)
-            for (batch, total), last in given:
+            for (batch, total), last in self._given(rounds, world):
                 self.remainder = total if last else -1
                 yield self._hand(batch, last)
 
-    def _scattered(self, rounds: Iterator[tuple[list[Any], int]] | None, world: Comm) -> Iterator[tuple[Any, bool]]:
+    def _given(self, rounds: Iterator[tuple[list[Any], int]] | None, world: Comm) -> Iterator[tuple[Any, bool]]:
         """This process's parts, with the length of the whole batch, and whether they are the last."""
+        if world.size > 1 or rounds is None:
+            return self._scattered(rounds, world)
+        mine = ((parts[0], total) for parts, total in rounds)
+        return one_ahead(self._skipped(mine), self.device, self._non_blocking)
+
+    def _scattered(self, rounds: Iterator[tuple[list[Any], int]] | None, world: Comm) -> Iterator[tuple[Any, bool]]:
+        """The parts that the main process hands to this one."""
         ahead = None if rounds is None else one_ahead(self._skipped(rounds), None)
         while True:
             parts: Any = None

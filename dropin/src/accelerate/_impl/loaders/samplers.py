@@ -11,8 +11,18 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from accelerate._impl.surface.homes import settle
+from hasten.data.skip import SkippedBatches
 
 # Any in this file: indices and samples are whatever the dataset has.
+
+
+def check_split(what: str, batch_size: int | None, num_processes: int, least: int = 1) -> None:
+    """Refuse batches that cannot be split equally."""
+    if batch_size is not None and batch_size > least and batch_size % num_processes:
+        raise ValueError(
+            f"To use {what} in `split_batches` mode, the batch size ({batch_size}) needs to be a round multiple of the "
+            f"number of processes ({num_processes})."
+        )
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -56,11 +66,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)  # None for samplers of varying size
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
-        if split_batches and self.batch_size is not None and self.batch_size % num_processes:
-            raise ValueError(
-                f"To use `BatchSamplerShard` in `split_batches` mode, the batch size ({self.batch_size}) needs to be a "
-                f"round multiple of the number of processes ({num_processes})."
-            )
+        if split_batches:
+            check_split("`BatchSamplerShard`", self.batch_size, num_processes, least=0)
 
     @property
     def total_length(self) -> int:
@@ -138,11 +145,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes:
-            raise ValueError(
-                f"To use `IterableDatasetShard` in `split_batches` mode, the batch size ({batch_size}) needs to be a "
-                f"round multiple of the number of processes ({num_processes})."
-            )
+        if split_batches:
+            check_split("`IterableDatasetShard`", batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -156,26 +160,25 @@ class IterableDatasetShard(IterableDataset[Any]):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    @property
+    def _step(self) -> int:
+        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+
     def __len__(self) -> int:
-        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        size = self._step
         rounds = len(self.dataset) // size if self.drop_last else math.ceil(len(self.dataset) / size)
         return rounds * (size // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        part = size // self.num_processes
+        part = self._step // self.num_processes
         mine = slice(self.process_index * part, (self.process_index + 1) * part)
         _seed_epoch(self.dataset, getattr(self, "epoch", None))
-        head: list[Any] = []
-        round_: list[Any] = []
-        for row in self.dataset:
-            round_.append(row)
-            if len(round_) == size:
-                yield from round_[mine]
-                head = head or list(round_)
-                round_ = []
-        if round_ and not self.drop_last:
-            round_.extend(islice(cycle(head or list(round_)), size - len(round_)))
+        rows, head = iter(self.dataset), list[Any]()
+        while round_ := list(islice(rows, self._step)):
+            if len(round_) < self._step and self.drop_last:
+                return
+            head = head or list(round_)
+            round_.extend(islice(cycle(head), self._step - len(round_)))
             yield from round_[mine]
 
 
@@ -186,26 +189,17 @@ def _seed_epoch(dataset: Any, epoch: int | None) -> None:
         generator.manual_seed(epoch)
 
 
-class SkipBatchSampler(BatchSampler):
+class SkipBatchSampler(SkippedBatches):
     """A batch sampler without its first batches."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
-        self.skip_batches = skip_batches
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # None where it varies
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return islice(iter(self.batch_sampler), self.skip_batches, None)
+        super().__init__(batch_sampler, skip_batches)
+        self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
 
     @property
     def total_length(self) -> int:
         """Batches before any are skipped."""
         return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler) - self.skip_batches
 
 
 def sampler_of(batch_sampler: Any) -> Any:

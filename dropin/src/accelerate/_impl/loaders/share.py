@@ -17,6 +17,7 @@ from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
+    check_split,
 )
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
@@ -25,17 +26,8 @@ from hasten.data.skip import skip_first_batches as skip_plain
 logger = get_logger("accelerate.data_loader")
 # Any in this file: batches, datasets and samplers are the user's own.
 _KEPT: Final = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-    "in_order",
+    "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
+    "persistent_workers pin_memory_device in_order"
 )
 
 
@@ -64,13 +56,13 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
     """The loader, reading this process's share. Ranks: every rank."""
-    if dispatch_batches is None:
-        stream = isinstance(dataloader.dataset, IterableDataset)
-        dispatch_batches = put_on_device and stream  # quirk: STREAMS_ARE_DISPATCHED
+    if dispatch_batches is None:  # quirk: STREAMS_ARE_DISPATCHED
+        dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
     world, place = ambient.start().world, device if put_on_device else None
-    size, index = _given(num_processes, world.size), _given(process_index, world.rank)
+    size = world.size if num_processes is None else num_processes
+    index = world.rank if process_index is None else process_index
     share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
     order = share.order(data_seed, use_seedable_sampler)
     return share.loader(order, place, rng_types, slice_fn_for_dispatch, non_blocking)
@@ -99,7 +91,8 @@ class Share:
 
     def __post_init__(self) -> None:
         if self.split:
-            _check_split(self.plain, self.size)
+            batch = self.plain.batch_size
+            check_split("a `DataLoader`", batch or getattr(self.plain.batch_sampler, "batch_size", None), self.size)
 
     @property
     def stream(self) -> bool:
@@ -116,62 +109,73 @@ class Share:
 
     def _with(self, sampler: Any, batches: Any) -> Order:
         # the main process alone draws the order of batches that it hands out
-        shared = None if self.dispatch else _shared_generator(self.plain, sampler, self.size, self.stateful)
-        return Order(sampler, batches, shared)
+        return Order(sampler, batches, None if self.dispatch else self._shared_generator(sampler))
+
+    def _shared_generator(self, sampler: Any) -> torch.Generator | None:
+        """The generator that orders the loader, made where ranks would draw differently."""
+        # quirk: SHUFFLE_FOLLOWS_TORCH
+        if self.stream or not isinstance(sampler, RandomSampler):
+            found = getattr(self.plain.dataset if self.stream else sampler, "generator", None)
+            return found if isinstance(found, torch.Generator) else None
+        if sampler.generator is None and (self.size > 1 or self.stateful):
+            sampler.generator = torch.Generator(device=torch.get_default_device())
+            sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        generator: torch.Generator | None = sampler.generator
+        return generator
 
     def loader(self, order: Order, device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool) -> PreparedLoader:
         """The loader of this share."""
         dataset, batches = self._cut(order.batches)
         kwargs = {**self._options(order.sampler, batches), "_non_blocking": non_blocking}
-        shape = stateful if self.stateful else _as_it_is
         if self.dispatch:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-            made = shape(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
+            made = self._kind(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
         else:
             types = [kind for kind in rng_types or () if order.generator is not None or str(kind) != "generator"]
             kwargs |= {"rng_types": types or None, "synchronized_generator": order.generator}
-            made = shape(DataLoaderShard)(dataset, **kwargs)
-        return self._placed(made, dataset, device)
-
-    def _placed(self, made: Any, dataset: Any, device: Any) -> PreparedLoader:
+            made = self._kind(DataLoaderShard)(dataset, **kwargs)
         made.device = device
         made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
         made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
         loader: PreparedLoader = made
         return loader
 
+    def _kind(self, kind: Any) -> Any:
+        return stateful(kind) if self.stateful else kind
+
     def _cut(self, batches: Any) -> tuple[Any, Any]:
+        """The dataset and the batches of this process."""
+        dataset: Any = self.plain.dataset
         if self.size == 1 or self.dispatch:
-            return self.plain.dataset, batches
-        return _sharded(self.plain, batches, self.stream, self.size, self.index, self.split, self.even)
+            return dataset, batches
+        if not self.stream:
+            whole = BatchSampler(self.plain.sampler, 1, False) if batches is None else batches
+            return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
+        shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
+        if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards > self.size:
+            return dataset.shard(num_shards=self.size, index=self.index), batches
+        rows, drop_last = self.plain.batch_size or 1, bool(self.plain.drop_last)
+        return IterableDatasetShard(dataset, rows, drop_last, self.size, self.index, self.split), batches
 
     def _options(self, sampler: Any, batches: Any) -> dict[str, Any]:
-        kept_ = {name: getattr(self.plain, name) for name in _KEPT if hasattr(self.plain, name)}
-        if not kept_.get("num_workers"):
-            kept_.pop("prefetch_factor", None)
-        kept_ |= _batching(self.plain, batches, sampler, self.stream, self.size, self.split, self.dispatch)
-        return {**kept_, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
+        kept = {name: getattr(self.plain, name) for name in _KEPT.split() if hasattr(self.plain, name)}
+        if not kept.get("num_workers"):
+            kept.pop("prefetch_factor", None)
+        kept |= self._batching(sampler, batches)
+        return {**kept, "_drop_last": bool(self.plain.drop_last), "use_stateful_dataloader": self.stateful}
 
-
-def _given(number: int | None, otherwise: int) -> int:
-    return otherwise if number is None else number
-
-
-def _as_it_is(kind: type[PreparedLoader]) -> Any:
-    return kind
-
-
-def _check_split(dataloader: DataLoader[Any], size: int) -> None:
-    batch = (
-        dataloader.batch_size
-        if dataloader.batch_size is not None
-        else getattr(dataloader.batch_sampler, "batch_size", None)
-    )
-    if batch is not None and batch > 1 and batch % size:
-        raise ValueError(
-            f"To use a `DataLoader` in `split_batches` mode, the batch size ({batch}) "
-            f"needs to be a round multiple of the number of processes ({size})."
-        )
+    def _batching(self, sampler: Any, batches: Any) -> dict[str, Any]:
+        """How the prepared loader forms batches: as torch's DataLoader takes it."""
+        if self.stream:
+            rows = self.plain.batch_size
+            if rows is not None and self.split and not self.dispatch:
+                rows //= self.size
+            return {"batch_size": rows, "drop_last": bool(self.plain.drop_last) if rows is not None else False}
+        if self.plain.batch_sampler is not None:
+            return {"batch_sampler": batches}
+        if isinstance(batches, BatchSamplerShard):
+            return {"sampler": _Unbatched(batches), "batch_size": None}
+        return {"sampler": sampler if sampler is not None else self.plain.sampler, "batch_size": None}
 
 
 def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
@@ -191,66 +195,6 @@ def _with_sampler(batch_sampler: Any, sampler: Any) -> Any:
     changed = copy.copy(batch_sampler)
     changed.sampler = sampler
     return changed
-
-
-def _shared_generator(dataloader: DataLoader[Any], sampler: Any, size: int, stateful: bool) -> torch.Generator | None:
-    """The generator that orders the loader, made where ranks would draw differently."""
-    # quirk: SHUFFLE_FOLLOWS_TORCH
-    stream = isinstance(dataloader.dataset, IterableDataset)
-    if stream or not isinstance(sampler, RandomSampler):
-        found = getattr(dataloader.dataset if stream else sampler, "generator", None)
-        return found if isinstance(found, torch.Generator) else None
-    if sampler.generator is None and (size > 1 or stateful):
-        sampler.generator = torch.Generator(device=torch.get_default_device())
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    generator: torch.Generator | None = sampler.generator
-    return generator
-
-
-def _sharded(
-    dataloader: DataLoader[Any], batch_sampler: Any, stream: bool, size: int, index: int, split: bool, even: bool
-) -> tuple[Any, Any]:
-    dataset: Any = dataloader.dataset
-    if not stream:
-        if batch_sampler is None:
-            batch_sampler = BatchSampler(dataloader.sampler, 1, False)
-        return dataset, BatchSamplerShard(batch_sampler, size, index, split, even)
-    shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
-    if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards > size:
-        return dataset.shard(num_shards=size, index=index), batch_sampler
-    return (
-        IterableDatasetShard(
-            dataset,
-            batch_size=dataloader.batch_size or 1,
-            drop_last=bool(dataloader.drop_last),
-            num_processes=size,
-            process_index=index,
-            split_batches=split,
-        ),
-        batch_sampler,
-    )
-
-
-def _batching(
-    dataloader: DataLoader[Any],
-    batch_sampler: Any,
-    sampler: Any,
-    stream: bool,
-    size: int,
-    split: bool,
-    dispatch: bool | None,
-) -> dict[str, Any]:
-    """How the prepared loader forms batches: as torch's DataLoader takes it."""
-    if stream:
-        batch = dataloader.batch_size
-        if batch is not None and split and not dispatch:
-            batch //= size
-        return {"batch_size": batch, "drop_last": bool(dataloader.drop_last) if batch is not None else False}
-    if dataloader.batch_sampler is None:
-        if isinstance(batch_sampler, BatchSamplerShard):
-            return {"sampler": _Unbatched(batch_sampler), "batch_size": None}
-        return {"sampler": sampler if sampler is not None else dataloader.sampler, "batch_size": None}
-    return {"batch_sampler": batch_sampler}
 
 
 class _Unbatched:

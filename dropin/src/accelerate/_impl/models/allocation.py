@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from accelerate._impl.surface.homes import settle
 from hasten.checkpoint.export import parse_size
 
 # Any in this file: modules as callers list them.
@@ -40,18 +39,19 @@ def fallback_allocate(
 
     A module that is too large is looked into, unless its class is not to be split.
     """
-    limit, kept = parse_size(size_limit), no_split_module_classes or ()
+    limit = parse_size(size_limit)
     for at, (name, part) in enumerate(modules):
-        others = list(modules[:at]), list(modules[at + 1 :])
         if _size_with_ties(name, module_sizes, modules, tied_parameters or ()) <= limit:
-            return name, part, [*others[0], *others[1]]
-        inside = (
-            [] if type(part).__name__ in kept else [(f"{name}.{one}", child) for one, child in part.named_children()]
-        )
+            return name, part, [*modules[:at], *modules[at + 1 :]]
+        inside = [] if type(part).__name__ in (no_split_module_classes or ()) else _children(name, part)
         found, chosen, rest = fallback_allocate(inside, module_sizes, limit, no_split_module_classes, tied_parameters)
         if found is not None:
-            return found, chosen, [*others[0], *rest, *others[1]]
+            return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
     return None, None, list(modules)
+
+
+def _children(name: str, part: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{name}.{one}", child) for one, child in part.named_children()]
 
 
 def _size_with_ties(name: str, sizes: Mapping[str, int], modules: Any, tied_parameters: Any) -> int:
@@ -59,6 +59,3 @@ def _size_with_ties(name: str, sizes: Mapping[str, int], modules: Any, tied_para
     inside = [ties for ties in tied_parameters if any(one.startswith(f"{name}.") for one in ties)]
     others = [one for ties in inside for one in ties if not one.startswith(f"{name}.")]
     return get_module_size_with_ties(others, sizes[name], sizes, modules)[0]
-
-
-settle(__name__, "accelerate.utils.modeling")

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from accelerate._impl.environment.packages import torchao_required
-from accelerate._impl.surface.homes import settle
 
 # Any in this file: torchao's own objects.
 
@@ -47,6 +46,3 @@ def convert_model_to_fp8_ao(
     ends = [name for name in find_first_last_linear_layers(model) if name]
     chosen = module_filter_func or (lambda part, name: filter_linear_layers(part, name, ends))
     convert_to_float8_training(model, module_filter_fn=chosen, config=config)
-
-
-settle(__name__, "accelerate.utils.ao")

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from accelerate._impl.models.hooks import mirror
+from accelerate._impl.models.hooks import mirror, mirrored
 from accelerate._impl.models.modeling import as_paths, check_device_map, load_checkpoint_in_model
-from accelerate._impl.surface.homes import settle
-from hasten.bigmodel import casting, dispatch, meta, turns
+from hasten.bigmodel import casting, dispatch, turns
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.load import work_out
@@ -21,16 +18,6 @@ from hasten.bigmodel.turns import UserCpuOffloadHook
 from hasten.modules.sizes import named_tensors
 
 # Any in this file: devices and maps in the many forms the established API takes.
-
-
-def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """A block in which models are built without memory for their weights."""
-    return meta.init_empty_weights(include_buffers)
-
-
-def init_on_device(device: Any, include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """A block in which models are built with their weights on a device."""
-    return meta.init_on_device(device, include_buffers)
 
 
 def cpu_offload(
@@ -84,22 +71,10 @@ def dispatch_model(
     check_device_map(model, device_map)
     homeless = [name for name, _ in named_tensors(model) if owner_in(dict(device_map), name) is None]
     places = {**device_map, **dict.fromkeys(homeless, "cpu")}  # whoever skips the check means them to stay
-    dispatch.dispatch_model(
-        model,
-        places,
-        main_device,
-        state_dict,
-        None if offload_dir is None else str(offload_dir),
-        offload_index,
-        offload_buffers,
-        skip_keys,
-        preload_module_classes,
-        force_hooks,
-    )
-    main = dispatch.main_device_of(places) if main_device is None else main_device
+    options: tuple[Any, ...] = (offload_index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    dispatch.dispatch_model(model, places, main_device, state_dict, as_paths(offload_dir), *options)
     if dispatch.is_dispatched(model):
-        _shown(model, main)
-        _show_places(model, device_map, main)
+        _show_places(model, device_map, dispatch.main_device_of(places) if main_device is None else main_device)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # an attribute that libraries look at
     return model
 
@@ -115,6 +90,7 @@ def _shown(model: nn.Module, device: Any) -> nn.Module:
 
 
 def _show_places(model: nn.Module, device_map: Mapping[str, Any], main: Any) -> None:
+    _shown(model, main)
     for name, place in device_map.items():
         part = dict(model.named_modules()).get(name)
         if part is not None and "_hf_hook" not in part.__dict__:
@@ -163,31 +139,9 @@ def load_checkpoint_and_dispatch(
     )
     if places is None:
         return model
-    return dispatch_model(
-        model,
-        places,
-        offload_dir=as_paths(offload_folder),
-        offload_index=dict(loaded.offload_index) or None,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-    )
+    index = dict(loaded.offload_index) or None
+    options: tuple[Any, ...] = (index, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return dispatch_model(model, places, None, None, as_paths(offload_folder), *options)
 
 
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | tuple[str, ...] | None = None,
-    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Weights kept in one dtype and computed with in another."""
-    casting.attach_layerwise_casting_hooks(
-        module, storage_dtype, compute_dtype, skip_modules_pattern, skip_modules_classes, non_blocking
-    )
-    mirror(module)
-
-
-settle(__name__, "accelerate.big_modeling")
+attach_layerwise_casting_hooks = mirrored(casting.attach_layerwise_casting_hooks)

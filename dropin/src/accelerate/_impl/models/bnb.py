@@ -12,10 +12,9 @@ from torch import nn
 import hasten
 from accelerate._impl import ambient
 from accelerate._impl.models.modeling import set_module_tensor_to_device
-from accelerate._impl.models.offload import offload_weight
 from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
-from accelerate._impl.surface.homes import settle
 from hasten.bigmodel.bnb_layers import BnbSettings, bnb, replace_linears
+from hasten.bigmodel.offload_files import offload_weight
 from hasten.bigmodel.quantize import chosen_linears
 
 # Any in this file: devices and sizes as a user wrote them.
@@ -163,6 +162,3 @@ def has_4bit_bnb_layers(model: object) -> bool:
     """Whether bitsandbytes has quantized a part of the model to four bits."""
     modules = model.modules() if hasattr(model, "modules") else ()
     return any(type(part).__name__ == "Linear4bit" for part in modules)
-
-
-settle(__name__, "accelerate.utils.bnb")

@@ -82,7 +82,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def _mirrored(attach: Callable[..., None]) -> Callable[..., None]:
+def mirrored(attach: Callable[..., None]) -> Callable[..., None]:
     """The function of hasten's, after which every hook is found where libraries look for it."""
 
     @wraps(attach)
@@ -94,9 +94,9 @@ def _mirrored(attach: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-attach_align_device_hook = _mirrored(align.attach_align_device_hook)
-attach_align_device_hook_on_blocks = _mirrored(align.attach_align_device_hook_on_blocks)
-attach_execution_device_hook = _mirrored(align.attach_execution_device_hook)
+attach_align_device_hook = mirrored(align.attach_align_device_hook)
+attach_align_device_hook_on_blocks = mirrored(align.attach_align_device_hook_on_blocks)
+attach_execution_device_hook = mirrored(align.attach_execution_device_hook)
 
 
 settle(__name__, "accelerate.hooks")

@@ -11,7 +11,6 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
 import hasten
 from accelerate._impl import ambient
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import trees
 from hasten.bigmodel.device_map import clean_device_map, tree
@@ -76,15 +75,10 @@ def prepare_pippy(
     The output is on the last process, and None elsewhere unless `gather_output`. Example inputs, if given, are run once, so
     that a model that cannot be cut says so here. The model is moved to this process's device.
     """
-    points = None if split_points in (None, "auto") else split_points
-    context = ambient.start()
-    prepared = hasten.prepare_pipeline(
-        model,
-        split_points=[points] if isinstance(points, str) else points,
-        num_microbatches=num_chunks,
-        gather_output=bool(gather_output),
-        cpu=context.device.type == "cpu" or None,
-    )
+    context, points = ambient.start(), None if split_points in (None, "auto") else split_points
+    cuts: dict[str, Any] = {"split_points": [points] if isinstance(points, str) else points}
+    options: dict[str, Any] = {"num_microbatches": num_chunks, "gather_output": bool(gather_output)}
+    prepared = hasten.prepare_pipeline(model, cpu=context.device.type == "cpu" or None, **cuts, **options)
     starts = _starts(prepared, no_split_module_classes or ())
     prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
     if example_args or example_kwargs:
@@ -136,6 +130,3 @@ def generate_device_map(
     limits = [parse_size(max_memory[rank]) if max_memory else whole for rank in range(num_processes)]
     devices = [Device(rank, limit) for rank, limit in enumerate(balanced(parts, limits))]
     return clean_device_map(dict(place(parts, devices).places))
-
-
-settle(__name__, "accelerate.inference")

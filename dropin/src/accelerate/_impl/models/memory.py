@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import torch
 
-from accelerate._impl.surface.homes import settle
 from hasten.errors import StepError
 from hasten.optim import batch_size
 
@@ -48,19 +48,20 @@ def find_executable_batch_size(
 ) -> Any:  # Any: the decorated function, or a decorator
     """A decorator that calls the function with a batch size, and with smaller ones while memory runs out."""
     reduce_fn = None if reduce_batch_size_fn is None else _with_size(reduce_batch_size_fn)
-
-    def decorate(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-        search = batch_size.find_executable_batch_size(wrapped, starting_batch_size, reduce_fn)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return search(*args, **kwargs)
-            except StepError as error:
-                raise RuntimeError("No executable batch size found, reached zero.") from error
-
-        return run
-
+    decorate = partial(_searching, starting_batch_size, reduce_fn)
     return decorate if function is None else decorate(function)
+
+
+def _searching(start: int, reduce_fn: Callable[[int], int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    search = batch_size.find_executable_batch_size(function, start, reduce_fn)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return search(*args, **kwargs)
+        except StepError as error:
+            raise RuntimeError("No executable batch size found, reached zero.") from error
+
+    return run
 
 
 def _with_size(reduce_fn: Callable[..., int]) -> Callable[[int], int]:
@@ -73,6 +74,3 @@ def _with_size(reduce_fn: Callable[..., int]) -> Callable[[int], int]:
             return reduce_fn(size)
 
     return reduced
-
-
-settle(__name__, "accelerate.utils.memory")

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from accelerate._impl import ambient
 from accelerate._impl.enums import CustomDtype
 from accelerate._impl.environment.packages import is_peft_available
-from accelerate._impl.surface.homes import settle
-from hasten.bigmodel import budget, load, tensors, ties
 from hasten.bigmodel import device_map as maps
+from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
 from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader
-from hasten.checkpoint.export import parse_size
+from hasten.bigmodel.tensors import align_module_device
 from hasten.checkpoint.formats import read_tensors
 from hasten.errors import PrepareError
 
@@ -45,11 +44,6 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     if first_device.type != second_device.type:
         return False
     return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
-
-
-def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes in a size such as "10GB" (thousands) or "1GiB" (1024s)."""
-    return parse_size(size)
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
@@ -89,16 +83,6 @@ def named_module_tensors(
         yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in left_out)
 
 
-def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names that are one parameter."""
-    return ties.find_tied_parameters(model)
-
-
-def retie_parameters(model: nn.Module, tied_params: list[list[str]]) -> None:
-    """Make the names of each group one parameter again."""
-    ties.retie_parameters(model, tied_params)
-
-
 def compute_module_sizes(
     model: nn.Module, dtype: Any = None, special_dtypes: Any = None, buffers_only: bool = False
 ) -> dict[str, int]:
@@ -132,8 +116,7 @@ def get_module_leaves(module_sizes: dict[str, int]) -> list[str]:
 
 def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes: Any) -> tuple[int, list[str]]:
     """Bytes of the largest part that is never split, and the names of such parts."""
-    sizes: dict[str, int] = {}
-    queue = list(modules)
+    sizes, queue = dict[str, int](), list(modules)
     while queue:
         name, module = queue.pop(0)
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
@@ -187,23 +170,10 @@ def infer_auto_device_map(
     """A device for every part of a model."""
     special = {name: one for name, one in (special_dtypes or {}).items() if isinstance(one, (str, torch.dtype))}
     wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
-    found = maps.infer_auto_device_map(
-        model,
-        max_memory,
-        no_split_module_classes,
-        wanted,
-        special,
-        verbose,
-        clean_result,
-        offload_buffers,
-        fallback_allocation,
+    options = (verbose, clean_result, offload_buffers, fallback_allocation)
+    return OrderedDict(
+        maps.infer_auto_device_map(model, max_memory, no_split_module_classes, wanted, special, *options)
     )
-    return OrderedDict(found)
-
-
-def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
-    """Bytes each device may hold."""
-    return dict(budget.get_max_memory(max_memory))
 
 
 def get_balanced_memory(
@@ -339,15 +309,19 @@ def _device_in(device_map: Mapping[str, Any], name: str) -> torch.device:
     return torch.device("cpu") if str(place) == "disk" else device_of(place)
 
 
+def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:
+    """The entries that belong to some modules."""
+    return {
+        key: value
+        for key, value in state_dict.items()
+        if any(key == name or key.startswith(f"{name}.") for name in submodule_names)
+    }
+
+
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether the module's parameters come to a device for its forward only."""
     hook = getattr(module, "_hf_hook", None)
     return bool(getattr(hook, "offload", False))
-
-
-def align_module_device(module: nn.Module, execution_device: Any = None) -> AbstractContextManager[None]:
-    """A block in which the module's own parameters are on a device."""
-    return tensors.align_module_device(module, execution_device)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
@@ -365,6 +339,3 @@ def get_mixed_precision_context_manager(
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     kwargs = {} if autocast_kwargs is None else autocast_kwargs.to_kwargs()
     return torch.autocast(ambient.device().type, dtype, **kwargs)
-
-
-settle(__name__, "accelerate.utils.modeling")

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate._impl import ambient
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import save_object
 from hasten.checkpoint.formats import load_torch
@@ -25,6 +24,10 @@ from hasten.precision.autocast import AutocastForward
 from hasten.strategies.blocks import repeated_blocks
 
 logger = get_logger("accelerate.utils.other")
+_REMOVED = (
+    "Removed shared tensor {} while saving. This should be OK, but check by verifying that you don't receive any warning "
+    "while reloading"
+)
 TORCH_SAFE_GLOBALS: list[Any] = []
 # Any in this file: the caller's objects.
 
@@ -114,11 +117,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         first.setdefault(_memory(name, value), name)
     kept = {name: state_dict[name] for name in first.values()}
     for name in state_dict.keys() - kept.keys():
-        logger.warning(
-            f"Removed shared tensor { {name} } while saving. This should be OK, but check by verifying "
-            "that you don't receive any warning while reloading",
-            main_process_only=True,
-        )
+        logger.warning(_REMOVED.format({name}), main_process_only=True)
     return {name: one.contiguous() if isinstance(one, torch.Tensor) else one for name, one in kept.items()}
 
 
@@ -218,6 +217,3 @@ def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Mod
 def get_model_tp_size(model: nn.Module) -> int | None:
     """The tensor parallel size a model was loaded with, if any."""
     return getattr(model, "tp_size", None)
-
-
-settle(__name__, "accelerate.utils.other")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from accelerate._impl.surface.homes import settle
 from hasten.modules import forwarding, surgery
 from hasten.optional import need
 from hasten.precision.fp8 import TEForward, te_recipe
@@ -19,25 +19,26 @@ def convert_model(
 ) -> None:
     """Exchange linear layers and layer norms for Transformer Engine's, or back, in place, keeping their parameters."""
     te = need("transformer_engine.pytorch", why="layers that compute in fp8")
-    linear, norm = (nn.Linear, nn.LayerNorm) if to_transformer_engine else (te.Linear, te.LayerNorm)
-    library = te if to_transformer_engine else nn
-
-    def make(name: str, old: Any) -> nn.Module:
-        if type(old) is linear:
-            fresh = library.Linear(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
-        else:
-            fresh = library.LayerNorm(tuple(old.weight.shape), eps=old.eps, device="meta")
-        for key, parameter in old.named_parameters(recurse=False):
-            fresh.register_parameter(key, parameter)
-        made: nn.Module = fresh
-        return made
+    source, target = (nn, te) if to_transformer_engine else (te, nn)
 
     def wanted(name: str, old: Any) -> bool:
-        if type(old) is linear and _convert_linear:
-            return not to_transformer_engine or (old.in_features % 16 == 0 and old.out_features % 16 == 0)
-        return type(old) is norm and _convert_ln
+        if type(old) is source.Linear and _convert_linear:
+            return source is te or (old.in_features % 16 == 0 and old.out_features % 16 == 0)
+        return type(old) is source.LayerNorm and _convert_ln
 
-    surgery.swap_where(model, wanted, make)
+    surgery.swap_where(model, wanted, partial(_like, source, target))
+
+
+def _like(source: Any, target: Any, name: str, old: Any) -> nn.Module:
+    """The same layer of another library, with the parameters of this one."""
+    if type(old) is source.Linear:
+        fresh = target.Linear(old.in_features, old.out_features, bias=old.bias is not None, device="meta")
+    else:
+        fresh = target.LayerNorm(tuple(old.weight.shape), eps=old.eps, device="meta")
+    for key, parameter in old.named_parameters(recurse=False):
+        fresh.register_parameter(key, parameter)
+    made: nn.Module = fresh
+    return made
 
 
 def contextual_fp8_autocast(model_forward: Any, fp8_recipe: Any, use_during_eval: bool = False) -> Any:
@@ -62,6 +63,3 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Whether a part of the model is Transformer Engine's."""
     return any(type(part).__module__.startswith("transformer_engine") for part in model.modules())
-
-
-settle(__name__, "accelerate.utils.transformer_engine")

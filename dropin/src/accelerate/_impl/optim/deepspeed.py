@@ -1,4 +1,4 @@
-"""DeepSpeed: its configuration, stand-ins for what it makes, and the established names of what prepare() returns."""
+"""DeepSpeed: the established names of what prepare() returns, and an engine used by hand."""
 
 from __future__ import annotations
 
@@ -10,33 +10,8 @@ from accelerate._impl.enums import DistributedType
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.surface.homes import settle
-from hasten.optim import dummy
 
 # Any in this file: DeepSpeed is untyped, and so are parameters, groups and options.
-
-
-class DummyOptim(dummy.DummyOptim):
-    """Stands for the optimizer in DeepSpeed's configuration."""
-
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        super().__init__(params, lr, weight_decay, **kwargs)
-        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
-
-
-class DummyScheduler(dummy.DummyScheduler):
-    """Stands for the scheduler in DeepSpeed's configuration."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(optimizer, total_num_steps, warmup_num_steps, lr_scheduler_callable, **kwargs)
-        self.total_num_steps, self.warmup_num_steps = total_num_steps, warmup_num_steps
-        self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):

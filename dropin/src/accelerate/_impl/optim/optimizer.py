@@ -10,19 +10,14 @@ import torch
 from accelerate._impl import ambient
 from accelerate._impl.copying import Copyable
 from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.state import AcceleratorState
-from hasten import trees
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.sharing import Share
 from hasten.precision.base import APPLIED, SKIPPED, Precision
 from hasten.precision.full import FullPrecision
-
-
-def move_to_device(state: Any, device: torch.device) -> Any:  # Any: an optimizer's state
-    """The state on a device."""
-    return trees.to_device(state, device)
 
 
 class AcceleratedOptimizer(Copyable, PreparedOptimizer):
@@ -62,19 +57,8 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
     def _is_overflow(self, value: bool) -> None:
         self.last = SKIPPED if value else APPLIED
 
-    @property
-    def gradient_state(self) -> GradientState:
-        """The view on the current window."""
-        return GradientState()
-
-    @property
-    def accelerator_state(self) -> AcceleratorState:
-        """The view on the process."""
-        return AcceleratorState()
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: what the inner optimizer returns
-        """Update the parameters if the window ends here."""
-        return super().step(closure)
+    gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
+    accelerator_state = shown(lambda self: AcceleratorState(), "The view on the process.")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless a window that is still open needs them."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate._impl import ambient
 from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
@@ -26,10 +27,7 @@ class AcceleratedScheduler(PreparedScheduler):
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
 
-    @property
-    def gradient_state(self) -> GradientState:
-        """The view on the current window."""
-        return GradientState()
+    gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule as its optimizers were updated."""

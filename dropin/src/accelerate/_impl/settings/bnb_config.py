@@ -12,6 +12,11 @@ from accelerate._impl.surface.homes import settle
 
 # Any in this file: values as a user wrote them.
 
+_KINDS: Final[tuple[tuple[str, Any, str], ...]] = (
+    ("load_in_8bit load_in_4bit bnb_4bit_use_double_quant", bool, "a boolean"),
+    ("llm_int8_threshold", (int, float), "a float or an int"),
+    ("skip_modules keep_in_fp32_modules", (list, type(None)), "a list of strings"),
+)
 _DTYPES: Final = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
 
@@ -30,23 +35,22 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be a boolean, not {getattr(self, name)!r}")
-        if self.load_in_8bit == self.load_in_4bit:
-            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}: set one of them")
-        if not isinstance(self.llm_int8_threshold, (int, float)):
-            raise ValueError(f"llm_int8_threshold must be a float or an int, not {self.llm_int8_threshold!r}")
-        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
-            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}")
+        for names, kind, words in _KINDS:
+            for name in names.split():
+                if not isinstance(getattr(self, name), kind):
+                    raise ValueError(f"{name} must be {words}, not {getattr(self, name)!r}")
+        self._check_bits()
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
-        for name in ("skip_modules", "keep_in_fp32_modules"):
-            if not isinstance(getattr(self, name), (list, type(None))):
-                raise ValueError(f"{name} must be a list of strings, not {getattr(self, name)!r}")
         if self.torch_dtype is None:
             self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
         self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+
+    def _check_bits(self) -> None:
+        if self.load_in_8bit == self.load_in_4bit:
+            raise ValueError(f"load_in_4bit and load_in_8bit can't be both {self.load_in_8bit}: set one of them")
+        if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
+            raise ValueError(f"bnb_4bit_quant_type must be in ['fp4','nf4'] but found {self.bnb_4bit_quant_type}")
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:

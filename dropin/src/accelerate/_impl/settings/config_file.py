@@ -19,6 +19,10 @@ from hasten.config.files import accelerate_paths, contents
 default_yaml_config_file = str(accelerate_paths(environment())[0])
 default_json_config_file = str(accelerate_paths(environment())[2])
 default_config_file = default_yaml_config_file
+_NO_FILE = (
+    "The passed configuration file `{}` does not exist. Please pass an existing file to `accelerate launch`, or use the "
+    "default one created through `accelerate config` and run `accelerate launch` without the `--config_file` argument."
+)
 cache_dir = str(Path(default_config_file).parent)
 hf_cache_home = str(Path(cache_dir).parent)
 
@@ -26,13 +30,9 @@ hf_cache_home = str(Path(cache_dir).parent)
 def load_config_from_file(config_file: str | None) -> BaseConfig:
     """The settings in a file, by default the established one."""
     path = Path(config_file if config_file is not None else default_config_file)
+    if config_file is not None and not path.is_file():
+        raise FileNotFoundError(_NO_FILE.format(config_file))
     if not path.is_file():
-        if config_file is not None:
-            raise FileNotFoundError(
-                f"The passed configuration file `{config_file}` does not exist. "
-                "Please pass an existing file to `accelerate launch`, or use the default one created through "
-                "`accelerate config` and run `accelerate launch` without the `--config_file` argument."
-            )
         path = Path(default_json_config_file)
     text = contents(path)
     values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)

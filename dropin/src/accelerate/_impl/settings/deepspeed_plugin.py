@@ -22,38 +22,32 @@ from hasten.strategies.deepspeed_config import building
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
+_MISMATCH = "Please correct the following DeepSpeed config values that mismatch kwargs values:"
+_REMEDY = "The easiest method is to set these DeepSpeed config values to 'auto'."
+_NOT_GIVEN = (
+    "`{0}` not found in kwargs. Please specify `{0}` without `auto` (set to correct value) in the DeepSpeed config file or "
+    "pass it in kwargs."
+)
 _ZERO = "zero_optimization"
-_OPTIONS = {
-    # attribute: its key in DeepSpeed's configuration, its variable, and what it is where nobody says
-    "gradient_accumulation_steps": (
-        "gradient_accumulation_steps",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        AUTO,
-    ),
-    "gradient_clipping": ("gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", AUTO),
-    "zero_stage": (f"{_ZERO}.stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
-    "offload_optimizer_device": (
-        f"{_ZERO}.offload_optimizer.device",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-        "none",
-    ),
-    "offload_param_device": (f"{_ZERO}.offload_param.device", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none"),
-    "offload_optimizer_nvme_path": (
-        f"{_ZERO}.offload_optimizer.nvme_path",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        "none",
-    ),
-    "offload_param_nvme_path": (
-        f"{_ZERO}.offload_param.nvme_path",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        "none",
-    ),
-    "zero3_save_16bit_model": (
-        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        False,
-    ),
+_NO_MSAMP = (
+    "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in its place. "
+    "Leave it out, or use mixed_precision='bf16'."
+)
+_OPTIONS: dict[str, tuple[str, Any]] = {
+    # attribute: its key in DeepSpeed's configuration, and what it is where nobody says
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", AUTO),
+    "gradient_clipping": ("gradient_clipping", AUTO),
+    "zero_stage": (f"{_ZERO}.stage", 2),
+    "offload_optimizer_device": (f"{_ZERO}.offload_optimizer.device", "none"),
+    "offload_param_device": (f"{_ZERO}.offload_param.device", "none"),
+    "offload_optimizer_nvme_path": (f"{_ZERO}.offload_optimizer.nvme_path", "none"),
+    "offload_param_nvme_path": (f"{_ZERO}.offload_param.nvme_path", "none"),
+    "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
 }
+
+
+def _variable(option: str) -> str:
+    return f"ACCELERATE_{'' if option.startswith('gradient') else 'DEEPSPEED_'}{option.upper()}"
 
 
 @dataclass
@@ -81,25 +75,9 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         variables = environment()
         if self.enable_msamp:
-            raise NotImplementedError(
-                "DeepSpeedPlugin(enable_msamp=True) is not available: MS-AMP is no longer maintained. Nothing was done in "
-                "its place. Leave it out, or use mixed_precision='bf16'."
-            )
+            raise NotImplementedError(_NO_MSAMP)
         self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
-        if self.hf_ds_config is None:
-            self.hf_ds_config = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
-        if self.hf_ds_config is None:
-            self._settle(variables)
-            self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
-        else:
-            if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-                self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
-            if _ZERO not in self.hf_ds_config.config:
-                raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
-            for name, (key, _, default) in _OPTIONS.items():
-                setattr(self, name, self.hf_ds_config.get_value(key, default))
-        self.deepspeed_config = self.hf_ds_config.config
-        self.deepspeed_config["steps_per_print"] = float("inf")
+        self._take_config(variables)
         if self.zero3_init_flag is None:
             said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
             self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
@@ -108,11 +86,31 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag and AMBIENT.context is not None:
             self._join(AMBIENT.context)
 
+    def _take_config(self, variables: Any) -> None:
+        """Make the configuration of the options, or the options of a configuration that is given."""
+        if self.hf_ds_config is None:
+            self.hf_ds_config = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
+        if self.hf_ds_config is None:
+            self._settle(variables)
+            self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
+        else:
+            self._take_options()
+        self.deepspeed_config = self.hf_ds_config.config
+        self.deepspeed_config["steps_per_print"] = float("inf")
+
+    def _take_options(self) -> None:
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        if _ZERO not in self.hf_ds_config.config:
+            raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
+        for name, (key, default) in _OPTIONS.items():
+            setattr(self, name, self.hf_ds_config.get_value(key, default))
+
     def _settle(self, variables: Any) -> None:
         """Fill options that were not given, from variables or with defaults."""
-        for name, (_, variable, default) in _OPTIONS.items():
+        for name, (_, default) in _OPTIONS.items():
             if getattr(self, name) is None:
-                said = variables.get(variable)
+                said = variables.get(_variable(name))
                 setattr(self, name, default if said is None else _typed(said, default))
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
@@ -139,22 +137,26 @@ class DeepSpeedPlugin:
     # -- what a run takes from it ---------------------------------------------------------------------------------
     def to_hasten(self) -> hasten.DeepSpeedPlugin:
         """hasten's settings, as the configuration is now."""
+        names = self.transformer_moe_cls_names
+        return hasten.DeepSpeedPlugin(
+            hf_ds_config=self._for_the_engine(),
+            is_train_batch_min=self.is_train_batch_min,
+            zero3_init_flag=bool(self.zero3_init_flag) and self.hf_ds_config.is_zero3(),
+            transformer_moe_cls_names=None if names is None else tuple(name.strip() for name in names.split(",")),
+        )
+
+    def _for_the_engine(self) -> dict[str, Any]:
+        """The configuration without what the loop does itself."""
         config = deepcopy(self.deepspeed_config)
         config.pop("steps_per_print", None)  # infinity: never
         config["gradient_accumulation_steps"] = AUTO  # the loop's clock accumulates, or a library that says 1
         if config.get("train_micro_batch_size_per_gpu", AUTO) != AUTO:
             config["train_batch_size"] = AUTO
-        for part in ("optimizer", "param"):
-            section = config.get(_ZERO, {}).get(f"offload_{part}")
+        for part in ("offload_optimizer", "offload_param"):
+            section = config.get(_ZERO, {}).get(part)
             if section is not None and section.get("device", "none") == "none":
-                del config[_ZERO][f"offload_{part}"]
-        names = self.transformer_moe_cls_names
-        return hasten.DeepSpeedPlugin(
-            hf_ds_config=config,
-            is_train_batch_min=self.is_train_batch_min,
-            zero3_init_flag=bool(self.zero3_init_flag) and self.hf_ds_config.is_zero3(),
-            transformer_moe_cls_names=None if names is None else tuple(name.strip() for name in names.split(",")),
-        )
+                del config[_ZERO][part]
+        return config
 
     @property
     def accumulation(self) -> int | None:
@@ -180,10 +182,7 @@ class DeepSpeedPlugin:
             return
         if node[key] == AUTO:
             if ds_key_long not in kwargs:
-                raise ValueError(
-                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to correct "
-                    "value) in the DeepSpeed config file or pass it in kwargs."
-                )
+                raise ValueError(_NOT_GIVEN.format(ds_key_long))
             node[key] = kwargs[ds_key_long]
         elif must_match and ds_key_long in kwargs and node[key] != kwargs[ds_key_long] and mismatches is not None:
             mismatches.append(f"- ds {ds_key_long}={node[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
@@ -204,11 +203,7 @@ class DeepSpeedPlugin:
             else:
                 self.fill_match(prefix + key, found, must_match=must_match, **kwargs)
         if found and mismatches is None:
-            listed = "\n".join(found)
-            raise ValueError(
-                "Please correct the following DeepSpeed config values that mismatch kwargs values:\n"
-                f"{listed}\nThe easiest method is to set these DeepSpeed config values to 'auto'."
-            )
+            raise ValueError("\n".join([_MISMATCH, *found, _REMEDY]))
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let the configuration say the run's precision where it says none."""

@@ -21,12 +21,16 @@ from torch.distributed.fsdp import (
 
 import hasten
 from accelerate._impl.environment.variables import environment, str_to_bool
-from accelerate._impl.settings.fsdp_policies import as_choice
 from accelerate._impl.surface.homes import settle
+from hasten.strategies.wrap_policies import as_choice
 
 log = logging.getLogger("accelerate.utils.fsdp_plugin")
 # Any in this file: torch's policy objects, enums and callables of either FSDP version.
 _DTYPES = {"fp32": torch.float32, "no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+_AS_THEY_ARE = "sync_module_states mixed_precision_policy param_init_fn"
+_SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
+_FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
 
 
 def _yes(word: str) -> bool:
@@ -80,20 +84,13 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        asked = _env("VERSION") if self.fsdp_version is None else str(self.fsdp_version)
-        if asked not in (None, "1", "2"):
-            raise ValueError(f"fsdp_version={asked} does not exist; give 2, or leave it out.")
-        if asked == "1":
-            log.info("fsdp_version=1 is read as 2: FSDP1 is no longer used")
-        self.fsdp_version = 2
+        self.fsdp_version = _version(_env("VERSION") if self.fsdp_version is None else str(self.fsdp_version))
         self._take_environment()
         self.set_cpu_offload()
         if self.reshard_after_forward is None and self.sharding_strategy is None:
             self.reshard_after_forward = True
         self.reshard_after_forward = _reshard(self.reshard_after_forward)
-        if (names := self.transformer_cls_names_to_wrap) is not None:
-            words = names.split(",") if isinstance(names, str) else names
-            self.transformer_cls_names_to_wrap = [word.strip() for word in words]
+        self.transformer_cls_names_to_wrap = _words(self.transformer_cls_names_to_wrap)
         if isinstance(self.mixed_precision_policy, str):
             self.set_mixed_precision(self.mixed_precision_policy, override=True)
         self.set_state_dict_type(self.state_dict_type or _env("STATE_DICT_TYPE") or "SHARDED_STATE_DICT")
@@ -103,27 +100,15 @@ class FullyShardedDataParallelPlugin:
         for name, (variable, read) in _VARIABLES.items():
             if getattr(self, name) is None and (word := _env(variable)) is not None:
                 setattr(self, name, read(word))
-        for name in ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"):
+        for name in _SWITCHES:
             setattr(self, name, bool(getattr(self, name)))
 
     @classmethod
     def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
         """The plugin that shows settings which came from flags, the environment or a file."""
-        made = cls(
-            reshard_after_forward=settings.reshard_after_forward,
-            mixed_precision_policy=settings.mixed_precision_policy,
-            auto_wrap_policy=None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy,
-            cpu_offload=settings.cpu_offload,
-            ignored_modules=settings.ignored_modules,
-            state_dict_type=settings.state_dict_type,
-            param_init_fn=settings.param_init_fn,
-            sync_module_states=settings.sync_module_states,
-            activation_checkpointing=settings.activation_checkpointing,
-            activation_checkpointing_offload=settings.activation_checkpointing_offload,
-            cpu_ram_efficient_loading=settings.cpu_ram_efficient_loading,
-            transformer_cls_names_to_wrap=settings.transformer_cls_names_to_wrap,
-            min_num_params=settings.min_num_params,
-        )
+        known = {name: getattr(settings, name) for name in cls.__dataclass_fields__ if hasattr(settings, name)}
+        policy = None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
+        made = cls(**{**known, "auto_wrap_policy": policy})
         if settings.hybrid_shard:
             made.sharding_strategy = "HYBRID_SHARD" if settings.reshard_after_forward else "HYBRID_SHARD_ZERO2"
         return made
@@ -131,16 +116,8 @@ class FullyShardedDataParallelPlugin:
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose the form of checkpoints: sharded or full."""
         chosen = state_dict_type or self.state_dict_type or "SHARDED_STATE_DICT"
-        if isinstance(chosen, str):
-            name = chosen.upper().removeprefix("STATEDICTTYPE.")
-            known = {kind.name: kind for kind in StateDictType} | {str(kind.value): kind for kind in StateDictType}
-            if name not in known:
-                raise ValueError(
-                    f"state_dict_type={chosen!r} is unknown; give one of {', '.join(StateDictType.__members__)}."
-                )
-            chosen = known[name]
-        self.state_dict_type = chosen
-        if chosen is StateDictType.FULL_STATE_DICT:
+        self.state_dict_type = _state_dict_type(chosen) if isinstance(chosen, str) else chosen
+        if self.whole_checkpoints:
             self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
             self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
         else:
@@ -185,40 +162,56 @@ class FullyShardedDataParallelPlugin:
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
         offload = self.cpu_offload if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
-        old: dict[str, Any] = {
-            "reshard_after_forward": self.reshard_after_forward,
-            "sharding_strategy": getattr(self.sharding_strategy, "name", self.sharding_strategy),
-            "backward_prefetch": getattr(self.backward_prefetch, "name", self.backward_prefetch),
-            "forward_prefetch": self.forward_prefetch,
-            "use_orig_params": self.use_orig_params,
-            "limit_all_gathers": self.limit_all_gathers,
-        }
-        translated, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
-        for sentence in said if say else ():
-            log.info(sentence)
-        values: dict[str, Any] = {
-            "reshard_after_forward": translated.reshard_after_forward,
-            "hybrid_shard": translated.hybrid_shard,
-            "forward_prefetch_depth": translated.forward_prefetch_depth or None,
-            "state_dict_type": "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT",
-            "cpu_offload": offload is not None,
-            "cpu_offload_pin_memory": None if offload is None else offload.pin_memory,
-            "activation_checkpointing": bool(self.activation_checkpointing),
-            "activation_checkpointing_offload": bool(self.activation_checkpointing_offload),
-            "cpu_ram_efficient_loading": bool(self.cpu_ram_efficient_loading),
-            "sync_module_states": self.sync_module_states,
-            "mixed_precision_policy": self.mixed_precision_policy,
+        values: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE.split()}
+        values |= {name: bool(getattr(self, name)) for name in _SWITCHES}
+        values |= {"cpu_offload": offload is not None, "cpu_offload_pin_memory": getattr(offload, "pin_memory", None)}
+        values["state_dict_type"] = "FULL_STATE_DICT" if self.whole_checkpoints else "SHARDED_STATE_DICT"
+        values |= {**self._blocks(), **self._translated(say)}
+        return hasten.FullyShardedDataParallelPlugin(**{n: value for n, value in values.items() if value is not None})
+
+    def _blocks(self) -> dict[str, Any]:
+        """What is sharded on its own, and what is not sharded."""
+        return {
             "auto_wrap_policy": as_choice(self.auto_wrap_policy),
             "ignored_modules": _ignored(self.ignored_modules),
-            "param_init_fn": self.param_init_fn,
             "min_num_params": self.min_num_params or None,
             "transformer_cls_names_to_wrap": tuple(self.transformer_cls_names_to_wrap or ()) or None,
         }
-        return hasten.FullyShardedDataParallelPlugin(**{n: value for n, value in values.items() if value is not None})
+
+    def _translated(self, say: bool) -> dict[str, Any]:
+        """What FSDP1 knew by other names."""
+        old = {name: getattr(getattr(self, name), "name", getattr(self, name)) for name in _FSDP1.split()}
+        found, said = hasten.fsdp_from_fsdp1({name: value for name, value in old.items() if value is not None})
+        for sentence in said if say else ():
+            log.info(sentence)
+        depth = found.forward_prefetch_depth or None
+        reshard, hybrid = found.reshard_after_forward, found.hybrid_shard
+        return {"reshard_after_forward": reshard, "hybrid_shard": hybrid, "forward_prefetch_depth": depth}
 
 
 def _env(name: str) -> str | None:
     return environment().get(f"FSDP_{name}") or None
+
+
+def _version(asked: str | None) -> int:
+    if asked not in (None, "1", "2"):
+        raise ValueError(f"fsdp_version={asked} does not exist; give 2, or leave it out.")
+    if asked == "1":
+        log.info("fsdp_version=1 is read as 2: FSDP1 is no longer used")
+    return 2
+
+
+def _words(names: Any) -> list[str] | None:
+    words = names.split(",") if isinstance(names, str) else names
+    return None if words is None else [word.strip() for word in words]
+
+
+def _state_dict_type(word: str) -> StateDictType:
+    name = word.upper().removeprefix("STATEDICTTYPE.")
+    known = {kind.name: kind for kind in StateDictType} | {str(kind.value): kind for kind in StateDictType}
+    if name not in known:
+        raise ValueError(f"state_dict_type={word!r} is unknown; give one of {', '.join(StateDictType.__members__)}.")
+    return known[name]
 
 
 def _reshard(value: Any) -> Any:

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -34,8 +34,14 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if plain[name] != value}
 
     def to_hasten(self) -> Any:
-        """The same in hasten's terms."""
-        return left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
+        """The same in hasten's terms: its class of the same name, with what was given."""
+        if (kind := getattr(hasten, type(self).__name__, None)) is None:
+            left_out.refuse(f"utils.{type(self).__name__}", "no part of hasten has such settings")
+        return kind(**{name: value for name, value in self._values().items() if value is not None})
+
+    def _values(self) -> dict[str, Any]:
+        """The fields as hasten takes them."""
+        return dict(self.__dict__)
 
 
 @dataclass
@@ -44,9 +50,6 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = True
     cache_enabled: bool | None = None
-
-    def to_hasten(self) -> hasten.AutocastKwargs:
-        return hasten.AutocastKwargs(enabled=self.enabled, cache_enabled=self.cache_enabled)
 
 
 @dataclass
@@ -70,13 +73,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """The fields DistributedDataParallel itself takes."""
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
-    def to_hasten(self) -> hasten.DistributedDataParallelKwargs:
-        values = self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
+    def _values(self) -> dict[str, Any]:
+        return self.to_kwargs() | {  # torch 2.13 warns of broadcast_buffers whenever it is given
             "comm_hook": DDPCommunicationHookType(self.comm_hook).value,
             "comm_wrapper": DDPCommunicationHookType(self.comm_wrapper).value,
             "comm_state_option": dict(self.comm_state_option),
         }
-        return hasten.DistributedDataParallelKwargs(**values)
 
 
 @dataclass
@@ -88,9 +90,6 @@ class GradScalerKwargs(KwargsHandler):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
-
-    def to_hasten(self) -> hasten.GradScalerKwargs:
-        return hasten.GradScalerKwargs(**self.to_dict())
 
 
 @dataclass
@@ -105,10 +104,9 @@ class InitProcessGroupKwargs(KwargsHandler):
         if self.timeout is None:
             self.timeout = timedelta(seconds=1800 if self.backend != "nccl" else 600)
 
-    def to_hasten(self) -> hasten.InitProcessGroupKwargs:
+    def _values(self) -> dict[str, Any]:
         # "nccl" is the default of a field, not a wish: hasten picks the backend by device.
-        backend = None if self.backend == "nccl" else self.backend
-        return hasten.InitProcessGroupKwargs(backend=backend, init_method=self.init_method, timeout=self.timeout)
+        return {**self.__dict__, "backend": None if self.backend == "nccl" else self.backend}
 
 
 @dataclass
@@ -125,10 +123,8 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def to_hasten(self) -> hasten.ProfileKwargs:
-        values = dict(self.__dict__)
-        values["activities"] = None if self.activities is None else tuple(self.activities)
-        return hasten.ProfileKwargs(**values)
+    def _values(self) -> dict[str, Any]:
+        return {**self.__dict__, "activities": None if self.activities is None else tuple(self.activities)}
 
     def build(self) -> AbstractContextManager[Any]:
         """The profiler."""
@@ -144,12 +140,8 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
-    def to_hasten(self) -> hasten.GradientAccumulationPlugin:
-        values = dict(self.__dict__)
-        del values["adjust_scheduler"]  # scheduler.py reads it
-        if values["num_steps"] is None:
-            del values["num_steps"]
-        return hasten.GradientAccumulationPlugin(**values)
+    def _values(self) -> dict[str, Any]:
+        return {**self.__dict__, "adjust_scheduler": None}  # scheduler.py reads it
 
 
 @dataclass
@@ -168,9 +160,6 @@ class AORecipeKwargs(KwargsHandler):
             name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
             self.enable_fsdp_float8_all_gather = parse_flag_from_env(name, True)
 
-    def to_hasten(self) -> hasten.AORecipeKwargs:
-        return hasten.AORecipeKwargs(**self.__dict__)
-
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
@@ -184,9 +173,6 @@ class TERecipeKwargs(KwargsHandler):
     amax_compute_algo: Literal["max", "most_recent"] | None = None
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
-
-    def to_hasten(self) -> hasten.TERecipeKwargs:
-        return hasten.TERecipeKwargs(**{name: value for name, value in self.__dict__.items() if value is not None})
 
 
 @dataclass
@@ -211,9 +197,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         )
         self.backend = "MSAMP" if (self.backend or "TE").upper() == "MSAMP" else "TE"
 
-    def to_hasten(self) -> hasten.TERecipeKwargs:
-        names = [name for name in self.__dict__ if name not in ("backend", "opt_level")]
-        return hasten.TERecipeKwargs(**{n: self.__dict__[n] for n in names if self.__dict__[n] is not None})
+    def to_hasten(self) -> Any:
+        names = [one.name for one in fields(TERecipeKwargs)]
+        return TERecipeKwargs(**{name: getattr(self, name) for name in names}).to_hasten()
 
 
 @dataclass
@@ -230,15 +216,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         prefix = "ACCELERATE_DYNAMO_"
-        if self.backend is None:
-            self.backend = parse_choice_from_env(prefix + "BACKEND", "no")
-        self.backend = DynamoBackend(str(self.backend).upper())
-        if self.mode is None:
-            self.mode = parse_choice_from_env(prefix + "MODE", "default")
-        if self.fullgraph is None:
-            self.fullgraph = parse_flag_from_env(prefix + "USE_FULLGRAPH")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = parse_flag_from_env(prefix + "USE_REGIONAL_COMPILATION")
+        self.backend = DynamoBackend(str(self.backend or parse_choice_from_env(prefix + "BACKEND", "no")).upper())
+        self.mode = self.mode or parse_choice_from_env(prefix + "MODE", "default")
+        for name, flag in (("fullgraph", "FULLGRAPH"), ("use_regional_compilation", "REGIONAL_COMPILATION")):
+            if getattr(self, name) is None:
+                setattr(self, name, parse_flag_from_env(f"{prefix}USE_{flag}"))
         if self.dynamic is None and parse_flag_from_env(prefix + "USE_DYNAMIC"):
             self.dynamic = True
 
@@ -254,8 +236,8 @@ class TorchDynamoPlugin(KwargsHandler):
         kwargs.pop("use_regional_compilation", None)
         return kwargs
 
-    def to_hasten(self) -> hasten.TorchDynamoPlugin:
-        return hasten.TorchDynamoPlugin(**self.to_dict())
+    def _values(self) -> dict[str, Any]:
+        return self.to_dict()
 
 
 settle(__name__, "accelerate.utils.dataclasses")

@@ -70,19 +70,15 @@ class ParallelismConfig:
         return int(getattr(self, f"{axis}_size"))
 
     def __repr__(self) -> str:
-        return (
-            "ParallelismConfig(\n "
-            f"\tdp_replicate_size={self.dp_replicate_size},\n"
-            f"\tdp_shard_size={self.dp_shard_size},\n"
-            f"\ttp_size={self.tp_size},\n"
-            f"\tcp_size={self.cp_size},\n"
-            f"\tcp_backend={self.cp_backend},\n"
-            f"\tsp_size={self.sp_size},\n"
-            f"\tsp_backend={self.sp_backend},\n"
-            f"\ttotal_size={self.total_size}\n"
-            f"\ttp_handler={self.tp_handler},\n"
-            f"\tcp_handler={self.cp_handler})\n"
+        names = (
+            *(f"{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp")),
+            "cp_backend",
+            "sp_size",
+            "sp_backend",
         )
+        lines = "".join(f"\t{name}={getattr(self, name)},\n" for name in names)
+        handlers = f"\ttp_handler={self.tp_handler},\n\tcp_handler={self.cp_handler})\n"
+        return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
 
     def to_json(self) -> str:
         """The sizes as JSON."""
@@ -90,15 +86,13 @@ class ParallelismConfig:
 
     total_size = shown(lambda self: self.data_parallel_size * self.non_data_parallel_size, "Processes in all.")
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Processes that read different samples."""
-        return self._size("dp_replicate") * self._size("dp_shard")
+    data_parallel_size = shown(
+        lambda self: self._size("dp_replicate") * self._size("dp_shard"), "Processes that read different samples."
+    )
 
-    @property
-    def non_data_parallel_size(self) -> int:
-        """Processes that share samples."""
-        return self._size("tp") * self._size("cp") * self._size("sp")
+    non_data_parallel_size = shown(
+        lambda self: self._size("tp") * self._size("cp") * self._size("sp"), "Processes that share samples."
+    )
 
     dp_replicate_enabled = shown(lambda self: self._size("dp_replicate") > 1, "Whether models are replicated.")
     dp_shard_enabled = shown(lambda self: self._size("dp_shard") > 1, "Whether models are sharded.")
@@ -113,23 +107,18 @@ class ParallelismConfig:
     non_dp_dim_names = shown(lambda self: self._enabled("tp", "cp", "sp"), "The other axes.")
     dp_shard_cp_dim_names = shown(lambda self: self._enabled("dp_shard", "cp"), "Axes parameters are sharded over.")
 
-    @property
-    def dp_cp_dim_names(self) -> list[str]:
-        """Axes gradients are averaged over."""
-        return self._enabled("dp_replicate", "dp_shard", "cp")
+    dp_cp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard", "cp"), "Axes of gradient averages.")
 
-    @property
-    def fsdp_dim_names(self) -> list[str]:
-        """Axes FSDP gets, by the names of its mesh."""
-        return [*self._enabled("dp_replicate"), "dp_shard_cp"]
+    fsdp_dim_names = shown(
+        lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"], "FSDP's axes, as its mesh has them."
+    )
 
-    @property
-    def active_mesh_dims(self) -> list[str]:
-        """Axes of more than one process."""
-        return [*self.dp_dim_names, *self.non_dp_dim_names]
+    active_mesh_dims = shown(
+        lambda self: [*self.dp_dim_names, *self.non_dp_dim_names], "Axes of more than one process."
+    )
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        names = [axis for axis in _AXES if self._size(axis) > 1]
+        names = self._enabled(*_AXES)
         return tuple(names), tuple(self._size(axis) for axis in names)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -138,13 +127,10 @@ class ParallelismConfig:
         if not names:
             return None
         mesh = device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        for joint, axes in (
-            ("dp", self.dp_dim_names),
-            ("dp_shard_cp", self.dp_shard_cp_dim_names),
-            ("dp_cp", self.dp_cp_dim_names),
-        ):
+        joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, axes in joint.items():
             if axes:
-                mesh[tuple(axes)]._flatten(joint)
+                mesh[tuple(axes)]._flatten(name)
         self.device_mesh = mesh
         return mesh
 
@@ -166,11 +152,7 @@ class ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled. Raises: NotImplementedError for `sp_size`."""
         if self.sp_enabled:
             left_out.refuse(f"ParallelismConfig(sp_size={self.sp_size})", left_out.LONG_SEQUENCES)
-        sizes: dict[str, Any] = {
-            f"{axis}_size": self._size(axis)
-            for axis in ("dp_replicate", "dp_shard", "tp", "cp")
-            if self._size(axis) > 1
-        }
+        sizes: dict[str, Any] = {f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)}
         return hasten.ParallelismConfig(**sizes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import os
 import shutil
@@ -11,7 +10,7 @@ import sys
 import tempfile
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -119,34 +118,12 @@ require_huggingface_suite = _needs(
 require_trackers = _needs(
     lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "wandb and tensorboard"
 )
-for _name in [
-    "aim",
-    "bnb",
-    "clearml",
-    "comet_ml",
-    "datasets",
-    "deepspeed",
-    "dvclive",
-    "import_timer",
-    "matplotlib",
-    "mlflow",
-    "pandas",
-    "peft",
-    "pippy",
-    "schedulefree",
-    "swanlab",
-    "tensorboard",
-    "timm",
-    "torchao",
-    "torchdata_stateful_dataloader",
-    "torchvision",
-    "trackio",
-    "transformer_engine",
-    "transformer_engine_mxfp8",
-    "transformers",
-    "triton",
-    "wandb",
-]:
+_PACKAGES = (
+    "aim bnb clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow pandas peft pippy "
+    "schedulefree swanlab tensorboard timm torchao torchdata_stateful_dataloader torchvision trackio "
+    "transformer_engine transformer_engine_mxfp8 transformers triton wandb"
+)
+for _name in _PACKAGES.split():
     globals()[f"require_{_name}"] = _needs(getattr(imports, f"is_{_name}_available"), _name)
 
 
@@ -227,23 +204,15 @@ def execute_subprocess_async(
     cmd: list[str], env: Any = None, stdin: Any = None, timeout: int = 180, quiet: bool = False, echo: bool = True
 ) -> _RunOutput:
     """Run a command and give its output lines. Raises: RuntimeError with its errors when it fails."""
-
-    async def run() -> _RunOutput:
-        process = await asyncio.create_subprocess_exec(
-            *map(str, cmd), stdin=stdin, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        out, err = await asyncio.wait_for(process.communicate(), timeout)
-        if echo and not quiet:
-            sys.stdout.write(out.decode())
-        return _RunOutput(process.returncode or 0, out.decode().splitlines(), err.decode().splitlines())
-
-    result = asyncio.run(run())
+    done = subprocess.run(
+        [*map(str, cmd)], stdin=stdin, env=env, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    if echo and not quiet:
+        sys.stdout.write(done.stdout)
+    result = _RunOutput(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
     if result.returncode > 0:
-        errors = "\n".join(result.stderr)
-        raise RuntimeError(
-            f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}\n\n"
-            f"The combined stderr from workers follows:\n{errors}"
-        )
+        failed = f"'{' '.join(map(str, cmd))}' failed with returncode {result.returncode}"
+        raise RuntimeError("\n".join([failed, "", "The combined stderr from workers follows:", *result.stderr]))
     return result
 
 
@@ -275,12 +244,8 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """What a call prints."""
-    captured, before = StringIO(), sys.stdout
-    sys.stdout = captured
-    try:
+    with redirect_stdout(StringIO()) as captured:
         func(*args, **kwargs)
-    finally:
-        sys.stdout = before
     return captured.getvalue()
 
 

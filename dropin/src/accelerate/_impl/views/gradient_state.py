@@ -40,21 +40,16 @@ class GradientState:
 
     num_steps = shown(lambda self: int(self.plugin_kwargs.get("num_steps", 1)), "Micro-steps per update.")
 
-    @property
-    def adjust_scheduler(self) -> bool:
-        """Whether schedulers count updates."""
-        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether a window ends with its loader."""
-        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The innermost loader being iterated, or None."""
-        return AMBIENT.loaders[-1] if AMBIENT.loaders else None
-
+    adjust_scheduler = shown(
+        lambda self: bool(self.plugin_kwargs.get("adjust_scheduler", False)), "Whether schedulers count updates."
+    )
+    sync_with_dataloader = shown(
+        lambda self: bool(self.plugin_kwargs.get("sync_with_dataloader", True)),
+        "Whether a window ends with its loader.",
+    )
+    active_dataloader = shown(
+        lambda self: AMBIENT.loaders[-1] if AMBIENT.loaders else None, "The innermost loader being iterated, or None."
+    )
     dataloader_references = shown(lambda self: [None, *AMBIENT.loaders], "The loaders being iterated, after a None.")
     in_dataloader = shown(lambda self: self.active_dataloader is not None, "Whether a loader is being iterated.")
 
@@ -74,10 +69,7 @@ class GradientState:
         AMBIENT.loaders.append(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        for index in range(len(AMBIENT.loaders) - 1, -1, -1):
-            if AMBIENT.loaders[index] is dataloader:
-                del AMBIENT.loaders[index]
-                return
+        ambient.forget_loader(dataloader)
 
     @staticmethod
     def _reset_state() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from accelerate._impl import ambient
 from accelerate._impl.enums import RNGType
-from accelerate._impl.surface.homes import settle
 from hasten.runtime import seeding
 
 
@@ -33,6 +32,3 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
     world: Any = ambient.start().world
     if names and world.size > 1:
         seeding.synchronize_rng_states(names, world, generator)
-
-
-settle(__name__, "accelerate.utils.random")

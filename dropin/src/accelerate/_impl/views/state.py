@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +16,7 @@ from accelerate._impl.enums import DistributedType, PrecisionType
 from accelerate._impl.environment.variables import environment, parse_flag_from_env
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.views.process_blocks import goes_first, split_between_processes
+from accelerate._impl.views.process_blocks import ProcessMethods
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.devices import use_device
 
@@ -57,8 +55,17 @@ def distributed_type_of(strategy: str, device: torch.device, num_processes: int)
     return DistributedType("MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}")
 
 
-class _Shared:
+class _Shared(ProcessMethods):
     """What both states offer: this process among the others."""
+
+    _shared_state: dict[str, Any]
+    _known_attrs: tuple[str, ...]
+    initialized = shown(lambda self: bool(self._shared_state), "Whether this has been made.")
+    is_main_process = shown(lambda self: ambient.process().is_main_process, "Whether this is rank 0.")
+    is_local_main_process = shown(
+        lambda self: ambient.process().is_local_main_process, "Whether it is rank 0 of its node."
+    )
+    is_last_process = shown(lambda self: ambient.process().is_last_process, "Whether this is the last rank.")
 
     def wait_for_everyone(self) -> None:
         """Wait until every process is here. Ranks: every rank."""
@@ -68,31 +75,19 @@ class _Shared:
         """Print once per node."""
         ambient.process().print(*args, **kwargs)
 
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on the main process, then on the others."""
-        return goes_first(ambient.process().is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on each node's main process, then on the others."""
-        return goes_first(ambient.process().is_local_main_process)
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This process's share."""
-        return split_between_processes(inputs, apply_padding)
-
-    is_main_process = shown(lambda self: ambient.process().is_main_process, "Whether this is rank 0.")
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its node."""
-        return ambient.process().is_local_main_process
-
-    is_last_process = shown(lambda self: ambient.process().is_last_process, "Whether this is the last rank.")
-
     def destroy_process_group(self, group: Any = None) -> None:
-        """End the talk between processes."""
+        """Destroy the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was called and an "
+                "`Accelerator` or `PartialState` was not reinitialized."
+            )
+        raise AttributeError(f"'{kind}' object has no attribute '{name}'")
 
 
 class PartialState(_Shared):
@@ -100,15 +95,8 @@ class PartialState(_Shared):
 
     _shared_state: dict[str, Any] = AMBIENT.partial
     _known_attrs = (
-        "_cpu",
-        "backend",
-        "device",
-        "debug",
-        "distributed_type",
-        "num_processes",
-        "process_index",
-        "local_process_index",
-        "fork_launched",
+        *("_cpu", "backend", "device", "debug", "distributed_type"),
+        *("num_processes", "process_index", "local_process_index", "fork_launched"),
     )
 
     # shown to type checkers; the values live in the shared dictionary
@@ -141,8 +129,6 @@ class PartialState(_Shared):
     def _reset_state() -> None:
         ambient.forget_process()
 
-    initialized = shown(lambda self: bool(self._shared_state), "Whether this process knows its place.")
-
     @property
     def use_distributed(self) -> bool:
         """Whether there are other processes."""
@@ -158,45 +144,11 @@ class PartialState(_Shared):
         """Make this process's device the current one."""
         use_device(self.device)
 
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def on_main_process(self, function: Any = None) -> Any:
         """The function, run on the main process only."""
         if not self.initialized:
             raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
-        assert function is not None, "on_main_process needs a function"
-        return ambient.process().on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function, run on each node's main process only."""
-        assert function is not None, "on_local_main_process needs a function"
-        return ambient.process().on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, run on the last process only."""
-        return ambient.process().on_last_process(function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """The function, run on one process only."""
-        return _alone(function) or ambient.process().on_process(function, process_index or 0)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """The function, run on one process of each node."""
-        return _alone(function) or ambient.process().on_local_process(function, local_process_index or 0)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._known_attrs:
-            raise AttributeError(
-                f"`PartialState` object has no attribute `{name}`. This happens if `PartialState._reset_state()` was called "
-                "and an `Accelerator` or `PartialState` was not reinitialized."
-            )
-        raise AttributeError(f"'PartialState' object has no attribute '{name}'")
-
-
-def _alone(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The function, where there is one process, which then is every process it may be meant for."""
-    # quirk: ONE_PROCESS_IS_ALL
-    return function if ambient.process().num_processes == 1 else None
+        return super().on_main_process(function)
 
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
@@ -251,11 +203,7 @@ class AcceleratorState(_Shared):
     _shared_state: dict[str, Any] = AMBIENT.whole
     _known_attrs = (
         *PartialState._known_attrs,
-        "deepspeed_plugin",
-        "use_ipex",
-        "torch_tp_plugin",
-        "dynamo_plugin",
-        "fsdp_plugin",
+        *("deepspeed_plugin", "use_ipex", "torch_tp_plugin", "dynamo_plugin", "fsdp_plugin"),
     )
 
     device: torch.device
@@ -291,13 +239,9 @@ class AcceleratorState(_Shared):
         if not _from_accelerator:
             raise ValueError(_NOT_YET_MADE)
         PartialState(cpu, **kwargs)
-        given = {
-            "torch_tp_plugin": torch_tp_plugin,
-            "parallelism_config": parallelism_config,
-            "dynamo_plugin": dynamo_plugin,
-        }
-        given |= {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
-        fill_whole(_precision(mixed_precision), **given)
+        given = {} if fsdp_plugin is None else {"fsdp_plugin": fsdp_plugin}
+        given |= {"torch_tp_plugin": torch_tp_plugin, "parallelism_config": parallelism_config}
+        fill_whole(_precision(mixed_precision), dynamo_plugin=dynamo_plugin, **given)
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
         fixed = "AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `{flag}` to `Accelerator()`."
@@ -309,14 +253,10 @@ class AcceleratorState(_Shared):
     def __repr__(self) -> str:
         return repr(PartialState()) + f"\nMixed precision type: {self.mixed_precision}\n"
 
-    initialized = shown(lambda self: bool(self._shared_state), "Whether an Accelerator has been made.")
     mixed_precision = shown("_mixed_precision", "Numbers of forward and backward.")
     use_distributed = shown(lambda self: PartialState().use_distributed, "Whether there are other processes.")
 
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded, which FSDP2 always does."""
-        return self.distributed_type == DistributedType.FSDP
+    is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -345,14 +285,6 @@ class AcceleratorState(_Shared):
         AMBIENT.whole.clear()
         if reset_partial_state:
             PartialState._reset_state()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self._known_attrs:
-            raise AttributeError(
-                f"`AcceleratorState` object has no attribute `{name}`. This happens if `AcceleratorState._reset_state()` was "
-                "called and an `Accelerator` or `PartialState` was not reinitialized."
-            )
-        raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 
 
 settle(__name__, "accelerate.state")

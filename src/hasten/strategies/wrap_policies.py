@@ -1,30 +1,32 @@
-"""Wrap policies in the form FSDP1 knew, as hasten's choice of modules."""
+"""Torch's own wrap policies, which FSDP1 took, as a name or a function of one module."""
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 # Any in this file: policies are names, functions, partial functions or torch's objects.
 
 
 def as_choice(policy: Any) -> Any:
-    """A policy as hasten takes it: a name in lower case, or a function of one module.
+    """A policy as a name in lower case, or a function of one module; what is one already stays as it is.
 
     Raises: TypeError for an object that cannot be asked about one module.
     """
     if policy is None or isinstance(policy, str):
         return None if policy is None else policy.lower()
-    if policy is transformer_auto_wrap_policy:
-        return "transformer_based_wrap"
-    if policy is size_based_auto_wrap_policy:
-        return "size_based_wrap"
-    if isinstance(policy, CustomPolicy):
-        return _Chosen(policy._lambda_fn)
+    torchs = sys.modules.get("torch.distributed.fsdp.wrap")  # whoever has a policy of torch's has imported it
+    if torchs is not None:
+        if policy is torchs.transformer_auto_wrap_policy:
+            return "transformer_based_wrap"
+        if policy is torchs.size_based_auto_wrap_policy:
+            return "size_based_wrap"
+        if isinstance(policy, torchs.CustomPolicy):
+            return _Chosen(policy._lambda_fn)
     if not callable(policy):
         raise TypeError(f"auto_wrap_policy is a {type(policy).__name__}; give a name, or a function of a module.")
     return _Asked(policy) if "recurse" in inspect.signature(policy).parameters else policy

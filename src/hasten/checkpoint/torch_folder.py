@@ -1,4 +1,4 @@
-"""Folders in the format of torch.distributed.checkpoint, as the original package writes shards, read without running code.
+"""Folders in the format of torch.distributed.checkpoint, read without running code.
 
 Torch itself unpickles the folder's table and single objects in it; here anything but plain values and tensors is refused.
 """
@@ -84,7 +84,7 @@ class PlainPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def is_dcp_folder(folder: Path) -> bool:
+def is_torch_folder(folder: Path) -> bool:
     """Whether torch.distributed.checkpoint wrote this folder."""
     return (folder / ".metadata").is_file()
 

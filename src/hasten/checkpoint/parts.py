@@ -1,0 +1,158 @@
+"""One model or optimizer saved and loaded alone: as a folder of shards, or as one file with whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+
+from hasten.checkpoint.agreeing import agreeing
+from hasten.checkpoint.base import Blob, Component, StateTree
+from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.export import replace_files_only
+from hasten.checkpoint.filling import run_copies
+from hasten.checkpoint.formats import encode_torch, read_tensors
+from hasten.checkpoint.gathering import gathered
+from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
+from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
+from hasten.checkpoint.places import locate
+from hasten.checkpoint.reader import Found, open_checkpoint
+from hasten.checkpoint.torch_folder import fill, is_torch_folder, names_in
+from hasten.checkpoint.writer import finish, prepare, start
+from hasten.comm.base import Comm
+from hasten.errors import CheckpointError, IncompleteCheckpointError
+from hasten.modules.names import plain_name
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a model or an optimizer lies: in `folder` as shards, or in `file` whole.
+
+    The folder holds a checkpoint of hasten, or, when it is read, one of torch.distributed.checkpoint.
+    """
+
+    kind: Literal["model", "optimizer"]
+    folder: Path
+    file: Path
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is something to load."""
+        return self.folder.is_dir() or self.file.is_file()
+
+
+def save_model(module: nn.Module, part: Part, world: Comm, whole: bool, names: set[str] | None = None) -> None:
+    """Write a model's weights, those called `names` or all. Ranks: every rank."""
+    component = model_component(module, "torch" if whole else "safetensors")
+    if names:
+        kept = {name: value for name, value in component.tensors.items() if name in names}
+        component = Component(kept, None, "model", component.format, main_only=component.main_only & names)
+    _save(component, part, world, whole)
+
+
+def load_model(module: nn.Module, part: Part, world: Comm, names: set[str] | None = None) -> None:
+    """Fill a model, or its tensors called `names`, which then must be all that is there. Ranks: every rank.
+
+    Raises: CheckpointError naming what is missing or unexpected.
+    """
+    if is_torch_folder(part.folder):
+        _fill_model(module, part.folder, names)
+        return
+    with _open(part, world) as found:
+        with agreeing(world, f"checking {part.folder.parent} against the model"):
+            plan = plan_model(module, found, strict=names is None)
+            _check_names(plan.report, names, found.name)
+        run_copies(plan.copies)
+        plan.finish()
+
+
+def save_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: Comm, whole: bool) -> None:
+    """Write an optimizer's state by the names its model gives to parameters. Ranks: every rank."""
+    _save(optimizer_component(optimizer, parameter_names([module])), part, world, whole)
+
+
+def load_optimizer(optimizer: Optimizer, module: nn.Module, part: Part, world: Comm) -> None:
+    """Fill an optimizer by the names its model gives to parameters. Ranks: every rank.
+
+    Raises: CheckpointError when groups, names or shapes differ.
+    """
+    if is_torch_folder(part.folder):
+        inner = getattr(optimizer, "optimizer", optimizer)
+        state = {"optimizer": get_optimizer_state_dict(module, inner)}
+        fill(state, part.folder)
+        set_optimizer_state_dict(module, inner, state["optimizer"])
+        return
+    with _open(part, world) as found:
+        with agreeing(world, f"checking {part.folder.parent} against the optimizer"):
+            plan = plan_optimizer(optimizer, parameter_names([module]), found)
+        run_copies(plan.copies)
+        plan.finish()
+
+
+def _save(component: Component, part: Part, world: Comm, whole: bool) -> None:
+    if whole:
+        tree = gathered(StateTree({part.kind: component}), world, world.rank == 0)
+        _write_whole(part.file, tree.components[part.kind], world)
+        return
+    store, name = locate(part.folder)
+    group = start(store, world, name)
+    finish(prepare(StateTree({part.kind: component}), group, world), group, world, Manifest(notes={"partial": True}))
+
+
+def _write_whole(file: Path, component: Component, world: Comm) -> None:
+    with agreeing(world, f"writing {file}"):
+        if world.rank == 0:
+            blob: Blob = encode_torch(component.tensors, component.data)
+            replace_files_only(file.parent, {file.name: blob}, Disk())
+
+
+@contextmanager
+def _open(part: Part, world: Comm) -> Iterator[Found]:
+    """What lies in the shards' folder or the whole file, mapped, for the time of the block."""
+    if (part.folder / "manifest.json").is_file():
+        store, name = locate(part.folder)
+        with open_checkpoint(store, name, world) as checkpoint:
+            yield checkpoint.component(part.kind)
+    elif part.file.is_file():
+        content = read_tensors(part.file)
+        pieces = {key: [piece] for key, piece in content.pieces.items()}
+        yield Found(part.file.name, part.kind, pieces, dict(content.aliases), content.data)
+    else:
+        raise IncompleteCheckpointError(
+            f"{part.file.parent} has neither {part.folder.name} nor {part.file.name}, so there is no {part.kind} to load. "
+            f"Give the folder that the {part.kind} was saved to."
+        )
+
+
+def _check_names(report: LoadReport, names: set[str] | None, where: str) -> None:
+    if names is None:
+        return
+    missing = sorted(names & {*report.missing, *report.skipped})
+    if missing or report.unexpected:
+        raise CheckpointError(
+            f"{where}: the checkpoint lacks {missing[:3]}, or has others {report.unexpected[:3]}. Nothing was loaded. "
+            "Build the model (with its adapter) as it was when it was saved."
+        )
+
+
+def _fill_model(module: nn.Module, folder: Path, names: set[str] | None) -> None:
+    """Read a model that torch.distributed.checkpoint wrote, alone or under the name `model`."""
+    state = {plain_name(key): value for key, value in module.state_dict().items()}
+    state = state if names is None else {key: value for key, value in state.items() if key in names}
+    stored = names_in(folder)
+    prefix = "" if set(state) & stored else "model."
+    missing = sorted(key for key in state if prefix + key not in stored)
+    unexpected = sorted(stored - {prefix + key for key in state})
+    if missing or unexpected:
+        raise CheckpointError(
+            f"{folder}: the checkpoint lacks {missing[:3]} and has {unexpected[:3]}, which the model does not. Nothing was "
+            "loaded. Build the model as it was when it was saved."
+        )
+    fill({prefix + key: value for key, value in state.items()}, folder)
