@@ -117,7 +117,10 @@ class Run:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
         loader = DataLoader(data, batch_size=ROWS)
-        return cls(accelerator, *accelerator.prepare(model, optimizer, schedule, loader), clip=clip)
+        parts: tuple[Any, Any, Any, Any] = accelerator.prepare(
+            model, optimizer, schedule, loader
+        )  # Any: prepared objects
+        return cls(accelerator, *parts, clip)
 
     def train(self, stop: int | None = None, folder: Path | None = None) -> Run:
         """Train to the end of the epoch; save after batch `stop`."""
