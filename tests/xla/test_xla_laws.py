@@ -116,7 +116,10 @@ class Run:
         model = net(dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-        parts = accelerator.prepare(model, optimizer, schedule, DataLoader(data, batch_size=ROWS))
+        loader = DataLoader(data, batch_size=ROWS)
+        parts: tuple[Any, Any, Any, Any] = accelerator.prepare(
+            model, optimizer, schedule, loader
+        )  # Any: prepared objects
         return cls(accelerator, *parts, clip)
 
     def train(self, stop: int | None = None, folder: Path | None = None) -> Run:
@@ -252,7 +255,7 @@ def test_ties_attributes_and_groups_survive_the_move() -> None:
     accelerator = Accelerator(strategy="xla")
     model = net()
     model.embed.weight.mark = "kept"  # type: ignore[attr-defined]
-    groups = [{"params": [model.embed.weight], "lr": 0.5}, {"params": model.blocks.parameters()}]
+    groups: list[dict[str, Any]] = [{"params": [model.embed.weight], "lr": 0.5}, {"params": model.blocks.parameters()}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     moved, prepared = accelerator.prepare(model, optimizer)
     assert moved.head.weight is moved.embed.weight
@@ -329,7 +332,7 @@ def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
     other = Run.made(samples(40), shards=shards)
     other.accelerator.load_model(other.model, tmp_path)
     assert_equal(saved, {name: value.cpu() for name, value in other.model.state_dict().items()})
-    twin = copy.deepcopy(run.accelerator.unwrap_model(run.model))
+    twin: Any = copy.deepcopy(run.accelerator.unwrap_model(run.model))
     assert twin.head.weight is twin.embed.weight
 
 

@@ -350,7 +350,9 @@ def _ahead(request: _Request) -> Ahead:
     return "always" if always else "when large"
 
 
-def _move(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None) -> Move | None:
+def _move(
+    device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None
+) -> Move | None:
     """What brings batches to the device, or None when they stay."""
     if device is None:
         return None
