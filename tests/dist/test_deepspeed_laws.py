@@ -208,6 +208,9 @@ def test_offload_to_the_cpu_changes_no_number(ctx: ProcessContext, stage: int) -
 # ---------------------------------------------------------------- overflow, several engines, placeholders
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="DeepSpeed refuses fp16 on CPUs without fp16 instructions"
+)
 @ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_skips_the_update_and_says_so(ctx: ProcessContext, stage: int) -> None:

@@ -123,10 +123,6 @@ def test_a_tracker_whose_package_is_missing_is_an_error_or_a_warning(ctx: Proces
         (["--strategy=megatron", "--num_processes=2"], "the package 'megatron' is not installed"),
         (["--strategy=xla"], "the package 'torch_xla' is not installed"),
         (["--tpu"], "the package 'torch_xla' is not installed"),
-        (
-            ["--deepspeed_zero_stage=3", "--deepspeed_zero3_init_flag=true"],
-            "while a model is built is not in this version",
-        ),
     ],
 )
 def test_the_launcher_refuses_in_one_sentence_with_code_2(

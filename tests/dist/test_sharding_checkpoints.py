@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from hasten.testing.toys import TinyLM, next_token_loss, seeded
 FEW: Final = (("auto 1", 1), ("fsdp 2", 2), ("tp+fsdp", 4))
 MESHES: Final = (("auto 1", 1), ("auto 2", 2), ("fsdp 4", 4), ("tp+fsdp", 4), ("pp+tp", 4), ("cp+fsdp", 4))
 ALL: Final = (*MESHES, ("auto 4", 4), ("fsdp 1", 1), ("fsdp 2", 2), ("tp", 2), ("tp+ddp", 4))
-SETTINGS: Final = MappingProxyType(
+SETTINGS: Final = MappingProxyType[str, dict[str, Any]](
     {
         "pp+tp": {"parallelism_config": ParallelismConfig(pp_size=2, tp_size=2)},
         "hsdp": {"strategy": "fsdp", "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},

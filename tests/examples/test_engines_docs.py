@@ -1,4 +1,4 @@
-"""The code block of docs/engines.md runs as it stands, launched on two processes."""
+"""The code blocks of docs/engines.md run as they stand, launched on two processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "engines.md"
 
 
 @pytest.mark.skipif(not available("deepspeed", VERSIONS), reason=f"deepspeed{VERSIONS} is not installed")
-def test_the_block_runs_launched_on_two_processes(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    (tmp_path / "train.py").write_text(block)
+def test_the_blocks_run_launched_on_two_processes(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    (tmp_path / "train.py").write_text("\n".join(blocks))
     done = subprocess.run(
         [sys.executable, "-m", "hasten.cli.main", "launch", "--cpu", "--num_processes=2", "train.py"],
         cwd=tmp_path,
