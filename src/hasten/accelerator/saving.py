@@ -42,12 +42,11 @@ from hasten.checkpoint.places import (
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.reshard import owned_by_axes
 from hasten.checkpoint.retention import Retention
-from hasten.checkpoint.stages import over_stages
+from hasten.checkpoint.stages import divided
 from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
 from hasten.comm.base import Comm
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.errors import ConfigError, MismatchError
-from hasten.modules.stages import stage_part
 from hasten.runtime.axes import AXES, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
@@ -207,13 +206,7 @@ class Saving:
             tree = owned_by_axes(tree, self._is_first)
         else:  # disks of their own: each machine writes all that its ranks hold
             tree = self._machine_owners.owned(tree, group.ranks, together)
-        models = self._parts.plain_models()
-        parts = [part for part in map(stage_part, models) if part is not None]
-        axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
-        if parts or self._ctx.mesh.size(Axis.PP) > 1:
-            first = self._ctx.mesh.index(self._ctx.rank, *(axis for axis in Axis if axis not in axes)) == 0
-            writes = first and all(part.first for part in parts)
-            tree = over_stages(tree, models, self._ctx.groups(*axes), writes)
+        tree = divided(tree, self._parts.plain_models(), self._ctx)
         if self.whole:
             tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
         return with_own_state(tree, self._parts, together)

@@ -1,4 +1,4 @@
-"""Checkpoints of pipeline stages: every rank writes what it holds, and the table of contents names everything."""
+"""Checkpoints of models that are divided by names (stages, experts): every rank writes what it holds, and the table of contents names everything."""
 
 from __future__ import annotations
 
@@ -13,9 +13,21 @@ from hasten.checkpoint.model_state import model_names
 from hasten.comm.base import Comm
 from hasten.modules.names import plain_name
 from hasten.modules.stages import stage_part
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
 
 
-def over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool) -> StateTree:
+def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -> StateTree:
+    """The tree with what is one rank's part of a model marked as a part of the whole. Ranks: every rank."""
+    parts = [part for part in map(stage_part, models) if part is not None]
+    axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
+    if not parts and ctx.mesh.size(Axis.PP) == 1:
+        return tree
+    first = ctx.mesh.index(ctx.rank, *(axis for axis in Axis if axis not in axes)) == 0
+    return _over_stages(tree, models, ctx.groups(*axes), first and all(part.first for part in parts))
+
+
+def _over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool) -> StateTree:
     """The tree with this rank's part of models and optimizers marked as a part of the whole.
 
     `stages` are the ranks that hold the other stages; `writes` is false where another rank holds the same stage.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hasten.config.parallel import ParallelismConfig
 from hasten.config.root import Config
 from hasten.runtime.axes import AXES, MeshSpec
 
@@ -26,12 +27,15 @@ def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
         pp=sizes.pp_size if engine is None else engine.pp_degree,
         dp_replicate=replicate,
         dp_shard=1 if shard is None else shard,
-        cp=max(sizes.sp_size, sizes.cp_size)
-        if engine is None
-        else engine.context_parallel_size,  # both split the sequence
+        cp=_sequence_size(sizes) if engine is None else engine.context_parallel_size,
         tp=sizes.tp_size if engine is None else engine.tp_degree,
         ep=sizes.ep_size,
     )
+
+
+def _sequence_size(sizes: ParallelismConfig) -> int:
+    """Ranks that split a sequence, by DeepSpeed's name for it or ours; -1 for all that are left."""
+    return sizes.sp_size if sizes.sp_size > 1 else sizes.cp_size
 
 
 def shards_parameters(config: Config, mesh: MeshSpec) -> bool:

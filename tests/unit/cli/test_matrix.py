@@ -15,6 +15,7 @@ def test_every_backend_and_precision_is_a_cell_once() -> None:
     assert {cell.backend for cell in cells()} == {
         *("single", "ddp", "fsdp2", "hsdp", "tp", "cp", "pp", "tp_fsdp2"),
         *("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"),
+        *("xla", "xla_fsdp"),
     }
     assert {cell.precision for cell in cells()} == {"fp32", "bf16", "fp16"}
 

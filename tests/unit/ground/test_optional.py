@@ -33,17 +33,17 @@ def test_absent_submodule_of_absent_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "extra", "distribution", "versions"),
+    ("module", "room", "distribution", "versions"),
     [
-        ("deepspeed", "deepspeed", "deepspeed", ">=0.19,<0.20"),
-        ("megatron", "megatron", "megatron-core", ">=0.16,<0.17"),
+        ("deepspeed", "deepspeed_engine", "deepspeed", ">=0.19,<0.20"),
+        ("megatron", "megatron_package", "megatron-core", ">=0.16,<0.17"),
     ],
 )
 def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
-    monkeypatch: pytest.MonkeyPatch, module: str, extra: str, distribution: str, versions: str
+    monkeypatch: pytest.MonkeyPatch, module: str, room: str, distribution: str, versions: str
 ) -> None:
     """What the engines ask for, where the package is absent, too old and too new."""
-    engine = importlib.import_module(f"hasten.strategies.{module}_engine")
+    engine = importlib.import_module(f"hasten.strategies.{room}")
     assert versions == engine.VERSIONS
     for version in (None, "0.1", "7.0"):
         monkeypatch.setattr(optional, "installed_version", lambda _, version=version: version)
@@ -54,7 +54,7 @@ def test_a_missing_or_other_engine_is_one_sentence_with_the_command(
         assert f"strategy='{module}'" in words
         assert "\n" not in words
         if version is None:
-            assert words.endswith(f"Run: pip install 'hasten[{extra}]'")
+            assert words.endswith(f"Run: pip install 'hasten[{module}]'")
         else:
             assert f"{distribution} {version} is installed, but {distribution}{versions} is needed" in words
             assert words.endswith(f"Run: pip install '{distribution}{versions}'")

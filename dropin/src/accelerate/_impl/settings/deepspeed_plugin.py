@@ -83,8 +83,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = variables.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
-        if self.zero3_init_flag and AMBIENT.context is not None:
-            self._join(AMBIENT.context)
+        self._join(AMBIENT.context)
 
     def _take_config(self, variables: Any) -> None:
         """Make the configuration of the options, or the options of a configuration that is given."""
@@ -239,9 +238,9 @@ class DeepSpeedPlugin:
         halves = [name for name in ("bf16", "fp16") if self.get_value(f"{name}.enabled") is True]
         return building(self.to_hasten(), halves[0] if halves else "no")
 
-    def _join(self, context: ProcessContext) -> None:
+    def _join(self, context: ProcessContext | None) -> None:
         """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
-        if available("deepspeed"):
+        if self.zero3_init_flag and context is not None and available("deepspeed"):
             import_module("hasten.strategies.deepspeed_engine").join(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
