@@ -78,11 +78,15 @@ class DeepSpeedPlugin:
             raise NotImplementedError(_NO_MSAMP)
         self.enable_msamp, self.msamp_opt_level = False, self.msamp_opt_level or "O1"
         self._take_config(variables)
+        self._settle_building(variables)
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = variables.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+
+    def _settle_building(self, variables: Any) -> None:
+        """Decide whether models are built partitioned, and prepare DeepSpeed for it."""
         if self.zero3_init_flag is None:
             said = variables.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", str(self.hf_ds_config.is_zero3()))
             self.zero3_init_flag = bool(str_to_bool(said)) and self.hf_ds_config.is_zero3()
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = variables.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
         self._join(AMBIENT.context)
 
     def _take_config(self, variables: Any) -> None:
