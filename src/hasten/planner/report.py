@@ -53,7 +53,7 @@ def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
         lambda c: c.recompute != chosen.recompute and same(c, "recompute") and c.mesh == chosen.mesh,
     )
     if chosen.sharded:
-        yield "as copies (ddp)", lambda c: not c.sharded and c.mesh.tp == 1 and c.precision == chosen.precision
+        yield "as replicas (ddp)", lambda c: not c.sharded and c.mesh.tp == 1 and c.precision == chosen.precision
     elif chosen.mesh.world_size > 1:
         yield "sharded (fsdp)", lambda c: c.sharded and not c.offload and same(c, "sharded") and c.mesh.tp == 1
     if chosen.mesh.tp > 1:
