@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,10 @@ from hasten.strategies.xla_devices import Devices
 
 STEPS: Final = 20
 ROWS: Final = 8
+SEVERAL: Final = os.environ.get("CPU_NUM_DEVICES", "1") != "1"
+NOT_EXACT: Final = (
+    "losses after a resume differ by rounding when parameters are sharded and every batch updates; cause unknown"
+)
 FP32: Final = 2e-6
 """The order of sums differs between XLA's kernels and torch's; 20 steps of AdamW stay within this."""
 BF16: Final = 0.1
@@ -207,21 +212,26 @@ def test_a_last_batch_that_devices_cannot_share() -> None:
     assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
 
 
-@pytest.mark.parametrize(("every", "stop"), [(1, 9), (3, 9), (3, 10)])
-def test_resumes_bit_for_bit(every: int, stop: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(
+    ("every", "stop", "shards"),
+    [
+        *((1, 9, False), (3, 9, False), (3, 10, False), (3, 9, True), (3, 10, True)),
+        pytest.param(1, 9, True, marks=pytest.mark.xfail(SEVERAL, reason=NOT_EXACT, strict=True)),
+    ],
+)
+def test_resumes_bit_for_bit(every: int, stop: int, shards: bool, dropout: float, tmp_path: Path) -> None:
     """Also in the middle of an epoch and of an accumulation window, with dropout."""
-    whole, again = resumed(every, stop, False, 0.2, tmp_path)
+    whole, again = resumed(every, stop, shards, dropout, tmp_path)
     assert [float(loss) for loss in again.losses] == [float(loss) for loss in whole.losses[stop:]]
     assert_equal(again.numbers(), whole.numbers())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize(("every", "stop"), [(1, 9), (3, 9), (3, 10)])
-def test_resumes_with_sharded_parameters(every: int, stop: int, dropout: float, tmp_path: Path) -> None:
-    """Bit for bit on one device. On several the same draws, to rounding: why not bit for bit is not known yet."""
-    whole, again = resumed(every, stop, True, dropout, tmp_path)
-    wanted, rounding = [float(loss) for loss in whole.losses[stop:]], FP32 if Devices.all().count > 1 else 0.0
-    assert [float(loss) for loss in again.losses] == pytest.approx(wanted, rel=0.0, abs=rounding)
+def test_resumes_to_rounding_with_sharded_parameters(dropout: float, tmp_path: Path) -> None:
+    """What holds in the case that is not bit for bit on several devices: the same draws, and losses to rounding."""
+    whole, again = resumed(1, 9, True, dropout, tmp_path)
+    assert [float(loss) for loss in again.losses] == pytest.approx([float(loss) for loss in whole.losses[9:]], abs=FP32)
 
 
 def resumed(every: int, stop: int, shards: bool, dropout: float, folder: Path) -> tuple[Run, Run]:

@@ -163,9 +163,8 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
                     axes.difference_update(SHARD)
     elif getattr(tensor, "tensor_model_parallel", False):  # megatron-core's mark of a tensor that is this rank's part
         axes.discard(Axis.TP)
-    if not getattr(
-        tensor, "allreduce", True
-    ):  # megatron-core's mark of an expert, which not every data-parallel rank has
+    if not getattr(tensor, "allreduce", True):
+        # megatron-core's mark of an expert, which not every data-parallel rank has
         axes.difference_update(BATCH, {Axis.CP, Axis.TP})
     return frozenset(axes)
 

@@ -36,9 +36,8 @@ class CoreAttention(nn.Module):
         super().__init__()
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self._forks = (
-            not config.sequence_parallel
-        )  # tensor parallel ranks hold different heads, and draw for themselves
+        # Tensor parallel ranks hold different heads, and draw for themselves.
+        self._forks = not config.sequence_parallel
         group = pg_collection.cp
         self._sharing = Sharing(group, layout_of(group.size()), "gather")
 
