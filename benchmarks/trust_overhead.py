@@ -4,13 +4,15 @@
     python benchmarks/trust_overhead.py --device cuda     # a group of one on the GPU, a tiny step
 
 In a group of one the stall watch, the divergence check and the numbers watch all run as they do among many ranks.
-Loops with and without them take turns of a hundred updates in one process. Shown are milliseconds of the training thread's processor
-time for an update, so that a busy machine does not change them, and by the clock; a ratio is the median of the rounds' ratios.
+Loops with and without them take turns of a hundred updates in one process, each round in another order. Shown are milliseconds of
+the training thread's processor time for an update, so that a busy machine does not change them, and by the clock; a ratio is
+that of medians, to the loops without any watch, of which there are two: how far they are apart is what a run cannot tell.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -101,28 +103,29 @@ def turns(
     for run in loops.values():
         run(120)
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    for _ in range(rounds):
-        for name, run in loops.items():
+    names = list(loops)
+    gc.collect()
+    gc.disable()  # a collection would land on whoever's turn it is
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
             synchronize()
             cpu, clock = time.thread_time(), time.perf_counter()
-            run(TURN)
+            loops[name](TURN)
             synchronize()
             spent[name].append((time.thread_time() - cpu, time.perf_counter() - clock))
+    gc.enable()
     return spent
 
 
 def table(spent: dict[str, list[tuple[float, float]]]) -> str:
     """The rows, each beside the loop without any of it."""
-    plain = spent["nothing"]
+    plain = [row for name, rows in spent.items() if name.startswith("nothing") for row in rows]
     lines = ["| loop | ms an update (processor) | ratio | by the clock | ratio |", "|---|---|---|---|---|"]
     for name, rows in spent.items():
         cells = [name]
         for which in (0, 1):
-            ratios = [row[which] / base[which] for row, base in zip(rows, plain, strict=True)]
-            cells += [
-                f"{statistics.median(row[which] for row in rows) / TURN * 1e3:.3f}",
-                f"{statistics.median(ratios):.3f}",
-            ]
+            taken, base = (statistics.median(row[which] for row in some) for some in (rows, plain))
+            cells += [f"{taken / TURN * 1e3:.3f}", f"{taken / base:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -144,9 +147,7 @@ def main() -> None:
     title = (
         f"# Always-on watches in a group of one\n\n{', '.join(f'{key} {value}' for key, value in known.items())}\n\n"
     )
-    about = (
-        f"{given.rounds} rounds of {TURN} updates of each loop in turns; ratios are medians of the rounds' ratios.\n\n"
-    )
+    about = f"{given.rounds} rounds of {TURN} updates of each loop in turns; ratios of medians.\n\n"
     write_results(
         given.out / f"trust_{given.device}", {"versions": known, "spent": spent}, title + about + table(spent) + "\n"
     )
