@@ -151,13 +151,16 @@ def to_device(
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=non_blocking)
     kind = type(tree)
-    if not skip_keys:  # the common batches, on the hot path
-        if kind is dict:
-            return {key: to_device(part, device, non_blocking) for key, part in tree.items()}
-        if kind is tuple:
-            return tuple([to_device(part, device, non_blocking) for part in tree])
+    if not skip_keys and (kind is dict or kind is tuple or kind is list):  # the common batches, on the hot path
+        moved = [
+            part.to(device, non_blocking=non_blocking)
+            if type(part) is Tensor
+            else to_device(part, device, non_blocking)
+            for part in (tree.values() if kind is dict else tree)
+        ]
         if kind is list:
-            return [to_device(part, device, non_blocking) for part in tree]
+            return moved
+        return tuple(moved) if kind is tuple else dict(zip(tree, moved, strict=True))
     if isinstance(tree, UserDict) or not is_container(tree):
         return _move_object(tree, device, non_blocking, skip_keys)
     return rebuild(

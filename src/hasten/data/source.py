@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any, Final, Literal, NoReturn, Protocol
 
 import torch
@@ -18,7 +20,7 @@ from hasten.data.plan import Padding
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
 from hasten.data.shuffle import derive_seed
-from hasten.data.workers import WorkerDataset, batch_seeds
+from hasten.data.workers import WorkerDataset, seed_of_batch
 from hasten.errors import DataError
 
 Item = tuple[Any, Padding | None, bool, Any]
@@ -139,30 +141,32 @@ class IndexedSource:
 
     def read(self, lots: Iterator[Lot], at: Position) -> Generator[Item]:
         """The batches of the given lots, which begin at `at`."""
-        in_workers = bool(self._loader.num_workers)
-        seeds = None
-        if in_workers or self._ahead != "never":
-            plan = self.assignment.plan
-            first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
-            seeds = batch_seeds(at.seed, at.epoch, plan.shard, first)
-        notes = self._feed.load(lots, seeds if in_workers else None)
-        batches = iter(self.engine)
-        if seeds is None or in_workers:
-            return self._read(batches, notes, at)
+        if not self._loader.num_workers and self._ahead == "never":
+            notes = self._feed.load(lots, None)
+            return self._read(iter(self.engine), notes, at)
+        plan = self.assignment.plan
+        first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
+        seed_of = partial(seed_of_batch, at.seed, at.epoch, plan.shard)
+        if self._loader.num_workers:
+            notes = self._feed.load(lots, map(seed_of, count(first)))
+            return self._read(iter(self.engine), notes, at)
+        notes, batches = self._feed.load(lots, None), iter(self.engine)
         mark = ReadAhead(at.ahead) if self._ahead == "when large" else None
-        return self._read(self._seeded(batches, seeds, mark), notes, at, mark)
+        return self._read(self._seeded(batches, seed_of, first, mark), notes, at, mark)
 
-    def _seeded(self, batches: Iterator[Any], seeds: Iterator[int], mark: ReadAhead | None) -> Iterator[Any]:
+    def _seeded(
+        self, batches: Iterator[Any], seed_of: Callable[[int], int], first: int, mark: ReadAhead | None
+    ) -> Iterator[Any]:
         """Batches read in this process ahead of their use: each under a seed of its own, as in a worker.
 
         Batches that are read when they are asked for draw from the training's states, as in a plain loop.
         """
-        for seed in seeds:
+        for number in count(first):
             if mark is not None and not mark.now:
                 batch = next(batches, _END)
             else:
                 with self._process.kept():
-                    self._process.seed(seed)
+                    self._process.seed(seed_of(number))
                     batch = next(batches, _END)
             if batch is _END:
                 return

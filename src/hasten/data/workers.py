@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
 from typing import Any
 
 from hasten.data.own_rng import seed_everything
@@ -69,6 +67,6 @@ def _sample(dataset: Any, index: Any) -> Any:
         raise
 
 
-def batch_seeds(seed: int, epoch: int, shard: int, first: int) -> Iterator[int]:
-    """A seed for every batch of an epoch on one rank, from batch number `first` on."""
-    return (derive_seed(seed, epoch, shard, number, 2) for number in count(first))
+def seed_of_batch(seed: int, epoch: int, shard: int, number: int) -> int:
+    """The seed of batch `number` of an epoch on one rank."""
+    return derive_seed(seed, epoch, shard, number, 2)

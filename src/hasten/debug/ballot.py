@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -17,7 +17,7 @@ _AXES: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)
 _CLASSES: Final = 1 << len(_AXES)
 _MASK: Final = (1 << 64) - 1
 _KEPT: Final = 16
-"""Checks whose notes stay in the store: the newest ones, which some rank may not have read."""
+"""Checks whose notes are in the store: the newest ones, each in the place of the one that is so many checks older."""
 _AGREED: Final = "agreed"
 
 
@@ -31,7 +31,7 @@ class Ballot:
         self._rank = rank
         self._size = mesh.world_size
         self._first_peer = _first_peers(mesh) if rank == 0 else None
-        self._decided: set[int] = set()
+        self._decided: dict[int, bool] = {}
 
     def post(self, number: int, records: Sequence[Record]) -> None:
         """Say what this rank holds, in one number for each set of axes. The order of the records does not matter."""
@@ -39,54 +39,58 @@ class Ballot:
         for record in records:
             which = _class_of(record.axes)
             sums[which] = (sums[which] + record.value) & _MASK
-        self._store.set(self._key(number, self._rank), np.array(sums, dtype=np.uint64).tobytes().hex())
+        self._note(number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex())
 
     def verdict(self, number: int) -> bool | None:
         """Whether all ranks that must agree have posted the same; None while rank 0 does not know."""
-        if self._first_peer is not None and number not in self._decided:
-            posts = self._peek([self._key(number, rank) for rank in range(self._size)])
+        if self._first_peer is None:
+            found = self._peek(number, ["verdict"])
+            return None if found is None else found[0] == _AGREED
+        if number not in self._decided:
+            posts = self._peek(number, range(self._size))
             if posts is None:
                 return None
             held = np.stack([np.frombuffer(bytes.fromhex(post), dtype=np.uint64) for post in posts])
             same = bool((held == np.take_along_axis(held, self._first_peer, axis=0)).all())
-            self._store.set(self._key(number, "verdict"), _AGREED if same else "differ")
-            self._decided.add(number)
-            self._forget(number - _KEPT)
-        found = self._peek([self._key(number, "verdict")])
-        return None if found is None else found[0] == _AGREED
+            if self._size > 1:
+                self._note(number, "verdict", _AGREED if same else "differ")
+            self._decided[number] = same
+            self._decided.pop(number - _KEPT, None)
+        return self._decided[number]
 
     def show(self, number: int, records: Sequence[Record]) -> None:
         """Say in full what this rank holds."""
-        self._store.set(self._key(number, f"held/{self._rank}"), msgspec.json.encode(records).decode())
+        self._note(number, f"held/{self._rank}", msgspec.json.encode(records).decode())
 
     def shown(self, number: int) -> dict[int, list[Record]] | None:
         """What every rank has said in full; None while some have not."""
-        posts = self._peek([self._key(number, f"held/{rank}") for rank in range(self._size)])
+        posts = self._peek(number, [f"held/{rank}" for rank in range(self._size)])
         if posts is None:
             return None
         return {rank: msgspec.json.decode(post, type=list[Record]) for rank, post in enumerate(posts)}
 
     def set_answer(self, number: int, answer: str) -> None:
         """Tell every rank what rank 0 has found."""
-        self._store.set(self._key(number, "answer"), answer)
+        self._note(number, "answer", answer)
 
     def answer(self, number: int) -> str | None:
         """What rank 0 has found; None while it has not."""
-        found = self._peek([self._key(number, "answer")])
+        found = self._peek(number, ["answer"])
         return None if found is None else found[0]
 
     def _key(self, number: int, what: int | str) -> str:
-        return f"{self._prefix}/{number}/{what}"
+        return f"{self._prefix}/{number % _KEPT}/{what}"
 
-    def _peek(self, keys: list[str]) -> list[str] | None:
-        """The values of all these keys, or None while one is missing; never waits."""
-        return [value.decode() for value in self._store.multi_get(keys)] if self._store.check(keys) else None
+    def _note(self, number: int, what: int | str, text: str) -> None:
+        self._store.set(self._key(number, what), f"{number}:{text}")
 
-    def _forget(self, number: int) -> None:
-        if number in self._decided:
-            self._decided.remove(number)
-            for what in ("verdict", *range(self._size)):
-                self._store.delete_key(self._key(number, what))
+    def _peek(self, number: int, what: Iterable[int | str]) -> list[str] | None:
+        """All these notes of a check, or None while one is missing; never waits."""
+        keys = [self._key(number, one) for one in what]
+        if not self._store.check(keys):
+            return None
+        notes = [value.decode().partition(":") for value in self._store.multi_get(keys)]
+        return [text for _, _, text in notes] if all(found == str(number) for found, _, _ in notes) else None
 
 
 def _class_of(axes: Sequence[str]) -> int:

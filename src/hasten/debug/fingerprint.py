@@ -1,102 +1,145 @@
 """Fingerprints of tensors: one 64-bit number for the bits of each, computed where the tensors are, without a sync.
 
-The bits are read as integers of at most 32 bits, multiplied by a fixed odd 64-bit number for each position and added up modulo
-2**64. One changed element always changes the sum; several cancel each other with a chance of at most about 2**-32. Floating-point
-rules play no part: NaN has bits like any other number, and the order of additions does not matter.
+The bits are read as integers of at most 32 bits. Each row of 256 of them is multiplied by fixed odd 64-bit numbers and added up modulo
+2**64; the sums are mixed, multiplied by an odd number for their row, and added up again. One changed element always changes the result;
+several cancel each other with a chance of about 2**-32. Floating-point rules play no part: NaN has bits like any other number,
+and the order of additions does not matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK: Final = 1 << 18
-"""Elements that are multiplied at once in one row; as many odd numbers are kept for each device."""
-_ROWS: Final = 8
-_WIDTHS: Final = ((8, torch.int32), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+CHUNK: Final = 1 << 21
+"""Integers that are multiplied at once, in a few kernels however many tensors they belong to."""
+_WIDTH: Final = 256
+_INTEGERS: Final = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_KEPT: Final = 64
+"""Layouts that are remembered; those of a run are few, and a script that keeps changing them must not fill memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Up to CHUNK integers of one tensor."""
+
+    tensor: int
+    number: int
+    """Of the tensor's pieces."""
+    bits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How pieces of certain sizes lie behind each other, each in whole rows."""
+
+    padding: list[Tensor | None]
+    """Zeros behind each piece."""
+    multipliers: Tensor
+    """One for each row, by its number in the piece."""
+    ends: Tensor
+    """The last row of each piece."""
 
 
 class Fingerprints:
-    """Computes fingerprints, and keeps the multipliers of each device between calls."""
+    """Computes fingerprints, and keeps what depends on sizes only between calls."""
 
     def __init__(self) -> None:
         self._odd: dict[torch.device, Tensor] = {}
-        self._ends: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+        self._layouts: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], _Layout] = {}
+        self._places: dict[tuple[torch.device, tuple[tuple[int, int], ...]], tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """The fingerprint of each tensor, as int64 on `device`. Tensors may lie on different devices."""
         result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        batches: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[_Piece]] = {}
         for index, tensor in enumerate(tensors):
             bits = _bits(tensor)
-            if bits.numel() > CHUNK:
-                result[index] = self._long(bits).to(device, non_blocking=True)
-            elif bits.numel():
-                batches.setdefault((bits.device, bits.dtype), []).append((index, bits))
-        for (place, _), small in batches.items():
-            for batch in _packed(small):
-                found = self._short([bits for _, bits in batch], place).to(device, non_blocking=True)
-                where = self._index(tuple(index for index, _ in batch), device)
-                result.index_copy_(0, where, found)
+            if size := bits.numel():
+                parts = torch.split(bits, CHUNK) if size > CHUNK else (bits,)
+                known = kinds.setdefault((bits.device, bits.dtype), [])
+                known += [_Piece(index, number, part) for number, part in enumerate(parts)]
+        found: list[Tensor] = []
+        places: list[tuple[int, int]] = []
+        for pieces in kinds.values():
+            for batch in _packed(pieces):
+                found.append(self._batch([piece.bits for piece in batch]).to(device, non_blocking=True))
+                places += [(piece.tensor, piece.number) for piece in batch]
+        if found:
+            where, multipliers = self._place(tuple(places), device)
+            result.index_add_(0, where, torch.cat(found) * multipliers)
         return result
 
-    def _short(self, parts: list[Tensor], device: torch.device) -> Tensor:
-        """The fingerprints of tensors that fit into one row together, in a few kernels whatever their number."""
-        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-        sums = (flat * self._multipliers(device)[: flat.numel()]).cumsum(0)
-        sizes = np.cumsum([part.numel() for part in parts])
-        ends = sums[self._index(tuple(int(size) - 1 for size in sizes), device)]
-        return torch.diff(ends, prepend=ends.new_zeros(1))
+    def _batch(self, pieces: list[Tensor]) -> Tensor:
+        """The fingerprint of each piece."""
+        device = pieces[0].device
+        layout = self._layout(device, pieces[0].dtype, tuple(piece.numel() for piece in pieces))
+        padded = [part for both in zip(pieces, layout.padding, strict=True) for part in both if part is not None]
+        flat = torch.cat(padded) if len(padded) > 1 else padded[0]
+        rows = (flat.view(-1, _WIDTH) * self._multipliers(device)[:_WIDTH]).sum(1)
+        sums = ((rows ^ (rows >> 32)) * layout.multipliers).cumsum(0)[layout.ends]
+        return torch.diff(sums, prepend=sums.new_zeros(1)) if len(pieces) > 1 else sums
 
-    def _long(self, bits: Tensor) -> Tensor:
-        """The fingerprint of one long tensor: of the fingerprints of its rows."""
-        odd = self._multipliers(bits.device)
-        whole = bits.numel() // CHUNK
-        rows = bits[: whole * CHUNK].view(whole, CHUNK)
-        sums = [(rows[first : first + _ROWS] * odd).sum(1) for first in range(0, whole, _ROWS)]
-        rest = bits[whole * CHUNK :]
-        sums.append((rest * odd[: rest.numel()]).sum(0, keepdim=True))
-        every = torch.cat(sums)
-        return (every * self._multipliers(bits.device, every.numel())[: every.numel()]).sum()
+    def _layout(self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> _Layout:
+        key = device, dtype, sizes
+        if key not in self._layouts:
+            if len(self._layouts) >= _KEPT:
+                self._layouts.clear()
+            heights = [-(-size // _WIDTH) for size in sizes]
+            numbers = torch.cat([torch.arange(height) for height in heights]).to(device)
+            self._layouts[key] = _Layout(
+                [torch.zeros(rest, dtype=dtype, device=device) if (rest := -size % _WIDTH) else None for size in sizes],
+                self._multipliers(device)[_WIDTH + numbers],
+                torch.tensor([end - 1 for end in accumulate(heights)], device=device),
+            )
+        return self._layouts[key]
 
-    def _multipliers(self, device: torch.device, least: int = CHUNK) -> Tensor:
+    def _place(self, places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tensor that each piece belongs to, and an odd number for the piece's number."""
+        key = device, places
+        if key not in self._places:
+            if len(self._places) >= _KEPT:
+                self._places.clear()
+            tensors, numbers = torch.tensor(places, device=device).unbind(1)
+            self._places[key] = tensors, self._multipliers(device, int(numbers.max()) + 1)[numbers]
+        return self._places[key]
+
+    def _multipliers(self, device: torch.device, least: int = 0) -> Tensor:
         known = self._odd.get(device)
         if known is None or known.numel() < least:
-            known = self._odd[device] = torch.from_numpy(_odd_numbers(max(least, CHUNK))).to(device)
+            count = max(least, _WIDTH + CHUNK // _WIDTH)
+            known = self._odd[device] = torch.from_numpy(_odd_numbers(count)).to(device)
         return known
-
-    def _index(self, positions: tuple[int, ...], device: torch.device) -> Tensor:
-        key = device, positions
-        if key not in self._ends:
-            if len(self._ends) > 64:  # layouts of a run are few; a script that keeps changing them must not fill memory
-                self._ends.clear()
-            self._ends[key] = torch.tensor(positions, device=device)
-        return self._ends[key]
 
 
 def _bits(tensor: Tensor) -> Tensor:
     """The tensor's memory as a flat tensor of integers."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    return flat.resolve_neg().view(dict(_WIDTHS)[flat.element_size()])
+    if flat.is_neg():
+        flat = flat.resolve_neg()
+    return flat.view(_INTEGERS[flat.element_size()])
 
 
-def _packed(parts: list[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Runs of tensors that have room in one row."""
-    batch: list[tuple[int, Tensor]] = []
+def _packed(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+    """Runs of pieces that have room in one batch."""
+    batch: list[_Piece] = []
     used = 0
-    for part in parts:
-        if used + part[1].numel() > CHUNK:
+    for piece in pieces:
+        taken = -(-piece.bits.numel() // _WIDTH) * _WIDTH
+        if batch and used + taken > CHUNK:
             yield batch
             batch, used = [], 0
-        batch.append(part)
-        used += part[1].numel()
+        batch.append(piece)
+        used += taken
     yield batch
 
 

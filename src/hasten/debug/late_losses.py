@@ -5,6 +5,7 @@ A copy for every update would cost a tiny training step on a GPU some percent. O
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from hasten.runtime.devices import kind_of
 
 Origin = TypeVar("Origin")
 
-_HELD: Final = 64
+_HELD: Final = 256
 """Losses held for one copy."""
 _SECONDS: Final = 0.25
 """Seconds after which what is held is copied: a loop of slow steps is looked at in every step."""
@@ -37,10 +38,15 @@ class Update(Generic[Origin]):
 class LateLosses(Generic[Origin]):
     """The losses of one rank. Called by the training thread, once for every backward: code here is cold, and costs a tiny step most."""
 
-    def __init__(self) -> None:
+    def __init__(self, odd_only: bool = False) -> None:
         self.held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = []
         """Losses with their weights, origins and the numbers of their updates."""
-        self._travelling: tuple[list[Update[Origin]], Tensor, torch.Event | None] | None = None
+        self._odd_only = odd_only
+        """Whether losses are of interest only when one that came with them is not finite."""
+        self._travelling: (
+            tuple[list[tuple[Tensor, float | Tensor | None, Origin, int]], Tensor, torch.Event | None] | None
+        )
+        self._travelling = None
         self._copied_at = time.monotonic()
 
     def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
@@ -76,18 +82,21 @@ class LateLosses(Generic[Origin]):
             ready = None if joined.is_cpu else torch.Event(joined.device)
             if ready is not None:
                 ready.record()
-            self._travelling = (_by_update(held), values, ready)
+            self._travelling = held, values, ready
         return arrived
 
     def _arrived(self) -> list[Update[Origin]]:
         if self._travelling is None:
             return []
-        (updates, values, ready), self._travelling = self._travelling, None
+        (held, values, ready), self._travelling = self._travelling, None
         if ready is not None:
             ready.synchronize()
-        numbers = iter(values.tolist())
+        numbers: list[float] = values.tolist()
+        if self._odd_only and math.isfinite(sum(numbers)):
+            return []
+        updates, rest = _by_update(held), iter(numbers)
         for update in updates:
-            update.values = [next(numbers) for _ in update.losses]
+            update.values = [next(rest) for _ in update.losses]
         return updates
 
 

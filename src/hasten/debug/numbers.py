@@ -105,7 +105,7 @@ class NumbersWatch:
         self.rollback = rollback
         self._newest = newest
         self._calls = LastCalls()
-        self._losses: LateLosses[Batches] = LateLosses()
+        self._losses: LateLosses[Batches] = LateLosses(odd_only=settings.spike is None)
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent: deque[float] = deque(maxlen=_RECENT)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -44,14 +45,13 @@ class Entry:
     kind: Kind
     name: str
     axes: frozenset[Axis]
-    tensor: Tensor | None = None
     said: str = ""
     """The value itself, where it is short enough to be shown."""
     statistics: bool = False
     """Running statistics of a normalisation layer, which torch keeps for each rank alone on request."""
 
     layout: str = ""
-    """Shape and dtype of the tensor."""
+    """Shape and dtype, where it is a tensor."""
 
     @property
     def has_tensor(self) -> bool:
@@ -61,12 +61,11 @@ class Entry:
     @property
     def digest(self) -> int:
         """A 64-bit number for everything but the tensor's contents."""
-        text = f"{self.kind} {self.name} {self.said} {self.layout}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        return _digest(f"{self.kind} {self.name} {self.said} {self.layout}")
 
-    def light(self) -> Entry:
-        """The entry without its tensor, to be kept."""
-        return self if self.tensor is None else replace(self, tensor=None)
+
+Held = tuple[Entry, Tensor | None]
+"""An entry with its tensor, where it is one: entries are kept, tensors are not."""
 
 
 @dataclass(slots=True)
@@ -84,16 +83,18 @@ class Replicas:
     random: bool = False
     """Whether ranks share random numbers, so that generators are among the evidence."""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[Held]:
         """Everything that must be equal, in an order that is the same on all ranks."""
-        return [one for one in self._all() if (one.kind, one.name) not in self.forgiven]
+        if not self.forgiven:
+            return list(self._all())
+        return [held for held in self._all() if (held[0].kind, held[0].name) not in self.forgiven]
 
-    def _all(self) -> Iterator[Entry]:
+    def _all(self) -> Iterator[Held]:
         done = f"{self.clock.num_updates} updates, {self.clock.num_passes} backward passes"
-        yield Entry("updates", "updates for each backward pass", COMPARED, said=done)
+        yield Entry("updates", "updates for each backward pass", COMPARED, said=done), None
         for number, cursor in enumerate(self.clock.cursors.active()):
             said = f"epoch {cursor.epoch}, batch {cursor.batch}"
-            yield Entry("data", f"position of loader {number}", COMPARED, said=said)
+            yield Entry("data", f"position of loader {number}", COMPARED, said=said), None
         if self.random and any(may_draw(model) for model in self.prepared.models):
             yield from _tensor("random", "generator of the CPU", frozenset({Axis.TP}), torch.get_rng_state())
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -106,7 +107,7 @@ class Replicas:
             prefix = f"optimizer[{position}]." if position else ""
             yield from self._optimizer(optimizer, prefix, names)
 
-    def _model(self, model: nn.Module, prefix: str, names: dict[int, tuple[str, frozenset[Axis]]]) -> Iterator[Entry]:
+    def _model(self, model: nn.Module, prefix: str, names: dict[int, tuple[str, frozenset[Axis]]]) -> Iterator[Held]:
         apart, copied = _left_alone(model)
         for plain, parameter in named_parameters(model):
             name = prefix + plain
@@ -124,7 +125,7 @@ class Replicas:
 
     def _optimizer(
         self, optimizer: PreparedOptimizer, prefix: str, names: Mapping[int, tuple[str, frozenset[Axis]]]
-    ) -> Iterator[Entry]:
+    ) -> Iterator[Held]:
         inner = optimizer.optimizer
         if isinstance(inner, EngineOptimizer) or _divides_state(inner):
             return  # each rank holds the state of its own part
@@ -134,7 +135,7 @@ class Replicas:
                 if isinstance(value, Tensor):
                     yield from _tensor("setting", f"{where}[{option!r}]", COMPARED, value)
                 elif option != "params" and _is_plain(value):
-                    yield Entry("setting", f"{where}[{option!r}]", COMPARED, said=repr(value))
+                    yield Entry("setting", f"{where}[{option!r}]", COMPARED, said=repr(value)), None
             for parameter in group["params"]:
                 if id(parameter) not in names:
                     continue  # excluded, or not a parameter of a prepared model
@@ -151,8 +152,20 @@ class Replicas:
         return False
 
 
+@lru_cache(maxsize=1 << 14)
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1 << 10)
+def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{shape} {dtype}"
+
+
 def axes_of(tensor: Tensor) -> frozenset[Axis]:
     """The axes along which all ranks hold the same part of the tensor: all, unless it is divided."""
+    if type(tensor) in (Tensor, nn.Parameter) and not vars(tensor):
+        return COMPARED
     axes = set(COMPARED)
     if is_dtensor(tensor):
         for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
@@ -169,7 +182,7 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
     return frozenset(axes)
 
 
-def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Entry]:
+def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Held]:
     """The entries of a tensor: itself, or what it is made of; nothing for one without memory."""
     plain: Any = tensor.detach()  # Any: subclasses of several packages
     if is_dtensor(plain):
@@ -180,8 +193,7 @@ def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statis
         for part in plain.__tensor_flatten__()[0]:
             yield from _tensor(kind, f"{name}.{part}", axes, getattr(plain, part), statistics)
         return
-    layout = f"{tuple(plain.shape)} {plain.dtype}"
-    yield Entry(kind, name, axes, plain, statistics=statistics, layout=layout)
+    yield Entry(kind, name, axes, statistics=statistics, layout=_layout(tuple(plain.shape), plain.dtype)), plain
 
 
 def _left_alone(model: nn.Module) -> tuple[frozenset[str], frozenset[int]]:

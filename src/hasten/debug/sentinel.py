@@ -14,6 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 import msgspec
@@ -27,6 +28,7 @@ from hasten.debug.divergence import EVIDENCE, Divergence, Record, find
 from hasten.debug.fingerprint import Fingerprints
 from hasten.debug.replicas import Entry, Replicas
 from hasten.errors import DivergenceError, HastenWarning
+from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 
 log = logging.getLogger(__name__)
@@ -162,17 +164,16 @@ class Sentinel:
     # -- one check --------------------------------------------------------------------------------------------------
     def _take(self, step: int) -> None:
         """Compute the fingerprints, and start their way to the host."""
-        entries = self._replicas.entries()
+        held = self._replicas.entries()
         if self._taken == 0 and self._ctx.is_main:
             self._warn_of_unmatched()
-        tensors = [entry.tensor for entry in entries if entry.tensor is not None]
-        found = self._fingerprints.of(tensors, self._ctx.device)
+        found = self._fingerprints.of([tensor for _, tensor in held if tensor is not None], self._ctx.device)
         ready = None
         if found.device.type != "cpu":
             found, device = found.to("cpu", non_blocking=True), found.device
             ready = torch.Event(device)
             ready.record()
-        self._pending.append(_Check(self._taken, step, [entry.light() for entry in entries], found, ready))
+        self._pending.append(_Check(self._taken, step, [entry for entry, _ in held], found, ready))
         self._taken += 1
 
     def _post(self, check: _Check) -> None:
@@ -201,6 +202,11 @@ class Sentinel:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
 
+@lru_cache(maxsize=64)
+def _in_order(axes: frozenset[Axis]) -> tuple[Axis, ...]:
+    return tuple(sorted(axes))
+
+
 def _records(check: _Check) -> list[Record]:
     """What this rank holds, by name."""
     values = iter(check.values.tolist())
@@ -208,7 +214,7 @@ def _records(check: _Check) -> list[Record]:
         Record(
             entry.kind,
             entry.name,
-            tuple(sorted(entry.axes)),
+            _in_order(entry.axes),
             # multiplied by a number of its own, so that values which change places are seen in a sum of them
             ((next(values) if entry.has_tensor else 0) * (entry.digest | 1) + entry.digest) & _MASK,
             entry.said,

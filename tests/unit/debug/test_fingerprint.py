@@ -60,6 +60,14 @@ def test_a_tensor_has_the_same_fingerprint_at_the_same_place_in_any_memory_forma
     assert prints.of([torch.empty(0), torch.empty(0, 3)], CPU).tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("size", [1, 10, 256, 1000, CHUNK + 3])
+def test_what_stands_beside_a_tensor_does_not_change_its_fingerprint(size: int) -> None:
+    prints = Fingerprints()
+    x, other = torch.randn(size), torch.randn(300)
+    alone = int(prints.of([x], CPU))
+    assert prints.of([other, x, x.double(), other, x], CPU)[[1, 4]].tolist() == [alone, alone]
+
+
 def test_many_small_tensors_have_fingerprints_of_their_own() -> None:
     prints = Fingerprints()
     parts = [torch.full((CHUNK // 3,), float(i)) for i in range(1, 9)]

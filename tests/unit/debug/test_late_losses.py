@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import pytest
 import torch
 
 from hasten.debug.late_losses import LateLosses
@@ -32,11 +34,11 @@ def test_every_loss_arrives_once_with_its_update_and_origin() -> None:
         assert got == expected
 
 
-def test_it_is_time_to_copy_after_64_losses() -> None:
+def test_it_is_time_to_copy_after_256_losses() -> None:
     losses: LateLosses[None] = LateLosses()
-    due = [losses.add(torch.tensor(1.0), None, None, step) for step in range(64)]
+    due = [losses.add(torch.tensor(1.0), None, None, step) for step in range(256)]
     assert due[-1]
-    assert len(losses.take().losses) == 64
+    assert len(losses.take().losses) == 256
     assert losses.rest() == []
 
 
@@ -45,6 +47,18 @@ def test_a_loss_that_weighs_nothing_is_zero_even_if_it_is_nan() -> None:
     losses.add(torch.tensor(float("nan")), torch.tensor(0), None, 1)
     losses.add(torch.tensor(2.0), 1.0, None, 1)
     assert losses.rest()[0].values == [0.0, 2.0]
+
+
+def test_losses_that_came_with_one_that_is_not_finite_are_all_given() -> None:
+    losses: LateLosses[None] = LateLosses(odd_only=True)
+    for number, value in enumerate((1.0, 3e38, 3e38, 2.0, float("inf"), float("nan"))):
+        losses.add(torch.tensor(value), None, None, number)
+        if number == 1:
+            assert losses.rest() == [], "finite losses are of no interest"
+    (a, b, c, d) = losses.rest()
+    assert (a.values[0], b.values, c.values) == (pytest.approx(3e38), [2.0], [float("inf")])
+    assert d.step == 5
+    assert math.isnan(d.values[0])
 
 
 def test_a_part_of_a_large_tensor_is_copied_out_of_it() -> None:
