@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -93,7 +94,8 @@ class Ballot:
         return [text for _, _, text in notes] if all(found == str(number) for found, _, _ in notes) else None
 
 
-def _class_of(axes: Sequence[str]) -> int:
+@lru_cache(maxsize=64)
+def _class_of(axes: tuple[str, ...]) -> int:
     return sum(1 << position for position, axis in enumerate(_AXES) if axis in axes)
 
 

@@ -17,22 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK: Final = 1 << 21
-"""Integers that are multiplied at once, in a few kernels however many tensors they belong to."""
+CHUNK: Final = 1 << 18
+"""Elements in one piece of a tensor."""
+_CPU_ROWS, _DEVICE_ROWS = 1 << 10, 1 << 13
+"""Rows that are multiplied at once, in a few kernels however many tensors they belong to; fewer stay in a processor's cache."""
 _WIDTH: Final = 256
 _INTEGERS: Final = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _KEPT: Final = 64
 """Layouts that are remembered; those of a run are few, and a script that keeps changing them must not fill memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Up to CHUNK integers of one tensor."""
-
-    tensor: int
-    number: int
-    """Of the tensor's pieces."""
-    bits: Tensor
+Piece = tuple[int, int, Tensor]
+"""Up to CHUNK elements: the number of the tensor they belong to, that of the piece in it, and the elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +55,21 @@ class Fingerprints:
     def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         """The fingerprint of each tensor, as int64 on `device`. Tensors may lie on different devices."""
         result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
-        kinds: dict[tuple[torch.device, torch.dtype], list[_Piece]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
         for index, tensor in enumerate(tensors):
-            bits = _bits(tensor)
-            if size := bits.numel():
-                parts = torch.split(bits, CHUNK) if size > CHUNK else (bits,)
-                known = kinds.setdefault((bits.device, bits.dtype), [])
-                known += [_Piece(index, number, part) for number, part in enumerate(parts)]
+            flat = _flat(tensor)
+            if size := flat.numel():
+                known = kinds.setdefault((flat.device, flat.dtype), [])
+                if size <= CHUNK:
+                    known.append((index, 0, flat))
+                else:
+                    known += [(index, number, part) for number, part in enumerate(torch.split(flat, CHUNK))]
         found: list[Tensor] = []
         places: list[tuple[int, int]] = []
         for pieces in kinds.values():
             for batch in _packed(pieces):
-                found.append(self._batch([piece.bits for piece in batch]).to(device, non_blocking=True))
-                places += [(piece.tensor, piece.number) for piece in batch]
+                found.append(self._batch([elements for _, _, elements in batch]).to(device, non_blocking=True))
+                places += [(index, number) for index, number, _ in batch]
         if found:
             where, multipliers = self._place(tuple(places), device)
             result.index_add_(0, where, torch.cat(found) * multipliers)
@@ -83,7 +81,8 @@ class Fingerprints:
         layout = self._layout(device, pieces[0].dtype, tuple(piece.numel() for piece in pieces))
         padded = [part for both in zip(pieces, layout.padding, strict=True) for part in both if part is not None]
         flat = torch.cat(padded) if len(padded) > 1 else padded[0]
-        rows = (flat.view(-1, _WIDTH) * self._multipliers(device)[:_WIDTH]).sum(1)
+        integers = flat.view(_INTEGERS[flat.element_size()])
+        rows = (integers.view(-1, _WIDTH) * self._multipliers(device)[:_WIDTH]).sum(1)
         sums = ((rows ^ (rows >> 32)) * layout.multipliers).cumsum(0)[layout.ends]
         return torch.diff(sums, prepend=sums.new_zeros(1)) if len(pieces) > 1 else sums
 
@@ -92,10 +91,11 @@ class Fingerprints:
         if key not in self._layouts:
             if len(self._layouts) >= _KEPT:
                 self._layouts.clear()
-            heights = [-(-size // _WIDTH) for size in sizes]
+            width = _width(dtype)
+            heights = [-(-size // width) for size in sizes]
             numbers = torch.cat([torch.arange(height) for height in heights]).to(device)
             self._layouts[key] = _Layout(
-                [torch.zeros(rest, dtype=dtype, device=device) if (rest := -size % _WIDTH) else None for size in sizes],
+                [torch.zeros(rest, dtype=dtype, device=device) if (rest := -size % width) else None for size in sizes],
                 self._multipliers(device)[_WIDTH + numbers],
                 torch.tensor([end - 1 for end in accumulate(heights)], device=device),
             )
@@ -114,32 +114,39 @@ class Fingerprints:
     def _multipliers(self, device: torch.device, least: int = 0) -> Tensor:
         known = self._odd.get(device)
         if known is None or known.numel() < least:
-            count = max(least, _WIDTH + CHUNK // _WIDTH)
+            count = max(least, _WIDTH + _DEVICE_ROWS)
             known = self._odd[device] = torch.from_numpy(_odd_numbers(count)).to(device)
         return known
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """The tensor's memory as a flat tensor of integers."""
+def _flat(tensor: Tensor) -> Tensor:
+    """The tensor's memory as a flat tensor of a dtype whose elements can be joined."""
+    dtype = tensor.dtype
+    if dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     flat = tensor.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat.resolve_conj()).reshape(-1)
-    if flat.is_neg():
-        flat = flat.resolve_neg()
-    return flat.view(_INTEGERS[flat.element_size()])
+    return flat if dtype.itemsize > 1 else flat.view(torch.uint8)  # 8-bit floats cannot be joined
 
 
-def _packed(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+def _width(dtype: torch.dtype) -> int:
+    """Elements in one row of integers."""
+    return _WIDTH // 2 if dtype.itemsize == 8 else _WIDTH
+
+
+def _packed(pieces: list[Piece]) -> Iterator[list[Piece]]:
     """Runs of pieces that have room in one batch."""
-    batch: list[_Piece] = []
+    width, room = _width(pieces[0][2].dtype), _CPU_ROWS if pieces[0][2].is_cpu else _DEVICE_ROWS
+    batch: list[Piece] = []
     used = 0
     for piece in pieces:
-        taken = -(-piece.bits.numel() // _WIDTH) * _WIDTH
-        if batch and used + taken > CHUNK:
+        rows = -(-piece[2].numel() // width)
+        if batch and used + rows > room:
             yield batch
             batch, used = [], 0
         batch.append(piece)
-        used += taken
+        used += rows
     yield batch
 
 

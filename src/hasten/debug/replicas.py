@@ -26,6 +26,7 @@ Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "par
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})
 """Axes along which something can be equal; pipeline stages hold different layers."""
 _AXES: Final = frozenset(str(axis) for axis in Axis)
+_PLAIN: Final = frozenset({Tensor, nn.Parameter})
 _STATISTICS: Final = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 
 
@@ -164,7 +165,7 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 def axes_of(tensor: Tensor) -> frozenset[Axis]:
     """The axes along which all ranks hold the same part of the tensor: all, unless it is divided."""
-    if type(tensor) in (Tensor, nn.Parameter) and not vars(tensor):
+    if type(tensor) in _PLAIN and not vars(tensor):
         return COMPARED
     axes = set(COMPARED)
     if is_dtensor(tensor):
@@ -184,12 +185,14 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
 
 def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Held]:
     """The entries of a tensor: itself, or what it is made of; nothing for one without memory."""
-    plain: Any = tensor.detach()  # Any: subclasses of several packages
-    if is_dtensor(plain):
-        plain = plain.to_local()
+    plain: Any = tensor  # Any: subclasses of several packages
+    if type(tensor) not in _PLAIN:
+        plain = tensor.detach()
+        if is_dtensor(plain):
+            plain = plain.to_local()
     if plain.is_meta or plain.layout is not torch.strided:
         return
-    if type(plain) is not Tensor and hasattr(plain, "__tensor_flatten__"):
+    if type(plain) not in _PLAIN and hasattr(plain, "__tensor_flatten__"):
         for part in plain.__tensor_flatten__()[0]:
             yield from _tensor(kind, f"{name}.{part}", axes, getattr(plain, part), statistics)
         return
