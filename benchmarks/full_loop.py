@@ -4,7 +4,8 @@
     python benchmarks/full_loop.py --device cuda    # on a GPU, about three minutes
 
 Side by side with bare torch, Hugging Face Accelerate and Lightning Fabric, each with its best settings. Contenders take turns
-in one process, 24 steps at a time, many rounds over; a turn divides evenly by the accumulation window. Loops without workers
+in one process, 96 steps at a time, many rounds over; a turn divides evenly by the accumulation window, and is long enough that its
+first steps, in which the processor's caches hold the code of others, weigh little. Loops without workers
 are built three times, because where one build's memory and threads lie shifts its times by some percent. A ratio is the
 median of a contender over the median of bare torch; beside it stand the quartiles of the rounds' own ratios. Bare torch is
 written twice on a GPU, with and without `pin_memory`, and the faster one is the reference. Packages that are not
@@ -39,7 +40,7 @@ from torch.utils.data import DataLoader, Dataset
 
 STEPS = 480  # an epoch
 BUILDS = 3  # times a loop without workers is built afresh
-TURN = 24  # steps a contender makes before the next one takes over; divides by the window
+TURN = 96  # steps a contender makes before the next one takes over; divides by the window
 ROWS, WIDTH = 32, 32  # 4 KB a batch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FABRIC = {"no": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}

@@ -4,8 +4,9 @@
     python benchmarks/plan_accuracy.py --device cpu                 # tiny models, to see that it runs
 
 Traces are made first, each in a process of its own and all at once, before the device is touched; then every case is trained for
-some steps. Times are compared as the table of hardware predicts them, and after calibration: the efficiencies of the table scaled
-by one factor, the first case's. On the CPU, which has no counter of allocated memory, "measured" is what a real step keeps alive,
+some steps. Times are compared as the table of hardware predicts them, and after calibration on the first case: the efficiencies of
+the table scaled by one factor, and the pace at which the host starts operations, from steps of the same model so short that the GPU
+waits for it. On the CPU, which has no counter of allocated memory, "measured" is what a real step keeps alive,
 counted tensor by tensor, and times say nothing. A case that fails is named with its error, and the others run all the same; after
 --budget seconds the remaining ones are left out. Results go to benchmarks/results (or --out) as JSON and Markdown, written
 again after every case.
@@ -48,6 +49,8 @@ from hasten.runtime.axes import MeshSpec
 RESULTS = Path(__file__).parent / "results"
 WARM_UP = 3
 STEPS = 10
+SHORT = 16
+"""Tokens of a sequence with which the GPU waits for the host."""
 Sample = dict[str, Tensor]
 
 
@@ -131,8 +134,15 @@ class Rows(Dataset[Any]):
         return self.sample
 
 
-def training(case: Case, tiny: bool, device: str, num_steps: int, after: Callable[[nn.Module, Any], None]) -> None:
-    """Train a case for some steps; `after` is called behind each with the model and the optimizer."""
+def training(
+    case: Case,
+    tiny: bool,
+    device: str,
+    num_steps: int,
+    after: Callable[[nn.Module, Any], None],
+    length: int | None = None,
+) -> None:
+    """Train a case for some steps, on sequences of so many tokens; `after` is called behind each with the model and the optimizer."""
     blocks = {"vit-large": ("ViTLayer",), "bert": ("BertLayer",)}.get(case.model, ("GPT2Block",))
     accelerator = Accelerator(
         mixed_precision=case.precision,
@@ -146,6 +156,8 @@ def training(case: Case, tiny: bool, device: str, num_steps: int, after: Callabl
         model = make()
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[case.optimizer]
     optimizer: Any = kind(model.parameters(), lr=1e-4)
+    if length is not None:
+        sample = {name: value[:length] for name, value in sample.items()}
     loader = DataLoader(Rows(sample, case.batch * num_steps), batch_size=case.batch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
@@ -159,7 +171,7 @@ def training(case: Case, tiny: bool, device: str, num_steps: int, after: Callabl
     accelerator.end_training()
 
 
-def measure(case: Case, tiny: bool) -> tuple[float, float]:
+def measure(case: Case, tiny: bool, length: int | None = None) -> tuple[float, float]:
     """Peak bytes and seconds a step on the GPU."""
     gc.collect()
     torch.cuda.empty_cache()
@@ -172,7 +184,7 @@ def measure(case: Case, tiny: bool) -> tuple[float, float]:
         torch.cuda.synchronize()
         marks.append(time.perf_counter())
 
-    training(case, tiny, "cuda", WARM_UP + STEPS, after)
+    training(case, tiny, "cuda", WARM_UP + STEPS, after, length)
     times = [b - a for a, b in zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False)]
     return float(torch.cuda.max_memory_allocated() - before), statistics.median(times)
 
@@ -233,8 +245,10 @@ def traces_of(cases: Sequence[Case], tiny: bool) -> dict[tuple[str, str, str], M
     return found
 
 
-def compared(case: Case, traced: ModelTrace, gpu: str, tiny: bool, factor: float) -> dict[str, Any]:
-    """Prediction and measurement of one case; `factor` calibrates times, 0 for the case it is taken from."""
+def compared(
+    case: Case, traced: ModelTrace, card: hardware.Accelerator, tiny: bool, calibrated: hardware.Accelerator | None
+) -> tuple[dict[str, Any], hardware.Accelerator]:
+    """Prediction and measurement of one case, and the card calibrated: as given, or on this case."""
     chosen = Candidate(
         mesh=MeshSpec(),
         sharded=case.sharded,
@@ -242,26 +256,35 @@ def compared(case: Case, traced: ModelTrace, gpu: str, tiny: bool, factor: float
         recompute=case.recompute,
         micro_batch=case.batch,
     )
-    card = hardware.find(gpu)
-    expected, predicted = need(traced, chosen), predict(traced, chosen, card).total
+    expected, predicted = need(traced, chosen), predict(traced, chosen, card)
     peak, step = (count if tiny else measure)(case, tiny)
-    factor = factor or step / predicted
-    calibrated = replace(
-        card,
-        matmul_share=card.matmul_share / factor,
-        memory_share=card.memory_share / factor,
-        fp32_share=card.fp32_share / factor,
-        launch_us=card.launch_us * factor,
-    )
-    return {
+    if calibrated is None:
+        factor = step / predicted.total
+        calibrated = replace(
+            card,
+            matmul_share=card.matmul_share / factor,
+            memory_share=card.memory_share / factor,
+            fp32_share=card.fp32_share / factor,
+            launch_us=card.launch_us * factor if tiny else pace(case, traced, predicted.update * factor),
+        )
+    row = {
         "case": case.name,
         "predicted_bytes": expected.peak,
         "measured_bytes": peak,
-        "predicted_s": predicted,
+        "predicted_s": predicted.total,
         "calibrated_s": predict(traced, chosen, calibrated).total,
         "measured_s": step,
-        "factor": factor,
+        "launch_us": calibrated.launch_us,
     }
+    return row, calibrated
+
+
+def pace(case: Case, traced: ModelTrace, update_s: float) -> float:
+    """Microseconds in which the host starts one operation, from steps in which the GPU waits for it."""
+    variant = traced.variant(case.precision, case.recompute)
+    assert variant is not None, "the case was traced"
+    _, step = measure(replace(case, batch=1), False, SHORT)
+    return max(step - update_s, 0.0) / variant.operations * 1e6
 
 
 def main() -> None:
@@ -284,7 +307,7 @@ def main() -> None:
     traces = traces_of(cases, tiny)
     print(f"traced after {args.budget - (deadline - time.monotonic()):.0f} s", flush=True)
     table: list[dict[str, Any]] = []
-    factor = 0.0
+    card, calibrated = hardware.find(args.gpu), None
     for case in cases:
         traced = traces[case.model, case.precision, case.optimizer]
         try:
@@ -292,8 +315,7 @@ def main() -> None:
                 raise RuntimeError(traced)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not begun within {args.budget:.0f} s")
-            row = compared(case, traced, args.gpu, tiny, factor)
-            factor = factor or row["factor"]
+            row, calibrated = compared(case, traced, card, tiny, calibrated)
         except Exception as error:  # of any kind: the page names it, and the other cases run all the same
             first = (str(error).strip().splitlines() or ["no message"])[0]
             row = {"case": case.name, "error": f"{type(error).__name__}: {first}"}
@@ -306,10 +328,11 @@ def main() -> None:
 def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> None:
     """The page and the numbers."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, tiny models"
+    paces = [row["launch_us"] for row in table if "launch_us" in row] or [0.0]
     lines = [
         f"# Plan and measurement, {name}, torch {torch.__version__}",
         "",
-        f"Hardware entry `{gpu}`; times calibrated on the first case.",
+        f"Hardware entry `{gpu}`; times calibrated on the first case; this host starts an operation in {paces[0]:.1f} µs.",
         "",
         "| case | predicted memory | measured | error | predicted step | calibrated | measured | error |",
         "|---|---|---|---|---|---|---|---|",
