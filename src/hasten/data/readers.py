@@ -96,7 +96,8 @@ class BatchReader:
             return self._sliced(group, first)
         if self.split:
             shards = range(self.num_shards)
-            return [split_batch(group[0][0], self.num_shards, shard, self.even) for shard in shards]
+            batch, padding = group[0][:2]
+            return [split_batch(batch, self.num_shards, shard, self.even, padding) for shard in shards]
         parts: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
         if self.even:
             parts += [(first, Padding(0, None))] * (self.num_shards - len(parts))
@@ -113,14 +114,18 @@ class BatchReader:
         size = trees.batch_size(whole) or 0
         shares = [cut(size, self.num_shards, shard, self.even) for shard in range(self.num_shards)]
         missing = shares[-1].first + shares[-1].rows - size
-        if missing > 0:
-            whole = trees.concat([whole, trees.slice_rows(first, slice(0, missing))])
+        have = trees.batch_size(first) or 1
+        while missing > 0:  # the epoch's first batch may have fewer rows
+            whole = trees.concat([whole, trees.slice_rows(first, slice(0, min(missing, have)))])
+            missing -= have
+        padded = sum(item[1].rows - item[1].real for item in group if item[1] is not None and item[1].rows is not None)
+        reals = [min(share.real, max(size - padded - share.first, 0)) for share in shares]
         return [
             (
                 self.slice_fn(whole, slice(share.first, share.first + share.rows), shard, self.num_shards),
-                None if share.real == share.rows else Padding(share.real, share.rows),
+                None if real == share.rows else Padding(real, share.rows),
             )
-            for shard, share in enumerate(shares)
+            for shard, (share, real) in enumerate(zip(shares, reals, strict=True))
         ]
 
 
