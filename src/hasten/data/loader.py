@@ -220,7 +220,8 @@ class Loader(DataLoader[Any]):
         engine = parts.source.engine
         if at.generator is None or (self.generator is None and not at.consumed):  # else it is the state after this draw
             self._draw_workers_seed()
-        engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
+        if engine is not self:
+            engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
         forward_epoch(self.dataset, at.epoch)
 
     def _draw_workers_seed(self) -> None:
@@ -229,9 +230,11 @@ class Loader(DataLoader[Any]):
         The seed itself is not used. Workers that live on are started once, so a resumed run, which starts them again,
         must not draw again: the saved position holds the generator's state after this draw.
         """
-        generator = self.generator
+        generator, engine = self.generator, self.parts.source.engine
+        if engine is self:  # torch draws it
+            return
         draws = self.parts.draws_as_torch or isinstance(generator, torch.Generator)
-        if draws and self.parts.source.engine.__dict__["_iterator"] is None:
+        if draws and engine.__dict__["_iterator"] is None:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def _remembered(self, at: Position) -> Position:

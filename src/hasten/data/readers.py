@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +15,11 @@ from hasten.data.dispatch import Round
 from hasten.data.iterable import split_batch
 from hasten.data.plan import Padding, cut
 from hasten.data.position import Position
+from hasten.data.prefetch import with_next
 from hasten.data.sampler import Lot
 from hasten.data.source import IndexedSource, Item, Source
 
 # Any in this file: batches are the user's own objects.
-T = TypeVar("T")
 SliceFn = Callable[..., Any]
 """`slice_fn(batch, slice, process_index, num_processes)`: that process's rows of a global batch."""
 
@@ -132,11 +132,3 @@ class BatchReader:
 def _own_copy(leaf: Any) -> Any:
     """A tensor that users may change in place; other leaves as they are."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
-    """Each step together with the one that follows it."""
-    ahead = next(steps, None)
-    while ahead is not None:
-        step, ahead = ahead, next(steps, None)
-        yield step, ahead

@@ -64,8 +64,10 @@ class Assignment:
         """The global position after `steps` steps from global position `start`."""
         return self.plan.consumed(self.order.size(), steps, start // self.stride) * self.stride
 
-    def lots(self, at: Position) -> Iterator[Lot]:
+    def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
         """This rank's batches from `at` to the end of its epoch.
+
+        Without `ends` none is marked as the last, and nothing is drawn before it is needed.
 
         Raises: DataError when the position cannot be reached with the user's own DistributedSampler.
         """
@@ -74,7 +76,7 @@ class Assignment:
         if seek is not None:
             return self._sought(seek, start)
         shards = [self.plan.shard]
-        lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards))
+        lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
         if self.split is not None:
             lots = (None if lot is None else self._share_of(lot, self.split[1]) for lot in lots)
         return (lot for lot in lots if lot is not None)
@@ -136,7 +138,9 @@ class Assignment:
                     real = None if tail is None or tail.real == tail.rows else tail.real
                     yield (indices if rows else indices[0], real, True)
 
-    def _drawn(self, units: Iterator[Any], start: int, shards: Sequence[int]) -> Iterator[list[Lot | None]]:
+    def _drawn(
+        self, units: Iterator[Any], start: int, shards: Sequence[int], ends: bool = True
+    ) -> Iterator[list[Lot | None]]:
         """Cut batches out of units that can only be drawn one after the other."""
         plan = self.plan
         size = self.order.size() if self.order.as_torch else None
@@ -148,7 +152,8 @@ class Assignment:
         while block:
             passed += plan.global_batch
             # torch draws a batch's indices when it is read: no step is drawn early whose being there is known
-            ahead = size is None or passed >= size
+            ahead = ends and (size is None or passed >= size)
+            ahead = ahead or (self.fill is not None and self._is_short(block, self.fill))
             following = self._following(units, block) if ahead else None
             yield [self._lot(block, following, head, shard, done) for shard in shards]
             done += plan.rows

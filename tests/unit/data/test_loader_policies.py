@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from hasten.data.lookup import find
 from hasten.data.plan import plan_rows
-from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen
+from hasten.testing.loaders import Numbers, global_order, prepared, seen
 
 
 class Buckets:
@@ -86,9 +86,7 @@ def test_a_full_plan_gives_whole_shares_and_every_unit_once() -> None:
 def test_full_padding_gives_every_rank_whole_batches(build: Callable[[int, int], DataLoader[Any]], split: bool) -> None:
     for size, world in itertools.product((1, 2, 5, 12, 17, 24), (1, 2, 4)):
         rows = 4 // world if split else 4
-        shares = [
-            seen(prepared(build(size, 4), rank, world, pad="full", split_batches=split)) for rank in range(world)
-        ]
+        shares = [seen(prepared(build(size, 4), rank, world, pad="full", split_batches=split)) for rank in range(world)]
         assert {len(batch.values) for share in shares for batch in share} == {rows}
         assert {len(share) for share in shares} == {-(-size // (rows * world))}
         assert sorted(global_order(shares)) == list(range(size))
@@ -103,7 +101,7 @@ def test_full_padding_gives_every_rank_whole_batches(build: Callable[[int, int],
 def test_full_padding_when_one_rank_reads_for_all(build: Callable[[int, int], DataLoader[Any]]) -> None:
     for size in (1, 5, 12):
         for options in ({}, {"split_batches": True}, {"slice_fn": lambda batch, rows, rank, world: batch[rows]}):
-            share = seen(prepared(build(size, 4), pad="full", dispatch_batches=True, **options))  # type: ignore[arg-type]
+            share = seen(prepared(build(size, 4), pad="full", dispatch_batches=True, **options))
             assert [len(batch.values) for batch in share] == [4] * -(-size // 4)
             assert sorted(global_order([share])) == list(range(size))
 
@@ -196,4 +194,4 @@ def test_a_pass_over_torchs_order_knows_its_end() -> None:
     torch.manual_seed(11)
     shares = [[*seen(prepared(shuffled(size, 4), order="torch"))] for size in (1, 4, 9, 12)]
     assert all([batch.last for batch in share] == [False] * (len(share) - 1) + [True] for share in shares)
-    assert all(isinstance(batch, Seen) and batch.real == len(batch.values) for share in shares for batch in share)
+    assert all(batch.real == len(batch.values) for share in shares for batch in share)
