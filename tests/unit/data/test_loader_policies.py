@@ -19,8 +19,15 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from hasten.comm.local import LocalComm
+from hasten.data.iterable import Cutting
 from hasten.data.lookup import find
 from hasten.data.plan import plan_rows
+from hasten.data.position import Position
+from hasten.data.readers import BatchReader
+from hasten.data.skip import skip_first_batches
+from hasten.data.stream import StreamSource
+from hasten.errors import DataError
 from hasten.testing.loaders import Numbers, global_order, prepared, seen
 
 
@@ -104,6 +111,13 @@ def test_full_padding_when_one_rank_reads_for_all(build: Callable[[int, int], Da
             share = seen(prepared(build(size, 4), pad="full", dispatch_batches=True, **options))
             assert [len(batch.values) for batch in share] == [4] * -(-size // 4)
             assert sorted(global_order([share])) == list(range(size))
+
+
+def test_a_first_batch_that_is_too_short_pads_all_the_same() -> None:
+    source = StreamSource(stream(1, 4), Cutting(1, 0, 4, True, False, True), Numbers(1), LocalComm(), 0)
+    reader = BatchReader(4, False, True, False, lambda batch, rows, rank, world: batch[rows])
+    (step,) = reader.rounds(source, Position())
+    assert [None if item is None else item[0].tolist() for item in step.items] == [[0]] * 4
 
 
 def test_the_samples_of_a_padded_batch_are_found_again() -> None:
@@ -195,3 +209,19 @@ def test_a_pass_over_torchs_order_knows_its_end() -> None:
     shares = [[*seen(prepared(shuffled(size, 4), order="torch"))] for size in (1, 4, 9, 12)]
     assert all([batch.last for batch in share] == [False] * (len(share) - 1) + [True] for share in shares)
     assert all(batch.real == len(batch.values) for share in shares for batch in share)
+
+
+def test_an_order_of_torchs_that_cannot_be_drawn_again_is_refused() -> None:
+    torch.manual_seed(11)
+    loader = prepared(noisy("lazy"), order="torch")
+    batches = iter(loader)
+    next(batches), next(batches)
+    again = prepared(noisy("lazy"), order="torch")
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    with pytest.raises(DataError, match="Lazy drew another order for epoch 0"):
+        next(iter(again))
+
+
+def test_an_unbatched_stream_is_skipped_by_reading_past() -> None:
+    stream = DataLoader(Numbers(6), batch_size=None)
+    assert list(skip_first_batches(stream, 2)) == [2, 3, 4, 5]
