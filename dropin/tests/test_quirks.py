@@ -164,6 +164,13 @@ def test_position_is_opt_in_and_the_epoch_is_always_restored(tmp_path: Path, sta
     assert [x.tolist() for (x,) in loader] == (order[2:] if stateful else order)
 
 
+class Own(list[list[int]]):
+    """A batch sampler of one's own, which says how large its batches are."""
+
+    batch_size = 2
+    drop_last = False
+
+
 def test_samplers_follow_their_laws() -> None:
     for size in range(1, 20):
         for ranks in (1, 2, 3):
@@ -178,6 +185,11 @@ def test_samplers_follow_their_laws() -> None:
                 uneven = [list(BatchSamplerShard(batches, ranks, rank, even_batches=False)) for rank in range(ranks)]
                 rows = sorted(row for shard in uneven for rows in shard for row in rows)
                 assert rows == list(range(size))
+    short = [[0, 1], [2], [3, 4], [5, 6], [7]]  # a short batch in the middle stays as it is
+    assert [list(BatchSamplerShard(Own(short), 2, rank)) for rank in (0, 1)] == [
+        [[0, 1], [3, 4], [7, 0]],
+        [[2], [5, 6], [1, 2]],
+    ]
     sampler = SeedableRandomSampler(range(6), data_seed=2)
     first, second = list(sampler), list(sampler)
     sampler.set_epoch(0)

@@ -1,6 +1,11 @@
 """Settings of prepared data loaders."""
 
+from typing import Literal
+
 from hasten.config.base import Section, setting, settings
+
+Pad = Literal["least", "full"]
+OrderOf = Literal["seed", "torch"]
 
 
 @settings
@@ -17,6 +22,14 @@ class DataLoaderConfiguration(Section):
         True,
         "every process sees the same number of samples, the first ones repeated if needed",
         flags=("even_batches",),
+    )
+    pad: Pad = setting(
+        "least",
+        "how even_batches fills the last step of an epoch: least: up to equal shares; full: up to whole batches",
+    )
+    order: OrderOf = setting(
+        "seed",
+        "what shuffling draws from: seed: (seed, epoch); torch: the generator a plain DataLoader draws from",
     )
     use_seedable_sampler: bool = setting(
         True, "shuffle as a function of (seed, epoch), the same on all processes", flags=("use_seedable_sampler",)

@@ -89,6 +89,7 @@ def prepare_loader(
         shard=seats.shard,
         total_batch_size=total,
         equalise=_equaliser(rng_types, loader, ctx),
+        draws_as_torch=config.order == "torch",
     )
     made = Loader.made(loader, parts, **shown)
     if source.steps() == 0 and source.size():
@@ -184,6 +185,7 @@ def _stream_parts(request: _Request) -> Made:
             dispatch=bool(config.dispatch_batches),
             drop_last=drop_last,
             even=config.even_batches,
+            pad=config.pad,
         )
         rows = plan.rows
         total: int | None = plan.global_batch
@@ -192,7 +194,7 @@ def _stream_parts(request: _Request) -> Made:
     shown: dict[str, Any] = {} if batch_size is None else {"batch_size": rows}
     batched = batch_size is not None
     if config.dispatch_batches:
-        cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches)
+        cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches, pad=config.pad)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
         return _dispatched(inner, _batch_reader(request), ctx, seats), total, shown
     sharing, dataset = _share_stream(loader.dataset, seats)
@@ -200,7 +202,9 @@ def _stream_parts(request: _Request) -> Made:
         cutting = Cutting(1, 0, 1, False, drop_last, config.even_batches, split=(seats.num_shards, seats.shard))
         dataset = loader.dataset
     else:
-        cutting = Cutting(seats.num_shards, seats.shard, rows, batched, drop_last, config.even_batches, sharing)
+        cutting = Cutting(
+            seats.num_shards, seats.shard, rows, batched, drop_last, config.even_batches, sharing, pad=config.pad
+        )
     return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank), total, shown
 
 
@@ -260,6 +264,8 @@ def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str
         "dispatch_batches": config.dispatch_batches,
         "split_batches": config.split_batches,
         "even_batches": config.even_batches,
+        "pad": config.pad,
+        "order": config.order,
     }
 
 
@@ -283,22 +289,24 @@ def _assignment(
 ) -> Assignment:
     num_shards, shard = seats.num_shards, seats.shard
     comm = LocalComm() if config.dispatch_batches else ctx.world  # the rank that reads draws for itself
-    seekable = config.use_seedable_sampler
+    seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
     split, dispatch, even = config.split_batches, bool(config.dispatch_batches), config.even_batches
     batches = loader.batch_sampler
     if batches is None:  # batch_size=None: the dataset's items are the batches
         plan = plan_batches(
             num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=False, even=even
         )
-        return Assignment(order_of(loader.sampler, seekable=seekable, comm=comm), plan, "items")
+        return Assignment(order_of(loader.sampler, seekable=seekable, comm=comm, as_torch=as_torch), plan, "items")
     if not plainly(batches, BatchSampler):
         drop_last = bool(getattr(batches, "drop_last", False))
         plan = plan_batches(
             num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=drop_last, even=even
         )
         shares = (num_shards, shard) if split else None
-        return Assignment(order_of(batches, seekable=seekable, comm=comm), plan, "batches", shares)
-    order = order_of(batches.sampler, seekable=seekable, comm=comm)
+        fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
+        order = order_of(batches, seekable=seekable, comm=comm, as_torch=as_torch)
+        return Assignment(order, plan, "batches", shares, fill=fill)
+    order = order_of(batches.sampler, seekable=seekable, comm=comm, as_torch=as_torch)
     stride = 1
     if isinstance(order, DistributedOrder):
         check_distributed(order.sampler, num_shards, shard, dispatch)
@@ -311,6 +319,7 @@ def _assignment(
         dispatch=dispatch,
         drop_last=batches.drop_last,
         even=even,
+        pad=config.pad,
     )
     return Assignment(order, plan, "rows", stride=stride)
 

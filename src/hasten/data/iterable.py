@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
+from hasten.config.data import Pad
 from hasten.data.foreign import begin_anew, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
 from hasten.data.own_rng import OwnRng, RandomStates, States
@@ -67,6 +68,12 @@ class Cutting:
     sharing: Sharing = "strided"
     split: tuple[int, int] | None = None
     """(number of shares, share) when each element is a batch whose rows are split over the ranks."""
+    pad: Pad = "least"
+
+    @property
+    def pads(self) -> bool:
+        """Whether the last block of an epoch may be lengthened by the epoch's first elements."""
+        return self.even and (self.num_shards > 1 or (self.pad == "full" and self.batched))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ class _Cutter:
         self._seeds = seeds
         strided = cutting.sharing == "strided"
         self._num_shards, self._shard = (cutting.num_shards, cutting.shard) if strided else (1, 0)
-        self._pads = cutting.even and cutting.num_shards > 1
+        self._pads = cutting.pads
         has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
         self._trusted = has_state and not state_loses_samples(stream, in_worker=get_worker_info() is not None)
         # The state of a stream of `datasets` holds its generators. Of others it is unknown, and those that draw are
@@ -169,7 +176,8 @@ class _Cutter:
             position += taken
             real = len(mine)
             if self._pads and not full:
-                rows = cutting.rows if cutting.sharing != "strided" else min(cutting.rows, taken)
+                spread = cutting.sharing == "strided" and cutting.pad == "least"
+                rows = min(cutting.rows, taken) if spread else cutting.rows
                 mine.extend(head[place % len(head)] for place in range(rows - real))
             if mine:
                 samples = mine if cutting.batched else mine[0]
@@ -231,17 +239,22 @@ class BlockCollate:
         return batch, padding, block.worker, block.stand, block.blank
 
 
-def split_batch(batch: Any, num_shards: int, shard: int, even: bool) -> tuple[Any, Padding | None]:
-    """One rank's rows of a batch, and its padding (None for none)."""
+def split_batch(
+    batch: Any, num_shards: int, shard: int, even: bool, padding: Padding | None = None
+) -> tuple[Any, Padding | None]:
+    """One rank's rows of a batch that may be padded, and its padding (None for none)."""
     size = trees.batch_size(batch)
     if size is None:
-        return batch, None
+        return batch, padding
     share = cut(size, num_shards, shard, even)
     if share.first + share.rows <= size:
-        return trees.slice_rows(batch, slice(share.first, share.first + share.rows), size), None
+        real = share.rows if padding is None else min(max(padding.real - share.first, 0), share.rows)
+        rows = trees.slice_rows(batch, slice(share.first, share.first + share.rows), size)
+        return rows, None if real == share.rows else Padding(real, share.rows)
     places = torch.arange(share.first, share.first + share.rows) % size
-    rows = trees.map_tensors(lambda x: x[places.to(x.device)] if x.ndim and x.shape[0] == size else x, batch)
-    return rows, Padding(share.real, share.rows)
+    wrapped = trees.map_tensors(lambda x: x[places.to(x.device)] if x.ndim and x.shape[0] == size else x, batch)
+    real = share.real if padding is None else min(max(padding.real - share.first, 0), share.real)
+    return wrapped, Padding(real, share.rows)
 
 
 def _round(elements: Iterator[Any], rows: int, num_shards: int, shard: int) -> tuple[list[Any], list[Any], int]:

@@ -96,6 +96,8 @@ class Parts:
     skip: int = 0
     equalise: Callable[[], None] | None = None
     """Makes random generators equal on all ranks, at the beginning of an epoch."""
+    draws_as_torch: bool = False
+    """Whether the process's own generator is drawn from as a plain DataLoader draws from it."""
 
 
 class Loader(DataLoader[Any]):
@@ -216,19 +218,23 @@ class Loader(DataLoader[Any]):
     def _set_seeds(self, at: Position) -> None:
         parts = self.parts
         engine = parts.source.engine
-        if at.generator is None:  # else it is the state after this draw
+        if at.generator is None or (self.generator is None and not at.consumed):  # else it is the state after this draw
             self._draw_workers_seed()
-        engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
+        if engine is not self:
+            engine.generator = torch.Generator().manual_seed(derive_seed(at.seed, at.epoch, parts.shard, 1))
         forward_epoch(self.dataset, at.epoch)
 
     def _draw_workers_seed(self) -> None:
-        """Draw from the user's generator what a DataLoader draws before the order: a seed, whenever it starts workers.
+        """Draw from the user's generator what a DataLoader draws before the order: a seed, whenever it begins to read.
 
         The seed itself is not used. Workers that live on are started once, so a resumed run, which starts them again,
         must not draw again: the saved position holds the generator's state after this draw.
         """
-        generator = self.generator
-        if isinstance(generator, torch.Generator) and self.parts.source.engine.__dict__["_iterator"] is None:
+        generator, engine = self.generator, self.parts.source.engine
+        if engine is self:  # torch draws it
+            return
+        draws = self.parts.draws_as_torch or isinstance(generator, torch.Generator)
+        if draws and engine.__dict__["_iterator"] is None:
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def _remembered(self, at: Position) -> Position:

@@ -38,6 +38,7 @@ def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON
         "global_batch": plan.global_batch,
         "drop_last": plan.drop_last,
         "even": plan.even,
+        "pad": plan.pad,
     }
 
 
@@ -65,6 +66,7 @@ def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = N
         global_batch=int(reading["global_batch"]),
         drop_last=drop_last,
         even=even,
+        pad=reading.get("pad", "least"),
     )
     steps = plan.steps(size)
     if not 1 <= batch <= steps:

@@ -7,6 +7,7 @@ import copy
 import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, Protocol
@@ -24,7 +25,7 @@ from torch.utils.data import (
 from hasten.comm.base import Comm
 from hasten.data.foreign import plainly
 from hasten.data.memory import Memory, decode_value, encode_value
-from hasten.data.own_rng import OwnRng, RandomStates
+from hasten.data.own_rng import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.data.position import Position, Witness
 from hasten.data.shuffle import Indices, Shuffle, derive_seed
 from hasten.errors import ConfigError, DataError, PeerFailedError
@@ -35,6 +36,11 @@ _SEEDED_ALIKE: Final = (RandomSampler, WeightedRandomSampler, SubsetRandomSample
 
 class Order(Protocol):
     """Where a loader's units come from. Units are dataset indices, or lists of them from a batch sampler."""
+
+    @property
+    def as_torch(self) -> bool:
+        """Whether units are drawn as torch draws them: from the process's own random states, when they are needed."""
+        ...
 
     def size(self) -> int | None:
         """The units of an epoch, when that is known before drawing them."""
@@ -56,6 +62,8 @@ class Order(Protocol):
 class SequentialOrder:
     """The dataset's own order."""
 
+    as_torch = False
+
     def __init__(self, source: Sized) -> None:
         self._source = source
 
@@ -74,6 +82,8 @@ class SequentialOrder:
 
 class ShuffledOrder:
     """A permutation that is a function of (seed, epoch) and can be entered anywhere."""
+
+    as_torch = False
 
     def __init__(self, source: Sized) -> None:
         self._source = source
@@ -96,6 +106,8 @@ class ShuffledOrder:
 class SeededOrder:
     """One of torch's random samplers without a generator: each rank draws alike from one seeded by (seed, epoch)."""
 
+    as_torch = False
+
     def __init__(self, sampler: Any) -> None:  # Any: three classes of torch with nothing in common but `generator`
         self._sampler = sampler
 
@@ -116,6 +128,8 @@ class SeededOrder:
 
 class DistributedOrder:
     """The user's own DistributedSampler: it has already split the samples, so its order is for this rank only."""
+
+    as_torch = False
 
     def __init__(self, sampler: DistributedSampler[Any]) -> None:
         self.sampler = sampler
@@ -149,9 +163,19 @@ class SharedOrder:
     does not disturb the training's. What the sampler itself remembers between epochs (a generator, a count, a list
     that it shuffles) is kept with the position: its `state_dict()` when it has one, else what inspection finds. The
     position also holds a checksum of the order, so that a sampler whose memory could not be found is refused.
+
+    With `as_torch` the first rank draws from the process's own random states, as a plain DataLoader does. The states that
+    an epoch began with are kept with the position, and what was consumed of it is drawn from them again on resume.
     """
 
-    def __init__(self, sampler: Iterable[Any], comm: Comm) -> None:  # Any: a unit is whatever the sampler yields
+    def __init__(
+        self,
+        sampler: Iterable[Any],  # Any: a unit is whatever the sampler yields
+        comm: Comm,
+        as_torch: bool = False,
+    ) -> None:
+        self.as_torch = as_torch
+        self._again: States | None = None
         self._sampler: Any = sampler
         self._comm = comm
         self._process = RandomStates()
@@ -162,8 +186,13 @@ class SharedOrder:
         return len(self._sampler) if isinstance(self._sampler, Sized) else None
 
     def begin(self, at: Position) -> Position:
+        self._again = None
         if at.generator is None:
-            return replace(at, generator=self._remembered())
+            states = {"process": encode_states(self._process.read())} if self.as_torch else {}
+            return replace(at, generator=self._remembered() | states)
+        if self.as_torch and at.consumed and "process" in at.generator:
+            assert not isinstance(at.generator, str), "a text has no names"
+            self._again = decode_states(at.generator["process"])
         if isinstance(at.generator, str):  # as earlier versions wrote it: the one torch.Generator
             generator = _generator_of(self._sampler)
             if generator is not None:
@@ -175,7 +204,7 @@ class SharedOrder:
             self._memory.restore(at.generator)
         return at
 
-    def _remembered(self) -> dict[str, Any] | None:
+    def _remembered(self) -> dict[str, Any]:
         if hasattr(self._sampler, "state_dict") and hasattr(self._sampler, "load_state_dict"):
             state = encode_value(self._sampler.state_dict())
             if state is not None:
@@ -193,26 +222,45 @@ class SharedOrder:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(at.epoch)
         rng = OwnRng(derive_seed(at.seed, at.epoch), self._process)
+        rng.place(self._again)
         units: Iterator[Any] | None = None
-        number = 0
+        self._head = []
+        drawn = 0
         while True:
+            own = not self.as_torch or (self._again is not None and drawn < at.consumed)
+            if not own and self._comm.size == 1:  # as torch draws: each unit when it is needed
+                yield from self._noted(iter(self._sampler) if units is None else units)
+                return
+            most = min(_SHARED_CHUNK, at.consumed - drawn) if own and self.as_torch else _SHARED_CHUNK
             chunk: list[Any] = []
             error: Exception | None = None
             if self._comm.rank == 0:
                 try:
-                    with self._process.kept(), rng.entered():
+                    with self._apart(rng) if own else nullcontext():
                         units = iter(self._sampler) if units is None else units
-                        chunk = list(islice(units, _SHARED_CHUNK))
+                        chunk = list(islice(units, most))
                 except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
                     error = raised
             chunk = self._share(chunk, error)
-            if number == 0:
-                self._head = chunk
+            if drawn == 0:
                 self._check(at, chunk)
-            number += 1
-            yield from chunk
-            if len(chunk) < _SHARED_CHUNK:
+            drawn += len(chunk)
+            yield from self._noted(chunk)
+            if len(chunk) < most:
                 return
+
+    def _noted(self, units: Iterable[Any]) -> Iterator[Any]:
+        """The units; the first ones of an epoch are kept for its witness."""
+        for unit in units:
+            if len(self._head) < _SHARED_CHUNK:
+                self._head.append(unit)
+            yield unit
+
+    @contextmanager
+    def _apart(self, rng: OwnRng) -> Iterator[None]:
+        """A block that draws from these states and leaves the training's as they are."""
+        with self._process.kept(), rng.entered():
+            yield
 
     def _check(self, at: Position, chunk: list[Any]) -> None:
         """Raise when the saved run's order began with other units."""
@@ -253,12 +301,20 @@ def _plain(unit: Any) -> Any:  # Any: a unit is whatever the sampler yields
     return operator.index(unit)
 
 
-def order_of(sampler: Any, *, seekable: bool, comm: Comm) -> Order:  # Any: a sampler is any iterable of indices
+def order_of(
+    sampler: Any,  # Any: a sampler is any iterable of indices
+    *,
+    seekable: bool,
+    comm: Comm,
+    as_torch: bool = False,
+) -> Order:
     """The order a user's sampler (or batch sampler) stands for."""
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
     if plainly(sampler, SequentialSampler):
         return SequentialOrder(sampler)
+    if as_torch:
+        return SharedOrder(sampler, comm, as_torch=True)
     if plainly(sampler, RandomSampler) and seekable and not sampler.replacement and sampler._num_samples is None:
         return ShuffledOrder(sampler)
     if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:

@@ -4,7 +4,8 @@ An epoch is one global order of *units*: samples, or whole batches when the user
 step takes the next `global_batch` units off that order and cuts them into one contiguous share a rank. The tail, the
 last units that do not fill a step, is dropped (`drop_last`), or spread over the ranks as evenly as it goes. With
 `even`, shares of the tail are brought to equal size by units from the beginning of the epoch, which come last in the
-global order: at most `num_shards - 1` units are ever read twice.
+global order: at most `num_shards - 1` units are ever read twice. With `pad="full"` the tail is cut as a full step is:
+the shares that it does not fill are brought to full size by such units, or stay short where the plan is not even.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hasten.config.data import Pad
 from hasten.data.shuffle import Indices
 from hasten.errors import ConfigError
 
@@ -47,6 +49,7 @@ class LoaderPlan:
     """Units that all ranks together take in one step."""
     drop_last: bool = False
     even: bool = True
+    pad: Pad = "least"
 
     def __post_init__(self) -> None:
         assert 0 <= self.shard < self.num_shards, f"shard {self.shard} of {self.num_shards}"
@@ -58,6 +61,16 @@ class LoaderPlan:
     def rows(self) -> int:
         """Units this rank takes in a full step."""
         return self._cut(self.global_batch, 0).rows
+
+    @property
+    def whole(self) -> int | None:
+        """The units that a short step is cut as if it had; None when its own are spread over the ranks."""
+        return self.global_batch if self.pad == "full" else None
+
+    @property
+    def head(self) -> int:
+        """The most units of the beginning of an epoch that its end is padded with."""
+        return self.whole or self.num_shards
 
     def steps(self, size: int, start: int = 0) -> int:
         """How many batches this rank reads from position `start` of an epoch of `size` units."""
@@ -104,12 +117,20 @@ class LoaderPlan:
 
     def _cut(self, left: int, first: int) -> Share:
         """This rank's share of a step of `left` units that begins at `first`."""
-        share = cut(left, self.num_shards, self.shard, self.even)
+        share = cut(left, self.num_shards, self.shard, self.even, self.whole)
         return share._replace(first=first + share.first)
 
 
 def plan_rows(
-    *, batch_size: int, num_shards: int, shard: int, split: bool, dispatch: bool, drop_last: bool, even: bool
+    *,
+    batch_size: int,
+    num_shards: int,
+    shard: int,
+    split: bool,
+    dispatch: bool,
+    drop_last: bool,
+    even: bool,
+    pad: Pad = "least",
 ) -> LoaderPlan:
     """The plan for a loader with a fixed batch size.
 
@@ -130,6 +151,7 @@ def plan_rows(
         global_batch=batch_size if split else batch_size * num_shards,
         drop_last=drop_last,
         even=even,
+        pad=pad,
     )
 
 
@@ -151,8 +173,15 @@ def plan_batches(
     )
 
 
-def cut(size: int, num_shards: int, shard: int, even: bool) -> Share:
-    """The share of `shard` in `size` units; an even share may reach past the end, into padding."""
+def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> Share:
+    """The share of `shard` in `size` units, or where it lies in the `whole` units of a full step.
+
+    An even share may reach past the end, into padding.
+    """
+    if whole is not None:
+        rows = -(-whole // num_shards)
+        real = min(max(size - shard * rows, 0), rows)
+        return Share(shard * rows, rows if even else real, real)
     if even:
         rows = -(-size // num_shards)
         return Share(shard * rows, rows, min(max(size - shard * rows, 0), rows))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from hasten.data.source import Item, ReadAhead
 from hasten.runtime.devices import kind_of
 
 # Any in this file: batches are the user's own objects.
+T = TypeVar("T")
 _IN_LINE_BYTES: Final = 1 << 16
 """Batches up to this size are copied in line. A copy of 64 KiB takes the device a few microseconds, and CUDA takes up to
 that much pageable memory into its command buffer without waiting; a side stream costs the host more than that hides."""
@@ -229,30 +230,38 @@ class Queue:
             self._lane.close()
 
 
-def one_ahead(
-    batches: Iterable[Any], device: torch.device | None, non_blocking: bool = False
-) -> Iterator[tuple[Any, bool]]:
-    """Each batch on the device, and whether it is the last; the batch after it has been read, and its copy begun if large.
+class OneAhead:
+    """Puts batches on the device and finds the last: the one after each has been read, and its copy begun if large.
 
     No batch is read earlier than that: datasets that draw from the process's random generators draw as they do in any
     loop that looks one batch ahead. With `device=None` batches stay where they are.
     """
-    if device is None or not kind_of(device).side_streams:
-        waiting: deque[Any] = deque()
-        for batch in batches:
-            waiting.append(batch)
-            if len(waiting) > 1:
-                yield _put(waiting.popleft(), device, non_blocking), False
-        if waiting:
-            yield _put(waiting.popleft(), device, non_blocking), True
-        return
-    with Queue(device, 1, InLine(device)) as queue:
-        for batch in batches:
-            queue.append(batch)
-            if len(queue) > 1:
-                yield queue.popleft(), False
-        if len(queue):
-            yield queue.popleft(), True
+
+    def __init__(self, device: torch.device | None, non_blocking: bool = False) -> None:
+        self._device = device
+        self._non_blocking = non_blocking
+
+    def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
+        device = self._device
+        if device is None or not kind_of(device).side_streams:
+            for (batch, real, _, mark), following in with_next(items):
+                yield _put(batch, device, self._non_blocking), real, following is None, mark
+            return
+        with Queue(device, 1, InLine(device)) as queue:
+            for (batch, real, _, mark), following in with_next(items):
+                if not len(queue):
+                    queue.append(batch)
+                if following is not None:
+                    queue.append(following[0])
+                yield queue.popleft(), real, following is None, mark
+
+
+def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
+    """Each step together with the one that follows it."""
+    ahead = next(steps, None)
+    while ahead is not None:
+        step, ahead = ahead, next(steps, None)
+        yield step, ahead
 
 
 def _put(batch: Any, device: torch.device | None, non_blocking: bool) -> Any:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +15,11 @@ from hasten.data.dispatch import Round
 from hasten.data.iterable import split_batch
 from hasten.data.plan import Padding, cut
 from hasten.data.position import Position
+from hasten.data.prefetch import with_next
 from hasten.data.sampler import Lot
 from hasten.data.source import IndexedSource, Item, Source
 
 # Any in this file: batches are the user's own objects.
-T = TypeVar("T")
 SliceFn = Callable[..., Any]
 """`slice_fn(batch, slice, process_index, num_processes)`: that process's rows of a global batch."""
 
@@ -96,7 +96,8 @@ class BatchReader:
             return self._sliced(group, first)
         if self.split:
             shards = range(self.num_shards)
-            return [split_batch(group[0][0], self.num_shards, shard, self.even) for shard in shards]
+            batch, padding = group[0][:2]
+            return [split_batch(batch, self.num_shards, shard, self.even, padding) for shard in shards]
         parts: list[tuple[Any, Padding | None]] = [(item[0], item[1]) for item in group]
         if self.even:
             parts += [(first, Padding(0, None))] * (self.num_shards - len(parts))
@@ -113,25 +114,21 @@ class BatchReader:
         size = trees.batch_size(whole) or 0
         shares = [cut(size, self.num_shards, shard, self.even) for shard in range(self.num_shards)]
         missing = shares[-1].first + shares[-1].rows - size
-        if missing > 0:
-            whole = trees.concat([whole, trees.slice_rows(first, slice(0, missing))])
+        have = trees.batch_size(first) or 1
+        while missing > 0:  # the epoch's first batch may have fewer rows
+            whole = trees.concat([whole, trees.slice_rows(first, slice(0, min(missing, have)))])
+            missing -= have
+        padded = sum(item[1].rows - item[1].real for item in group if item[1] is not None and item[1].rows is not None)
+        reals = [min(share.real, max(size - padded - share.first, 0)) for share in shares]
         return [
             (
                 self.slice_fn(whole, slice(share.first, share.first + share.rows), shard, self.num_shards),
-                None if share.real == share.rows else Padding(share.real, share.rows),
+                None if real == share.rows else Padding(real, share.rows),
             )
-            for shard, share in enumerate(shares)
+            for shard, (share, real) in enumerate(zip(shares, reals, strict=True))
         ]
 
 
 def _own_copy(leaf: Any) -> Any:
     """A tensor that users may change in place; other leaves as they are."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
-    """Each step together with the one that follows it."""
-    ahead = next(steps, None)
-    while ahead is not None:
-        step, ahead = ahead, next(steps, None)
-        yield step, ahead

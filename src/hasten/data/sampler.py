@@ -39,6 +39,8 @@ class Assignment:
     """(number of shares, share) when each batch of the user's batch sampler is split over the ranks."""
     stride: int = 1
     """The number of ranks that the user's own DistributedSampler splits the order over."""
+    fill: int | None = None
+    """The rows that the user's batches of the last step are filled to; None when they are left as they are."""
 
     @property
     def unit(self) -> Unit:
@@ -62,8 +64,10 @@ class Assignment:
         """The global position after `steps` steps from global position `start`."""
         return self.plan.consumed(self.order.size(), steps, start // self.stride) * self.stride
 
-    def lots(self, at: Position) -> Iterator[Lot]:
+    def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
         """This rank's batches from `at` to the end of its epoch.
+
+        Without `ends` none is marked as the last, and nothing is drawn before it is needed.
 
         Raises: DataError when the position cannot be reached with the user's own DistributedSampler.
         """
@@ -72,9 +76,10 @@ class Assignment:
         if seek is not None:
             return self._sought(seek, start)
         shards = [self.plan.shard]
-        lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards))
-        own = (lot for lot in lots if lot is not None)
-        return own if self.split is None else (self._share_of(lot, self.split[1]) for lot in own)
+        lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
+        if self.split is not None:
+            lots = (None if lot is None else self._share_of(lot, self.split[1]) for lot in lots)
+        return (lot for lot in lots if lot is not None)
 
     def batch_of(self, at: Position, step: int) -> list[int] | None:
         """The dataset indices of this rank's `step`-th batch from `at`, without padding; None when they cannot be computed."""
@@ -133,33 +138,58 @@ class Assignment:
                     real = None if tail is None or tail.real == tail.rows else tail.real
                     yield (indices if rows else indices[0], real, True)
 
-    def _drawn(self, units: Iterator[Any], start: int, shards: Sequence[int]) -> Iterator[list[Lot | None]]:
+    def _drawn(
+        self, units: Iterator[Any], start: int, shards: Sequence[int], ends: bool = True
+    ) -> Iterator[list[Lot | None]]:
         """Cut batches out of units that can only be drawn one after the other."""
         plan = self.plan
-        head = list(islice(units, plan.num_shards))
+        size = self.order.size() if self.order.as_torch else None
+        head = list(islice(units, plan.head))
         units = chain(head, units)
         deque(islice(units, start), maxlen=0)
         block = list(islice(units, plan.global_batch))
-        done = start
+        done = passed = start
         while block:
-            following = list(islice(units, plan.global_batch)) if len(block) == plan.global_batch else []
+            passed += plan.global_batch
+            # torch draws a batch's indices when it is read: no step is drawn early whose being there is known
+            ahead = ends and (size is None or passed >= size)
+            ahead = ahead or (self.fill is not None and self._is_short(block, self.fill))
+            following = self._following(units, block) if ahead else None
             yield [self._lot(block, following, head, shard, done) for shard in shards]
             done += plan.rows
-            block = following
+            block = self._following(units, block) if following is None else following
 
-    def _lot(self, block: list[Any], following: list[Any], head: list[Any], shard: int, done: int) -> Lot | None:
+    def _following(self, units: Iterator[Any], block: list[Any]) -> list[Any]:
+        return list(islice(units, self.plan.global_batch)) if len(block) == self.plan.global_batch else []
+
+    def _lot(self, block: list[Any], following: list[Any] | None, head: list[Any], shard: int, done: int) -> Lot | None:
+        plan, rows = self.plan, self.fill
+        if rows and plan.even and not plan.drop_last and following == [] and self._is_short(block, rows):
+            return self._filled(rows, block, head, shard)
         mine, real = self._take(block, head, shard)
         if not mine:
             return None
-        last = not self._take(following, head, shard)[0]
+        last = following is not None and not self._take(following, head, shard)[0]
         return (mine if self.form == "rows" else mine[0], self._mark(real, len(mine), done), last)
+
+    def _is_short(self, block: list[Any], rows: int) -> bool:
+        return len(block) < self.plan.global_batch or len(block[-1]) < rows
+
+    def _filled(self, rows: int, block: list[Any], head: list[Any], shard: int) -> Lot:
+        """A rank's part of the last batches together, filled with rows from the beginning of the epoch."""
+        left, first = ([row for batch in batches for row in batch] for batches in (block, head))
+        share = cut(len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards)
+        mine = left[share.first : share.first + rows]
+        pads = range(max(share.first, len(left)), share.first + rows)
+        mine.extend(first[(place - len(left)) % len(first)] for place in pads)
+        return (mine, None if share.real == rows else share.real, True)
 
     def _take(self, block: list[Any], head: list[Any], shard: int) -> tuple[list[Any], int]:
         """A rank's share of a block, padded from the head of the epoch, and how much of it is real."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
-        share = cut(len(block), plan.num_shards, shard, plan.even)
+        share = cut(len(block), plan.num_shards, shard, plan.even, plan.whole)
         mine = block[share.first : share.first + share.rows]
         pads = range(max(share.first, len(block)), share.first + share.rows)
         mine.extend(head[(place - len(block)) % len(head)] for place in pads)
@@ -176,18 +206,24 @@ class Assignment:
         assert lot is not None, "a drawn batch is there for everyone"
         return [self._share_of(lot, share) for share in range(self.split[0])]
 
-    def _share_of(self, lot: Lot, share: int) -> Lot:
+    def _share_of(self, lot: Lot, share: int) -> Lot | None:
         assert self.split is not None, "only split assignments share batches"
-        num_shares, size = self.split[0], len(lot[0])
-        mine = cut(size, num_shares, share, self.plan.even)
-        if not cut(size, num_shares, num_shares - 1, self.plan.even).rows:  # raised by every rank, also those with rows
+        num_shares, size, even = self.split[0], len(lot[0]), self.plan.even
+        whole = self.fill if size <= (self.fill or 0) else None
+        mine = cut(size, num_shares, share, even, whole)
+        if (
+            whole is None and not cut(size, num_shares, num_shares - 1, even).rows
+        ):  # raised by every rank, also those with rows
             raise DataError(
                 f"a batch of {size} rows cannot be split over {num_shares} data-parallel processes, so some would have "
                 f"nothing to do in this step. Make batches of at least {num_shares} rows, set even_batches=True, or "
                 f"split_batches=False."
             )
+        if not mine.rows:
+            return None
         indices = [lot[0][place % size] for place in range(mine.first, mine.first + mine.rows)]
-        return (indices, None if mine.real == mine.rows else mine.real, lot[2])
+        real = mine.real if lot[1] is None else min(max(lot[1] - mine.first, 0), mine.real)
+        return (indices, None if real == mine.rows else real, lot[2])
 
 
 class PlannedSampler(BatchSampler):

@@ -53,13 +53,13 @@ class SkippedItems:
 class SkippingLoader(DataLoader[Any]):
     """A loader over a stream that reads past its first batches."""
 
-    skip: int
+    skip_batches: int
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
-        return islice(super().__iter__(), self.skip, None)
+        return islice(super().__iter__(), self.skip_batches, None)
 
     def __len__(self) -> int:
-        return max(super().__len__() - self.skip, 0)
+        return max(super().__len__() - self.skip_batches, 0)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -72,10 +72,10 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
         raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")
     if isinstance(loader, Loader):
         return loader.skipping(num_batches)
-    if loader.batch_sampler is None:
-        return engine_of(loader, sampler=SkippedItems(loader.sampler, num_batches))
     if loader._dataset_kind:  # torch's mark of a stream: its samplers carry no indices
         stream = SkippingLoader.__new__(SkippingLoader)
-        stream.__dict__.update(loader.__dict__, _iterator=None, skip=num_batches)
+        stream.__dict__.update(loader.__dict__, _iterator=None, skip_batches=num_batches)
         return stream
+    if loader.batch_sampler is None:
+        return engine_of(loader, sampler=SkippedItems(loader.sampler, num_batches))
     return engine_of(loader, batch_sampler=SkippedBatches(loader.batch_sampler, num_batches))

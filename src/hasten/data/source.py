@@ -130,8 +130,9 @@ class IndexedSource:
     def first(self, at: Position) -> Any:
         twin = self.copied()
         twin.engine.generator = own_generator(at)
-        items = twin.open(replace(at, consumed=0, witness=None))
-        item = next(items, None)
+        with self._process.kept():
+            items = twin.open(replace(at, consumed=0, witness=None))
+            item = next(items, None)
         items.close()  # ends its workers
         self.begin(at)  # the sampler has been drawn from
         return None if item is None else item[0]

@@ -31,6 +31,8 @@ class LoaderCursor:
     """When it gave its latest batch, counted likewise."""
     partners: set[int] = field(default_factory=set)
     """Loaders (by identity) that were being iterated when this one moved: they are read beside it, not inside it."""
+    nests: bool = False
+    """It is taken to be iterated inside those opened before it, also where they move beside each other."""
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ class Cursors:
 
     def moving(self, cursor: LoaderCursor) -> None:
         """Note that the loader gives its next batch."""
+        if cursor.nests:
+            return
         self._now += 1
         cursor.moved = self._now
         if len(self.watched) > 1:

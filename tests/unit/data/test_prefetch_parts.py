@@ -15,7 +15,7 @@ from hasten.config.data import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.loader import plain_move
 from hasten.data.plan import Padding
-from hasten.data.prefetch import InLine, LookAhead, Prefetch, Queue, Slot, one_ahead
+from hasten.data.prefetch import InLine, LookAhead, OneAhead, Prefetch, Queue, Slot
 from hasten.data.source import Item
 from hasten.testing.loaders import prepared
 
@@ -179,13 +179,14 @@ def test_one_ahead_reads_one_further_and_knows_the_last(length: int) -> None:
     def batches() -> Any:
         for number in range(length):
             read.append(number)
-            yield torch.tensor([number])
+            yield torch.tensor([number]), None, False, number
 
     for device in (None, torch.device("cpu")):
         read.clear()
         seen = []
-        for batch, last in one_ahead(batches(), device):
+        for batch, _, last, mark in OneAhead(device)(batches()):
             seen.append((int(batch), last))
+            assert mark == int(batch)
             assert len(read) == min(int(batch) + 2, length)
         assert seen == [(number, number == length - 1) for number in range(length)]
 

@@ -100,7 +100,7 @@ class EstablishedPreparer(Preparer):
         """The loader, reading this process's share."""
         if isinstance(loader, PreparedLoader):
             if not any(loader is known for known in self.done.loaders):
-                self.done.loaders.append(loader)  # type: ignore[arg-type]  # not hasten's Loader, but as good
+                self.done.loaders.append(loader)
             return loader
         config = self._accelerator.dataloader_config
         prepared = prepare_data_loader(
@@ -121,7 +121,7 @@ class EstablishedPreparer(Preparer):
         )
         prepared.clock = self._clock
         setattr(prepared, PREPARED, True)
-        self.done.loaders.append(prepared)  # type: ignore[arg-type]  # not hasten's Loader, but as good
+        self.done.loaders.append(prepared)
         return prepared
 
 

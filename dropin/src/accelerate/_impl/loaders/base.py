@@ -1,12 +1,11 @@
-"""What prepared loaders share: position, epoch, end, and the clock that watches them."""
+"""What prepared loaders share: hasten's own loader with the original's face."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,8 +14,14 @@ from torch.utils.data import DataLoader
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
-from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler, sampler_of
+from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, sampler_of
 from accelerate._impl.surface.homes import settle
+from accelerate._impl.views.random import synchronize_rng_states
+from hasten.data.loader import Loader, Move, Parts, Track, forward_epoch
+from hasten.data.position import Position
+from hasten.data.prefetch import OneAhead
+from hasten.data.source import Source
+from hasten.data.torch_source import TorchSource
 from hasten.optim.clock import LoaderCursor, StepClock
 
 # Any in this file: batches, datasets and samplers are the user's own.
@@ -27,18 +32,6 @@ def get_sampler(dataloader: Any) -> Any:
     if dataloader.batch_sampler is None:
         return dataloader.sampler
     return sampler_of(dataloader.batch_sampler)
-
-
-class Progress:
-    """Where a loader stands; loaders made by skipping share it."""
-
-    def __init__(self, iteration: int = 0) -> None:
-        self.iteration = iteration
-        self.batch = 0
-        self.resume_at = 0
-        self.order: torch.Tensor | None = None
-        """The generator's state when the epoch began."""
-        self.next_order: torch.Tensor | None = None
 
 
 class DataLoaderStateMixin:
@@ -94,8 +87,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self
 
 
-class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
-    """What both prepared loaders share: position, epoch, end, and the clock that watches them."""
+class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
+    """hasten's loader with the original's constructor and attributes, read through torch's own iteration."""
 
     belongs_to_run = ("clock", "_iterator")
 
@@ -113,38 +106,82 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader, **kwargs)
+        DataLoaderAdapter.__init__(self, dataset, use_stateful_dataloader, **kwargs)
         self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
-        self.cursor, self.progress = LoaderCursor(), Progress(iteration)
+        self.track, self.place_in_epoch = Track(Position(epoch=iteration)), LoaderCursor(nests=True)
         self.clock: StepClock | None = None
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
+
+    @property
+    def parts(self) -> Parts:  # type: ignore[override]  # put together of attributes, which clients change
+        """What hasten's loader is put together from."""
+        return Parts(
+            source=self.source(),
+            clock=self.clock or ambient.clock(),
+            track=self.track,
+            move=self.move(),
+            shard=self.process_index,
+            total_batch_size=self.total_batch_size,
+            cursor=self.place_in_epoch,
+            skip=self.skip_batches,
+        )
+
+    def followers(self) -> tuple[Any, ...]:
+        """The samplers that are told which epoch begins."""
+        return tuple(one for one in (get_sampler(self), self.batch_sampler) if not isinstance(one, BatchSamplerShard))
+
+    def source(self) -> Source:
+        """Where batches come from."""
+        return TorchSource(self, self.synchronized_generator, self.followers())
+
+    def move(self) -> Move | None:
+        """What brings batches to the device."""
+        return OneAhead(self.device, self._non_blocking)
 
     def rejoin(self) -> None:
         """Be watched by the clock that the loader copied is watched by, or by the latest Accelerator's."""
         vars(self).setdefault("clock", None)
         vars(self)["_iterator"] = None
 
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        batches: Any = iter(())
+        self.begin()
+        try:
+            batches = super().__iter__()
+            for batch in batches:
+                self.end_of_dataloader = self.place_in_epoch.at_end
+                yield self.given(batch)
+        finally:  # however the loop is left
+            batches.close()
+            self.end()
+            if not self.track.fresh:
+                self.track.place(self.track.upcoming())
+
+    def given(self, batch: Any) -> Any:
+        """The batch that the loop gets."""
+        return batch
+
     @property
     def iteration(self) -> int:
         """The epoch that begins next, or is being read."""
-        return self.progress.iteration
+        return self.epoch
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        self.progress.iteration = value
+        self.track.set_epoch(value)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin at `epoch` when iterated next."""
-        self.progress.iteration = epoch
-        targets: tuple[Any, ...] = (get_sampler(self), self.batch_sampler, self.dataset)
-        for target in targets:
-            if callable(getattr(target, "set_epoch", None)) and not isinstance(target, BatchSamplerShard):
-                target.set_epoch(epoch)
+        super().set_epoch(epoch)
+        for target in (*self.followers(), self.dataset):
+            forward_epoch(target, epoch)
 
     @property
-    def total_dataset_length(self) -> int | None:
+    def total_dataset_length(self) -> int | None:  # type: ignore[override]  # streams may have none
         """The samples in the dataset, when that is known."""
         whole: Any = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
         try:
@@ -158,88 +195,28 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, DataLoaderAdapter):
         size = getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
         return int(size if self.split_batches else size * self.num_processes)
 
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """A block in which this is the loader being read; its end is told however the loop is left."""
-        progress = self.progress
-        generator = self.synchronized_generator
-        if progress.next_order is not None and generator is not None:
-            generator.set_state(progress.next_order)
-        progress.next_order = None
-        progress.order = None if generator is None else generator.get_state()
-        self.set_epoch(progress.iteration)
-        cursor = self.cursor
-        cursor.epoch, cursor.batch, cursor.at_end = progress.iteration, 0, False
-        cursor.num_real = cursor.num_rows = None
-        progress.batch = self._first
-        self.begin()
-        try:
-            with (self.clock or ambient.clock()).watching(cursor):
-                yield
-        finally:
-            self.end()
-            progress.iteration += 1
-            progress.batch = progress.resume_at = 0
-
-    @property
-    def _first(self) -> int:
-        """The number of batches that are read past."""
-        return max(self.skip_batches, self.progress.resume_at)
-
-    def _skipped(self, batches: Iterable[Any]) -> Iterator[Any]:
-        return islice(batches, self._first, None)
-
-    def _hand(self, batch: Any, last: bool) -> Any:
-        """Move the cursor to this batch."""
-        cursor, progress = self.cursor, self.progress
-        cursor.batch += 1
-        progress.batch += 1
-        cursor.at_end = self.end_of_dataloader = last
-        return batch
-
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands."""
-        progress = self.progress
-        generator = self.synchronized_generator
-        between = None if generator is None else generator.get_state()
-        order = progress.order if progress.batch else between
-        return {
-            "iteration": progress.iteration,
-            "batch": progress.batch,
-            "order": order,
-            "_num_yielded": progress.batch,
-            "_iterator_finished": progress.batch == 0,
-        }
+        yielded = self.track.begun + self.track.steps
+        shown = {"_num_yielded": yielded, "_iterator_finished": yielded == 0}
+        return {**super().state_dict(), "batches": yielded, **shown}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go back to the epoch a state was taken in and its order and, with use_stateful_dataloader, to the batch."""
-        progress = self.progress
-        progress.iteration = int(state_dict["iteration"])
-        progress.next_order = state_dict.get("order")
-        if self.use_stateful_dataloader:  # quirk: POSITION_IS_OPT_IN
-            progress.resume_at = int(state_dict["batch"])
+        # quirk: POSITION_IS_OPT_IN
+        beginning = {} if self.use_stateful_dataloader else {"consumed": 0, "batches": 0}
+        super().load_state_dict({**state_dict, **beginning})
 
     def skipping(self, num_batches: int) -> Any:
         """The same loader without its first batches; it shares this loader's position."""
-        changed: dict[str, Any] = {"_iterator": None, "cursor": LoaderCursor()}
-        if self.batch_sampler is not None and self._picks_by_index():
-            changed["batch_sampler"] = SkipBatchSampler(self.batch_sampler, num_batches)
-        else:
-            changed["skip_batches"] = self.skip_batches + num_batches
         loader = copy.copy(self)
-        loader.__dict__.update(changed)
+        loader.__dict__.update(clock=self.clock, skip_batches=self.skip_batches + num_batches)
         return loader
 
-    def _picks_by_index(self) -> bool:
-        """Whether batches that are skipped need not be read."""
-        return False
-
-    def even(self, even_batches: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def even(self, even_batches: bool) -> Iterator[None]:
         """A block in which batches are shared with this `even_batches`, where this process itself takes its share."""
-        return nullcontext()
-
-    def __len__(self) -> int:
-        return max(super().__len__() - self.skip_batches, 0)
+        yield
 
 
 settle(__name__, "accelerate.data_loader")

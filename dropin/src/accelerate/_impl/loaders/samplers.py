@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
-from itertools import cycle, islice
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from accelerate._impl.surface.homes import settle
+from hasten.data.plan import plan_batches, plan_rows
+from hasten.data.position import Position
+from hasten.data.sampler import Assignment
 from hasten.data.skip import SkippedBatches
 
 # Any in this file: indices and samples are whatever the dataset has.
@@ -47,6 +49,29 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+@dataclass(frozen=True, slots=True)
+class AsDrawn:
+    """What a sampler or a stream gives, drawn by every process for itself."""
+
+    units: Any
+    as_torch: bool = True
+
+    def size(self) -> int | None:
+        """Units of an epoch, when they are counted."""
+        return len(self.units) if isinstance(self.units, Sized) else None
+
+    def begin(self, at: Position) -> Position:
+        """The loader remembers what is drawn from."""
+        return at
+
+    def seek(self, at: Position) -> None:
+        """There is no way but to draw."""
+
+    def draw(self, at: Position) -> Iterator[Any]:
+        """The units of an epoch."""
+        return iter(self.units)
+
+
 class BatchSamplerShard(BatchSampler):
     """One process's part of a batch sampler: every n-th batch, or a part of each with `split_batches`."""
 
@@ -74,63 +99,26 @@ class BatchSamplerShard(BatchSampler):
         """Batches of all processes."""
         return len(self.batch_sampler)
 
+    @property
+    def _assignment(self) -> Assignment:
+        """How batches are shared, by the settings as they are now."""
+        plan = plan_batches(
+            num_shards=self.num_processes,
+            shard=self.process_index,
+            split=self.split_batches,
+            dispatch=False,
+            drop_last=bool(self.drop_last),
+            even=self.even_batches,
+        )
+        split = (self.num_processes, self.process_index) if self.split_batches else None
+        return Assignment(AsDrawn(self.batch_sampler), plan, "batches", split, fill=self.batch_size)
+
     def __len__(self) -> int:
-        total = len(self.batch_sampler)
-        if self.split_batches:
-            return total
-        if self.drop_last:
-            return total // self.num_processes
-        if self.even_batches:
-            return math.ceil(total / self.num_processes)
-        return total // self.num_processes + (self.process_index < total % self.num_processes)
+        return self._assignment.plan.steps(len(self.batch_sampler))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self._split() if self.split_batches else self._every_nth()
-
-    def _split(self) -> Iterator[list[Any]]:
-        head: list[Any] = []
-        size = self.batch_size
-        for batch in self.batch_sampler:
-            size = len(batch) if size is None else size
-            if not head:
-                head = list(batch)
-            part = size // self.num_processes
-            start = part * self.process_index
-            if len(batch) < size and self.even_batches:
-                batch = [*batch, *islice(cycle(head), size - len(batch))]
-            mine = batch[start : start + part]
-            if mine:
-                yield mine
-
-    def _every_nth(self) -> Iterator[list[Any]]:
-        head: list[list[Any]] = []
-        round_: list[list[Any]] = []
-        for batch in self.batch_sampler:
-            if len(head) < self.num_processes:
-                head.append(batch)
-            round_.append(batch)
-            full = self.batch_size is None or len(batch) == self.batch_size
-            if full and len(round_) == self.num_processes:
-                yield round_[self.process_index]
-                round_ = []
-        if not round_ or self.drop_last:
-            return
-        if not self.even_batches:
-            if self.process_index < len(round_):
-                yield round_[self.process_index]
-        elif self.batch_size is None:
-            yield [*round_, *islice(cycle(head), self.num_processes)][self.process_index]
-        else:
-            yield self._filled(round_, head)
-
-    def _filled(self, round_: list[list[Any]], head: list[list[Any]]) -> list[Any]:
-        """This process's batch of the last, short round, filled from the beginning of the epoch."""
         # quirk: LAST_BATCH_IS_FULL
-        rows = [row for batch in round_ for row in batch]
-        first = cycle([row for batch in head for row in batch])
-        rows.extend(islice(first, self.batch_size * self.num_processes - len(rows)))
-        start = self.batch_size * self.process_index
-        return rows[start : start + self.batch_size]
+        return (lot[0] for lot in self._assignment.lots(Position(), ends=False))
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -161,25 +149,27 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     @property
-    def _step(self) -> int:
-        return self.batch_size if self.split_batches else self.batch_size * self.num_processes
+    def _assignment(self) -> Assignment:
+        plan = plan_rows(
+            batch_size=self.batch_size,
+            num_shards=self.num_processes,
+            shard=self.process_index,
+            split=self.split_batches,
+            dispatch=False,
+            drop_last=self.drop_last,
+            even=True,
+            pad="full",
+        )
+        return Assignment(AsDrawn(self.dataset), plan, "rows")
 
     def __len__(self) -> int:
-        size = self._step
-        rounds = len(self.dataset) // size if self.drop_last else math.ceil(len(self.dataset) / size)
-        return rounds * (size // self.num_processes)
+        plan = self._assignment.plan
+        return plan.steps(len(self.dataset)) * plan.rows
 
     def __iter__(self) -> Iterator[Any]:
-        part = self._step // self.num_processes
-        mine = slice(self.process_index * part, (self.process_index + 1) * part)
         _seed_epoch(self.dataset, getattr(self, "epoch", None))
-        rows, head = iter(self.dataset), list[Any]()
-        while round_ := list(islice(rows, self._step)):
-            if len(round_) < self._step and self.drop_last:
-                return
-            head = head or list(round_)
-            round_.extend(islice(cycle(head), self._step - len(round_)))
-            yield from round_[mine]
+        for lot in self._assignment.lots(Position(), ends=False):
+            yield from lot[0]
 
 
 def _seed_epoch(dataset: Any, epoch: int | None) -> None:

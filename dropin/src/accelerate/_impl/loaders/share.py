@@ -54,7 +54,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
-) -> DataLoader[Any]:
+) -> PreparedLoader:
     """The loader, reading this process's share. Ranks: every rank."""
     if dispatch_batches is None:  # quirk: STREAMS_ARE_DISPATCHED
         dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)

@@ -1,0 +1,96 @@
+"""The source of loaders that torch itself reads, for faces that must be a DataLoader in every respect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hasten.data.loader import Loader, forward_epoch
+from hasten.data.position import Position, Unit
+from hasten.data.skip import skip_first_batches
+from hasten.data.source import Item
+
+# Any in this file: batches and samplers are the user's own.
+
+
+class TorchSource:
+    """Batches as torch, or torchdata, reads them through the prepared loader itself, whatever its sampler and workers are.
+
+    Nothing is planned: the sampler has this process's share already, and torch draws its order and the workers' seeds as
+    in a plain loop. A position counts this process's batches, with the state of `generator`, which the order is drawn
+    from; `followers` are told which epoch begins. A process that does not read (`reads=False`, another does so for it)
+    draws what reading would draw before the order.
+    """
+
+    unit: Unit = "batches"
+
+    def __init__(
+        self, loader: Loader, generator: torch.Generator | None, followers: tuple[Any, ...] = (), reads: bool = True
+    ) -> None:
+        self.engine: DataLoader[Any] = loader
+        self._loader = loader
+        self._generator = generator
+        self._followers = followers
+        self._reads = reads
+        self._begun: Iterator[Any] | None = None
+
+    def size(self) -> int | None:
+        return None
+
+    def steps(self) -> int | None:
+        try:
+            return super(Loader, self._loader).__len__()
+        except TypeError:
+            return None
+
+    def begin(self, at: Position) -> Position:
+        for one in self._followers:
+            forward_epoch(one, at.epoch)
+        if self._generator is not None and at.generator is not None and not isinstance(at.generator, str):
+            self._generator.set_state(at.generator["order"])
+        if not self._reads:  # what the main process's iterator draws for its workers: the ranks' generators agree
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        return self.remember(at)
+
+    def remember(self, at: Position) -> Position:
+        if self._generator is None or at.generator is not None:
+            return at
+        return replace(at, generator={"order": self._generator.get_state()})
+
+    def first(self, at: Position) -> Any:
+        """The epoch's first batch; what is opened next goes on behind it."""
+        self._begun = self._iterated()
+        return next(self._begun, None)
+
+    def open(self, at: Position) -> Iterator[Item]:
+        """The batches from `at` on; those before it are not read where they are picked by index."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            batches: Iterator[Any] = islice(begun, at.consumed - 1, None)
+        elif at.consumed:
+            plain = DataLoader.__new__(DataLoader)
+            plain.__dict__.update(self._loader.__dict__, _iterator=None)
+            batches = iter(skip_first_batches(plain, at.consumed))
+        else:
+            batches = self._iterated()
+        return ((batch, None, False, None) for batch in batches)
+
+    def _iterated(self) -> Iterator[Any]:
+        return super(Loader, self._loader).__iter__()
+
+    def reached(self, start: Position, steps: int, mark: Any) -> Position:
+        return replace(start, consumed=start.consumed + steps)
+
+    def skipped(self, start: Position, num_batches: int) -> Position:
+        return self.reached(start, num_batches, None)
+
+    def change(self, name: str, value: Any) -> None:
+        pass  # the loader that is changed is the one that reads
+
+    def copied(self, even: bool | None = None) -> TorchSource:
+        return self
