@@ -267,9 +267,9 @@ def _mismatch(op: str, descriptions: Sequence[str], comm: Comm) -> MismatchError
         called, *lines = text.split("\n")
         rows.append(f"  rank {comm.ranks[member]}: {called} of " + ("; ".join(lines) or "no tensor"))
     return MismatchError(
-        f"{op}: the ranks do not bring the same thing, so the result would be garbage or a hang.\n"
+        f"{op}: the ranks pass different inputs, so the result would be garbage or a hang.\n"
         + "\n".join(rows)
-        + "\nGive equal structures, shapes and dtypes on every rank; for rows that differ in number use "
+        + "\nPass equal structures, shapes and dtypes on every rank; for rows that differ in number use "
         "gather_for_metrics or a ragged gather, or pad_across_processes first."
     )
 
