@@ -156,7 +156,7 @@ def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> frozen
         found = getattr(found, part)
     if not inspect.isclass(found) or found.__module__.split(".")[0] != "torch":
         return None
-    return private_names(found)
+    return private_names(found)  # type: ignore[arg-type]  # mypy takes a class's own __hash__ for its instances'
 
 
 @cache  # a class of torch's is the base of many of ours, and its source is long
