@@ -1,4 +1,4 @@
-"""What a small `gather` costs on two gloo ranks: torch's own collective, Accelerate's and hasten's, in turns.
+"""What a `gather` costs on two gloo ranks: torch's own collective, Accelerate's and hasten's, in turns.
 
     python benchmarks/gather.py
 
@@ -25,7 +25,7 @@ from measuring import on_two_ranks
 from torch import Tensor
 
 TURN = 50
-SHAPES = {"one number": (), "32 numbers": (32,), "128 numbers": (128,), "16,384 numbers": (16384,)}
+SHAPES = {"one number": ()} | {f"{n:,} numbers": (n,) for n in (32, 128, 1024, 4096, 16384, 65536, 262_144, 1_048_576)}
 
 
 def contenders() -> dict[str, Callable[[Tensor], Tensor]]:
@@ -96,7 +96,7 @@ def main() -> None:
     rows = on_two_ranks(__file__, "--rounds", str(rounds))
     known = versions()
     names = [name for name in rows[0] if name != "what"]
-    lines = ["# A small gather on two gloo ranks", "", ", ".join(f"{k} {v}" for k, v in known.items()), ""]
+    lines = ["# A gather on two gloo ranks", "", ", ".join(f"{k} {v}" for k, v in known.items()), ""]
     lines += ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
     for row in rows:
         cells = [f"{row[name]['µs']:.0f} µs (× {row[name]['ratio']:.2f})" for name in names]

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-LONG = (("accumulation", 1), ("course_mrpc_plain", 1), ("course_trainer", 1), ("notebook_vision", 1))
+LONG = (
+    ("accumulation", 1),
+    ("accumulation", 2),
+    ("course_mrpc_plain", 1),
+    ("course_trainer", 1),
+    ("notebook_vision", 1),
+)
 FROM_HUB = ("course_mrpc", "course_mrpc_plain", "course_trainer", "notebook_vision")
 
 
@@ -53,7 +59,10 @@ def test_prints_what_it_prints_on_the_original(
 def test_the_launcher_starts_a_tutorial_on_two_processes(
     tmp_path: Path, offline: dict[str, str], warm: Any, parity: ModuleType, name: str
 ) -> None:
-    """Nothing is warm here but the Hub cache: the command, the launcher and the script as a user starts them."""
+    """Nothing is warm here but the Hub cache: the command, the launcher and the script as a user starts them.
+
+    What it prints is compared with the same record as above, so that the exhaustive tests alone run `accumulation` there on two ranks.
+    """
     if name in FROM_HUB:
         pytest.importorskip("evaluate")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from hasten.errors import PrepareError
 
 Kind = Literal["model", "optimizer", "scheduler", "loader", "nothing"]
-OptimizerFactory = Callable[..., Optimizer]
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,8 +139,8 @@ def overridden(file: str, tree: ast.Module) -> Iterator[Use]:
                 yield Use(name, file, node.lineno, own=False)
 
 
-def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> set[str] | None:
-    """The private names of a base class of torch's: what it defines, and what its methods set on self."""
+def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> frozenset[str] | None:
+    """The private names of a base class of torch's."""
     while isinstance(node, ast.Subscript):
         node = node.value
     parts = ast.unparse(node).split(".")
@@ -155,7 +156,13 @@ def _base(node: ast.expr, imported: dict[str, tuple[str | None, str]]) -> set[st
         found = getattr(found, part)
     if not inspect.isclass(found) or found.__module__.split(".")[0] != "torch":
         return None
-    return {name for name in {*dir(found), *set_on_self(found)} if private(name)}
+    return private_names(found)  # type: ignore[arg-type]  # mypy takes a class's own __hash__ for its instances'
+
+
+@cache  # a class of torch's is the base of many of ours, and its source is long
+def private_names(found: type) -> frozenset[str]:
+    """The private names that a class defines, and that its methods set on self."""
+    return frozenset(name for name in {*dir(found), *set_on_self(found)} if private(name))
 
 
 @pytest.fixture(scope="module")

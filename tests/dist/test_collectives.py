@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from hasten.comm import ops
 from hasten.comm.agreement import agree
+from hasten.comm.begun import begun_collectives
 from hasten.comm.flag import Flag
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.comm.skipping import SkipBegun
 from hasten.errors import CommError, MismatchError, MissingRanksError, PeerFailedError
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
@@ -45,6 +49,16 @@ class Counting:
         self.num_gathers += 1
         gathered: Tensor = self._inner.all_gather(x)
         return gathered
+
+    def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
+        self.num_gathers += 1
+        self._inner.all_gather_bytes(x, out)
+
+    def exchanges(self, call: Callable[[], object]) -> int:
+        """How many gathers of the group the call takes."""
+        before = self.num_gathers
+        call()
+        return self.num_gathers - before
 
 
 def value_of(rank: int, dtype: torch.dtype) -> Tensor:
@@ -220,12 +234,104 @@ def test_gathering_is_right_whether_or_not_tensors_fit_into_the_envelope(ctx: Pr
 @ranks(2)
 def test_a_small_gather_takes_one_exchange(ctx: ProcessContext) -> None:
     comm = Counting(ctx.world)
-    ops.gather({"loss": torch.tensor(1.0), "hits": torch.ones(16)}, comm)
-    assert comm.num_gathers == 1
-    ops.gather_ragged(torch.ones(3 + comm.rank), comm)
-    assert comm.num_gathers == 2
-    ops.gather(torch.ones(1000), comm)
-    assert comm.num_gathers == 4
+    assert comm.exchanges(lambda: ops.gather({"loss": torch.tensor(1.0), "hits": torch.ones(16)}, comm)) == 1
+    assert comm.exchanges(lambda: ops.gather_ragged(torch.ones(3 + comm.rank), comm)) == 1
+    assert comm.exchanges(lambda: ops.gather(torch.tensor(1.0), comm)) == 1
+    assert comm.exchanges(lambda: ops.gather(torch.ones(1000), comm)) == 2
+
+
+@ranks(2, exhaustive=(3,))
+def test_a_gather_that_comes_again_takes_one_exchange(ctx: ProcessContext) -> None:
+    """Whatever the calls of a loop are, envelopes have the right length from the third time on."""
+    comm = Counting(ctx.world)
+    calls: list[Callable[[], object]] = [
+        lambda: ops.gather(torch.arange(16384.0), comm),
+        lambda: ops.gather(torch.tensor(1.0), comm),
+        lambda: ops.gather(torch.tensor(1.0), comm),
+        lambda: ops.gather({"x": torch.ones(30, 40), "y": torch.ones(30, dtype=torch.int64)}, comm),
+        lambda: ops.gather_ragged(torch.ones(5000 + 10 * comm.rank), comm),
+    ]
+    for _ in range(2):
+        for call in calls:
+            call()
+    assert [comm.exchanges(call) for call in calls] == [1] * len(calls)
+    ops.reduce(torch.ones(3), comm)  # something else in between
+    for call in calls * 2:
+        call()
+    assert [comm.exchanges(call) for call in calls] == [1] * len(calls)
+    large = torch.ones(1 << 20)  # an exchange of its own costs less than the copies
+    assert [comm.exchanges(lambda: ops.gather(large, comm)) for _ in range(4)] == [2] * 4
+
+
+@ranks(2, exhaustive=(3, 4))
+def test_a_shape_that_changes_on_one_rank_is_refused_at_once_whatever_came_before(ctx: ProcessContext) -> None:
+    """Random sequences of calls, in which one rank now and then does something else: an error on all ranks, and it goes on."""
+    comm = ctx.world
+    shared = torch.Generator().manual_seed(1)  # drawn alike on every rank
+
+    def draw(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=shared))
+
+    sizes = (1, 100, 3000, 16384, 60000)
+    ways: tuple[Callable[[Tensor], Any], ...] = (
+        lambda x: ops.gather(x, comm),
+        lambda x: ops.gather({"x": x}, comm)["x"],
+        lambda x: ops.gather_ragged(x[: len(x) - comm.rank], comm),
+        lambda x: ops.reduce(x, comm),
+        lambda x: ops.pad_across(x, comm),
+    )
+    previous = (ways[0], sizes[0])
+    for _ in range(150):
+        way, size = previous if draw(3) else (ways[draw(len(ways))], sizes[draw(len(sizes))])
+        previous = (way, size)
+        x = torch.arange(float(size)) + comm.rank
+        if draw(8):
+            everyone = [torch.arange(float(size)) + r for r in range(comm.size)]
+            expected = {
+                ways[2]: torch.cat([rows[: size - r] for r, rows in enumerate(everyone)]),
+                ways[3]: torch.stack(everyone).sum(0),
+                ways[4]: x,
+            }.get(way, torch.cat(everyone))
+            assert torch.equal(way(x), expected)
+            continue
+        odd = draw(comm.size)
+        other_way = ways[draw(2)]
+        other = torch.ones(sizes[draw(len(sizes))], dtype=torch.float64)  # a dtype of its own: it always differs
+        begun = time.monotonic()
+        with pytest.raises(MismatchError) as caught:
+            other_way(other) if comm.rank == odd else way(x)
+        assert time.monotonic() - begun < 5  # thousandths of a second; the bound is for a busy machine
+        assert f"[{len(other)}] float64" in str(caught.value)
+        assert str(caught.value).count("float32") == comm.size - 1
+
+
+@ranks(2)
+def test_envelopes_stay_equal_when_one_rank_leaves_out_what_it_had_exchanged(ctx: ProcessContext) -> None:
+    """After a lack of memory a rank runs its pass again, without the collectives the others have ended already."""
+    comm = ctx.world
+    assert isinstance(comm, ProcessGroupComm)
+    x = torch.full((5000,), float(comm.rank))
+    for _ in range(3):
+        before = begun_collectives("cpu")
+        ops.gather(x, comm)
+        ops.gather(x[0], comm)
+        if comm.rank == 1:
+            begun = {name: count - before.get(name, 0) for name, count in begun_collectives("cpu").items()}
+            with SkipBegun(begun):
+                assert ops.gather(x, comm).shape == (10000,)
+                assert ops.gather(x[0], comm).shape == (2,)
+        assert ops.gather(x[:2000], comm).tolist() == [0.0] * 2000 + [1.0] * 2000
+
+
+@ranks(2)
+def test_communicators_over_one_group_use_envelopes_of_one_length(ctx: ProcessContext) -> None:
+    world = ctx.world
+    assert isinstance(world, ProcessGroupComm)
+    second = ProcessGroupComm(world.group, world.store, world.device)
+    for _ in range(3):
+        ops.gather(torch.ones(5000), second)
+    crossed = ops.gather(torch.full((5000,), float(ctx.rank)), world if ctx.rank else second)
+    assert torch.equal(crossed, torch.arange(2.0).repeat_interleave(5000))
 
 
 @ranks(2, 4)

@@ -16,8 +16,6 @@ from hasten.errors import MismatchError, MissingRanksError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
-pytestmark = pytest.mark.timed
-
 
 def checked(ctx: ProcessContext, timeout_s: float = 30.0) -> ProcessGroupComm:
     """A communicator of the world that checks every collective."""

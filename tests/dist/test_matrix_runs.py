@@ -12,12 +12,12 @@ from hasten.launch import matrix
 
 OTHER = """
 import sys
-from hasten.testing import matrix_run
-if sys.argv[1:] and matrix_run.__name__:
-    plain = matrix_run.plain
-    matrix_run.plain = lambda: [loss + 0.5 for loss in plain()]
+if sys.argv[1:]:
     if "{mode}" == "fail":
         raise ValueError("this cell cannot run")
+    from hasten.testing import matrix_run
+    plain = matrix_run.plain
+    matrix_run.plain = lambda: [loss + 0.5 for loss in plain()]
     sys.exit(matrix_run.main(sys.argv[1]))
 """
 

@@ -20,8 +20,6 @@ from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 
-pytestmark = pytest.mark.timed
-
 FACTOR = 3
 
 
@@ -117,6 +115,7 @@ def test_then_workers_are_clean(ctx: ProcessContext) -> None:
     assert draws[0] == draws[1]
 
 
+@pytest.mark.timed
 def test_warm_two_rank_test_costs_under_200_ms(rank_pool: Pool) -> None:
     def body(ctx: ProcessContext) -> float:
         return ctx.world.all_reduce(torch.ones(1)).item()

@@ -13,6 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from hasten.errors import CommError
+from hasten.runtime import waiting
 from hasten.runtime.bootstrap import GroupSettings, start
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.topology import Topology
@@ -27,7 +28,10 @@ def native_leftovers() -> None:
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_the_lowest_rank_that_is_there_says_who_is_missing() -> None:
+def test_the_lowest_rank_that_is_there_says_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waiting._FIRST_WORD_S == 5 * waiting._PRESENT_AFTER_S == 5.0, "after five seconds; here 2 / 5 of all times"
+    monkeypatch.setattr(waiting, "_PRESENT_AFTER_S", 0.4)
+    monkeypatch.setattr(waiting, "_FIRST_WORD_S", 2.0)
     said = dict[int, list[str]]()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
     with closing(socket.socket()) as nobody:
@@ -37,7 +41,7 @@ def test_the_lowest_rank_that_is_there_says_who_is_missing() -> None:
         def wait(rank: int, url: str, world_size: int) -> None:
             words = said.setdefault(rank, [])
             with announced_waiting(url, Topology(rank=rank, world_size=world_size, local_world_size=1), words.append):
-                time.sleep(6.5)
+                time.sleep(3.0)
 
         calls = [(0, place, 5), (3, place, 5), (1, dead, 2), (7, place, 8)]
         threads = [threading.Thread(target=wait, args=call) for call in calls]

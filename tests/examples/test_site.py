@@ -59,6 +59,43 @@ def broken(site: Path) -> Iterator[str]:
                 yield f"{page.relative_to(site.resolve())}: {link}"
 
 
+LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that the headings of a Markdown page get in the site."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", re.sub(r"\]\([^)]*\)", "]", heading)).strip().lower() for heading in headings)
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def broken_in_text(docs: Path) -> Iterator[str]:
+    """Yield every link of a Markdown page to a file or heading that does not exist."""
+    for page in sorted(docs.rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for link in LINK.findall(text):
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            generated = target.parent == docs / "api"  # its anchors are names of the library
+            has_anchors = target.suffix == ".md" and not generated
+            if not target.exists() or (parts.fragment and has_anchors and parts.fragment not in anchors(target)):
+                yield f"{page.relative_to(docs)}: {link}"
+
+
+def test_links_between_pages_lead_somewhere(tmp_path: Path) -> None:
+    """By the text of the pages; the exhaustive tests look at the built site."""
+    assert not list(broken_in_text(ROOT / "docs"))
+    (tmp_path / "a.md").write_text(
+        "[b](b.md#the-second-part) [c](c.md) [b](b.md#third) [e](https://elsewhere.example/x)\n"
+    )
+    (tmp_path / "b.md").write_text("# One\n## The `second` part!\n```bash\n# third\n```\n[a](a.md)\n")
+    assert list(broken_in_text(tmp_path)) == ["a.md: c.md", "a.md: b.md#third"]
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)  # ten seconds on a quiet machine
 def test_it_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="mkdocs is not installed (pip install '.[docs]')")

@@ -149,7 +149,7 @@ class Accelerator:
         self._watch_values(parts)
 
     def _watch_values(self, parts: Parts) -> None:
-        """Look at losses and gradients before updates, and compare ranks after them, as far as it was asked for."""
+        """Check losses and gradients before updates and compare ranks after them, as the settings ask."""
         self._numbers: NumbersWatch | None = None
         self._rollback: Rollback | None = None
         if parts.numbers is not None:
@@ -649,7 +649,7 @@ class Accelerator:
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Look at the last losses, compare ranks, wait for background saves and close the trackers. Ranks: every rank.
+        """Check the last losses, compare ranks, wait for background saves and close the trackers. Ranks: every rank.
 
         Raises: DivergenceError when ranks that must hold the same values do not.
         """
@@ -706,14 +706,14 @@ class Accelerator:
             return self.saving.load_state(input_dir, strict, allow_pickle)
 
     def resume(self) -> bool:
-        """Load the newest state there is, in memory or on the disk, as `load_state` does; False when there is none yet.
+        """Load the newest state, in memory or on disk, as `load_state` does; returns False if there is none yet.
 
         Ranks: every rank.
         """
         return self.saving.resume()
 
     def roll_back(self) -> bool:
-        """Go back to the newest checkpoint if `numbers="rollback"` has decided so; whether it did. Ranks: every rank.
+        """Go back to the newest checkpoint if `numbers="rollback"` has decided to; returns whether it did. Ranks: every rank.
 
         The loader does this by itself when it is asked for its next batch. Call it where a loop may end after an update.
         """
@@ -809,7 +809,7 @@ class Accelerator:
         return count_sent(self.ctx)
 
     def memory_snapshot(self, folder: str | Path | None = None) -> str:
-        """Write what holds the memory of this rank now, as a picture (SVG) and as JSON; where the picture lies. Ranks: each for itself.
+        """Write what holds the memory of this rank now, as a picture (SVG) and as JSON; returns the path of the picture. Ranks: each for itself.
 
         On a CUDA device the allocator's own snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
         default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.

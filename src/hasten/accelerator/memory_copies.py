@@ -194,7 +194,7 @@ class MemoryCopies:
         choice = newest_common(held, machine.all)
         if choice is None and (any(held) or self._ctx.topology.restart_count):
             log.warning(
-                "the state is not taken from memory: %s. The newest checkpoint on the disk is looked for",
+                "the state is not taken from memory: %s. Looking for the newest checkpoint on the disk",
                 why_none(held, machine.all),
             )
         return choice
@@ -239,13 +239,13 @@ def memory_root(ctx: ProcessContext, every: int) -> Path:
     said = f"checkpoint_in_memory={every}"
     if ctx.mesh.size(Axis.PP) > 1:
         raise ConfigError(
-            f"{said} does not go with pipeline parallelism: the stages of a checkpoint are put together over machines. Leave it out, and "
+            f"{said} cannot be combined with pipeline parallelism: the stages of a checkpoint are put together over machines. Leave it out, and "
             "call save_state() every so many updates."
         )
     if (root := variables.get(env.MEMORY_FOLDER)) is None:
         raise ConfigError(
             f"{said} keeps the state in memory that belongs to the launcher, so that it outlives this process; this process was not started by "
-            "`hasten launch` (with its own agent, not by srun or mpirun), so nothing would be left after a failure. Start it so, or leave "
+            "`hasten launch` (with its own agent, not by srun or mpirun), so nothing would be left after a failure. Start it that way, or leave "
             "checkpoint_in_memory out."
         )
     if variables.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

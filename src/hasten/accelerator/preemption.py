@@ -22,7 +22,7 @@ _SIGNALS: Final = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption:
-    """Listens for SIGTERM and SIGUSR1 from the first time anybody asks; until then signals act as they always did."""
+    """Listens for SIGTERM and SIGUSR1 from the first time anybody asks; until then signals have their default effect."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -57,7 +57,7 @@ class Preemption:
         self._said_deaf = True
         log.warning(
             "accelerator.preempted was asked for in the thread %r: Python gives signals to the main thread only, so SIGTERM and "
-            "SIGUSR1 are not noticed here and act as they always did; read it once in the main thread first",
+            "SIGUSR1 are not noticed here and keep their default effect; read it once in the main thread first",
             threading.current_thread().name,
         )
 

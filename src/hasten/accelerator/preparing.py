@@ -193,7 +193,7 @@ class Preparer:
         """Context manager in which ranks may run out of batches at different times."""
         if self._config.checkpoint_in_memory is not None:
             raise StepError(
-                "join_uneven_inputs() does not go with checkpoint_in_memory: all ranks make the copies together, and here some have no batch left "
+                "join_uneven_inputs() cannot be combined with checkpoint_in_memory: all ranks make the copies together, and here some have no batch left "
                 "after which to make one. Use even_batches=True, or leave checkpoint_in_memory out."
             )
         return self._joined(joinables, even_batches)

@@ -205,7 +205,7 @@ def plan_restore(
         plan.optimizers.append(plan_optimizer(optimizer, names, found, strict, elsewhere))
     _plan_stateful(plan, checkpoint, rank, world_size, strict)
     if "progress" not in checkpoint.manifest.components and checkpoint.manifest.notes.get("partial") is True:
-        log.warning("%s was converted: counters, data positions and random states begin anew", checkpoint.folder)
+        log.warning("%s was converted: counters, data positions and random states are reset", checkpoint.folder)
         return plan
     # a rank that was not there before continues from one that was
     plan.progress = checked_progress(load_packed(checkpoint, "progress", rank % saved_world))
@@ -257,7 +257,7 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size:
 
 
 def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
-    """The old rank whose state this rank takes over, when states differed and the number of processes is another.
+    """The old rank whose state this rank loads, when states differed and the number of processes is another.
 
     Raises: CheckpointError for a registered object, when strict: nobody but its owner knows how to share it out.
     """
@@ -347,7 +347,7 @@ def _mean_clock(checkpoint: Checkpoint, here: Layout, clock: dict[str, Any]) -> 
     others = [load_packed(checkpoint, "progress", other)["clock"]["windows"] for other in range(manifest.world_size)]
     if len({len(windows) for windows in others}) != 1:
         raise CheckpointError(
-            f"the {manifest.world_size} ranks of the checkpoint stood in different accumulation windows, which cannot be "
+            f"the {manifest.world_size} ranks of the checkpoint were in different accumulation windows, which cannot be "
             f"split over {here.world_size}. Nothing was loaded. Resume on {manifest.world_size} processes."
         )
     copies = manifest.world_size / loss_ranks(manifest.mesh, manifest.world_size)  # ranks that read the same samples

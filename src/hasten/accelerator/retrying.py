@@ -162,8 +162,8 @@ class Retrying:
         self.rows = -(-rows // 2)
         if self._ctx.is_main:
             log.warning(
-                "memory ran out on %s with %d samples at once; all ranks run this step again in micro-batches of %d, and the later "
-                "ones, too. The update stays that of the whole batch. On rank %d: %s",
+                "memory ran out on %s with %d samples at once; all ranks run this step again in micro-batches of %d, and later "
+                "steps too. The update stays that of the whole batch. On rank %d: %s",
                 _ranks(failed),
                 rows,
                 self.rows,

@@ -85,9 +85,8 @@ class Saving:
         self._writer = AsyncWriter()
         self._guard = FinishFirst(lambda: self._writer.busy, self._join_quietly)
         self.preemption = Preemption(ctx.world)
-        self.last_saved: str | None = None
-        """Where the latest finished save lies."""
         self._newest: str | None = None
+        """The checkpoint that was saved or loaded last."""
         self.memory: MemoryCopies | None = None
         """Copies of the newest state in the memory of machines, if they are kept."""
         self._machine_owners = MachineOwners()
@@ -244,7 +243,7 @@ class Saving:
         go.set()
 
     def _done(self, outcome: Outcome, place: str) -> Outcome:
-        self.last_saved = self._newest = place
+        self._newest = place
         number = outcome.info.manifest.number
         if number is not None:
             self._iteration = max(self._iteration, number + 1)

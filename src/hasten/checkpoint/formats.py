@@ -180,7 +180,7 @@ def read_safetensors(path: Path) -> TensorFile:
         return _read_safetensors(path)
     except (KeyError, TypeError, ValueError, RecursionError, OverflowError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpointError(
-            f"{path}: not a sound safetensors file ({type(error).__name__}: {error}). Nothing was loaded; use another "
+            f"{path}: not a valid safetensors file ({type(error).__name__}: {error}). Nothing was loaded; use another "
             "checkpoint."
         ) from error
 
@@ -349,7 +349,7 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
         pieces = {key: Piece(t, tuple(t.shape), (0,) * t.dim()) for key, t in tensors.items() if isinstance(t, Tensor)}
     except (RuntimeError, ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError) as error:
         raise CorruptCheckpointError(
-            f"{path}: not a sound torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
+            f"{path}: not a valid torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
             "another checkpoint."
         ) from error
     flat = isinstance(value, dict) and all(type(k) is str and isinstance(v, Tensor) for k, v in value.items())

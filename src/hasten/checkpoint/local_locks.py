@@ -72,16 +72,8 @@ class LocalLocks:
     def __init__(self, folder: Path, disk: Disk, patience: Patience | None = None, here: Owner | None = None) -> None:
         self._folder = folder
         self._disk = disk
-        self._patience = patience or Patience()
-        self._here = here or this_process()
-
-    @property
-    def here(self) -> Owner:
-        return self._here
-
-    @property
-    def patience(self) -> Patience:
-        return self._patience
+        self.patience = patience or Patience()
+        self.here = here or this_process()
 
     def put(self, name: str, token: str) -> Claim:
         """Add a lock of this process: it appears under its name when it is written and held."""
@@ -109,7 +101,7 @@ class LocalLocks:
             raise
 
     def _content(self, locked: bool) -> bytes:
-        return encode_owner(msgspec.structs.replace(self._here, locked=locked))
+        return encode_owner(msgspec.structs.replace(self.here, locked=locked))
 
     def found(self, name: str) -> list[Lock]:
         """All locks of a checkpoint."""
@@ -130,14 +122,14 @@ class LocalLocks:
 
     def judge(self, name: str, lock: Lock) -> Liveness:
         """Whether the owner runs and holds the lock: by its process id, and by its flock where there is one."""
-        verdict = liveness(lock.owner, self._here)
+        verdict = liveness(lock.owner, self.here)
         if verdict is Liveness.DEAD or not lock.owner.locked:
             return verdict
         free = lock_is_free(self._folder / hidden("lock", name, lock.token))
         if free is False:
             return Liveness.RUNNING
         # some network file systems keep flocks within one machine
-        if free and lock.owner.same_machine(self._here):
+        if free and lock.owner.same_machine(self.here):
             return Liveness.DEAD  # also one that a running process has given back and could not remove
         return verdict
 

@@ -113,7 +113,7 @@ class MemoryFolder:
         came = [file for file in manifest.files if file not in alike]
         if problems := verify_files(draft, came, manifest.chunk_bytes):
             raise CheckpointError(
-                f"the copy of the state of ranks {list(copy.ranks)} arrived damaged ({'; '.join(problems[:3])}), so it would be no help "
+                f"the copy of the state of ranks {list(copy.ranks)} arrived damaged ({'; '.join(problems[:3])}), so it could not be used "
                 "after a failure. Look for a faulty network card or memory on both machines."
             )
         (draft / MANIFEST_NAME).write_bytes(raw)

@@ -58,7 +58,7 @@ def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def convert(source: str | Path, target: str | Path, allow_pickle: bool = False) -> list[str]:
     """Make a checkpoint of hasten from a folder of Hugging Face Accelerate (or of plain torch files); notes on it.
 
-    Model, optimizers, schedulers, scaler and registered objects are taken over; random states are set anew, since other
+    Model, optimizers, schedulers, scaler and registered objects are converted; random states are drawn anew, since other
     tools pickle them. Raises: UnsafeCheckpointError for files that need pickle, unless it is allowed.
     """
     folder = Path(source)
@@ -75,7 +75,7 @@ def convert(source: str | Path, target: str | Path, allow_pickle: bool = False) 
             notes.append(f"{path.name} was left out: it is not known what it holds")
     if not components:
         raise IncompleteCheckpointError(f"{source} holds nothing that can be converted: no weights, no optimizer.")
-    notes.append("random states and data positions are not taken over: the run continues with new random numbers")
+    notes.append("random states and data positions are not converted: the run continues with new random numbers")
     store, name = locate(target)
     comm = LocalComm()
     group = start(store, comm, name)

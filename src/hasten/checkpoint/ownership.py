@@ -129,7 +129,7 @@ def lost(place: str) -> CheckpointBusyError:
     """The error of a writer whose lock was taken over."""
     return CheckpointBusyError(
         f"the lock of this save of {place} is gone: this process gave no sign of life for so long that another one took "
-        "it for dead (a suspended machine, a disk that stood still), or somebody removed it. The checkpoint was not "
+        "it for dead (a suspended machine, a stalled disk), or somebody removed it. The checkpoint was not "
         "committed. Save again."
     )
 

@@ -81,7 +81,7 @@ def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
     """Say in the log which newer checkpoints are not taken."""
     if skipped := passed_over(store, chosen):
         log.warning(
-            "taking %s in %s and passing over what is newer: %s (no manifest, or not all files, as after a crash or a copy "
+            "using %s in %s and skipping newer ones: %s (no manifest, or not all files, as after a crash or a copy "
             "that did not end)",
             chosen,
             store.address,

@@ -32,16 +32,8 @@ class RemoteLocks:
     ) -> None:
         self._fs = fs
         self._root = root.rstrip("/")
-        self._patience = patience or Patience()
-        self._here = here or this_process()
-
-    @property
-    def here(self) -> Owner:
-        return self._here
-
-    @property
-    def patience(self) -> Patience:
-        return self._patience
+        self.patience = patience or Patience()
+        self.here = here or this_process()
 
     def _path(self, name: str, token: str) -> str:
         return f"{self._root}/{hidden('lock', name, token)}"
@@ -49,7 +41,7 @@ class RemoteLocks:
     def put(self, name: str, token: str) -> Claim:
         """Add a lock of this process."""
         fs, path, beats = self._fs, self._path(name, token), iter(range(1, 2**62))
-        owner = self._here
+        owner = self.here
         fs.pipe_file(path, encode_owner(owner))
 
         def there() -> bool:
@@ -93,7 +85,7 @@ class RemoteLocks:
 
     def judge(self, name: str, lock: Lock) -> Liveness:
         """Whether the owner runs, if it is a process of this machine."""
-        return liveness(lock.owner, self._here)
+        return liveness(lock.owner, self.here)
 
     def remove(self, name: str, token: str) -> None:
         """Take a dead owner's lock away."""

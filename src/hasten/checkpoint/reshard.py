@@ -149,7 +149,7 @@ def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> l
     if filled != live.numel():
         raise CorruptCheckpointError(
             f"{name}: the files hold {filled} of the {live.numel()} numbers this rank needs, so parts of the tensor are "
-            "missing (or stored twice). Nothing was loaded. If machines do not share a disk, bring all rank files "
+            "missing (or stored twice). Nothing was loaded. If machines do not share a disk, copy all rank files "
             "into one folder."
         )
     return copies

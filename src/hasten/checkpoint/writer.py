@@ -183,7 +183,7 @@ def _compare(tree: StateTree, together: Agreement) -> None:
         listed = "; ".join(f"rank {comm.ranks[i]}: {names}" for i, (_, names) in enumerate(views))
         raise MismatchError(
             f"ranks do not save the same state ({listed}, or other shapes under these names), so the checkpoint would "
-            "not be one. Prepare and register the same objects on every rank."
+            "be inconsistent. Prepare and register the same objects on every rank."
         )
 
 

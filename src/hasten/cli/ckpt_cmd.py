@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add("list", _list, folder="a folder or URL of checkpoints").add_argument("--json", action="store_true")
     verify = add("verify", _verify, folder="a checkpoint, or a folder of them")
-    verify.add_argument("--all", action="store_true", help="every checkpoint of the folder, not the newest alone")
+    verify.add_argument("--all", action="store_true", help="every checkpoint in the folder, not only the newest")
     show = add("show", _show, folder="a checkpoint, or a folder of them (the newest is shown)")
     show.add_argument("--json", action="store_true")
     show.add_argument("--tensors", action="store_true", help="also every tensor with its type and shape")
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("--unsafe_serialization", "--unsafe-serialization", action="store_true", help="write .bin files")
     convert = add("convert", _convert, source="a folder that another tool saved", output="the new checkpoint")
     convert.add_argument(
-        "--allow_pickle", "--allow-pickle", action="store_true", help="the files are trusted: unpickle"
+        "--allow_pickle", "--allow-pickle", action="store_true", help="unpickle the files, which you trust"
     )
     return parser
 

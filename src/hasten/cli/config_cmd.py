@@ -25,15 +25,15 @@ from hasten.runtime import env as environment
 
 USAGE: Final = """usage: hasten config [command] [options]
 
-Without a command: ask about machine and training, and write the answers down.
+Without a command: ask about the machine and the training, and write a settings file.
 
 commands:
   default    write a sensible file for this machine, without questions
-  show       print the settings that hold, --why with the source of every value
-  check      say whether a file is right, and what is wrong with it
-  path       print where the settings file lies
+  show       print the settings in effect; --why adds the source of every value
+  check      check a file and list everything that is wrong with it
+  path       print the path of the settings file
 
-`hasten config <command> --help` tells more about each.
+Run `hasten config <command> --help` for the options of a command.
 """
 
 
@@ -93,7 +93,9 @@ def show(argv: Sequence[str]) -> int:
         prog="hasten config show",
         description="Print the settings that hold, as `hasten launch` with the same flags would see them.",
     )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+    )
     parser.add_argument("--why", action="store_true", help="every value with its source")
     parser.add_argument("--changed", action="store_true", help="only what is not at its default")
     parser.add_argument("--json", action="store_true", help="as JSON")

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("checkpoint", help="a checkpoint of the run, or a folder of them (the newest is read)")
     show.add_argument("--rank", type=_count, default=0, help="the rank that was given the batch (default: 0)")
     show.add_argument("--batch", type=_count, required=True, help="its number in the epoch, from 1")
-    show.add_argument("--epoch", type=_count, help="the epoch (default: the one the checkpoint lies in)")
+    show.add_argument("--epoch", type=_count, help="the epoch (default: that of the checkpoint)")
     show.add_argument("--loader", type=_count, default=0, help="which prepared loader, from 0 (default: 0)")
     show.add_argument(
         "--dataset", metavar="MODULE:FUNCTION", help="a function that returns the dataset; shows the samples"

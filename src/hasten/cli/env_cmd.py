@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten env", description="Print a report of machine, packages and settings for an issue."
     )
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help="the settings file to report")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(argv)
     env = environment.snapshot()
     report: dict[str, Any] = {  # Any: texts, and mappings of them

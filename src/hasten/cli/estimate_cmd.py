@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategies", nargs="+", metavar="NAME", help="ddp, zero1, zero2 or fsdp2 (all of them for several processes)"
     )
-    parser.add_argument("--device_memory", metavar="80GB", help="say the largest batch that fits")
+    parser.add_argument("--device_memory", metavar="80GB", help="also print the largest batch that fits")
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--json", action="store_true")
     return parser

@@ -65,6 +65,13 @@ def _entries(path: Path, value: Any, flag: str) -> list[Entry]:
     return [Entry(path, value, Source("flag", flag), text=True)]
 
 
+def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before `--` and those after it, which belong to the script."""
+    words = list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
 class Formatter(argparse.HelpFormatter):
     """Help that shows one spelling of each flag."""
 

@@ -88,7 +88,9 @@ def make_parser(program: str = "hasten") -> SettingsParser:
         description=DESCRIPTION,
         essential=ESSENTIAL,
     )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
     parser.add_argument(
         "--auto",

@@ -21,15 +21,21 @@ COMMANDS: Final = MappingProxyType(
         "env": ("hasten.cli.env_cmd", "print a report of this machine for an issue"),
         "test": ("hasten.cli.test_cmd", "check that training works under the current settings"),
         "ckpt": ("hasten.cli.ckpt_cmd", "list, verify, compare and convert checkpoints"),
-        "data": ("hasten.cli.data_cmd", "the samples of a batch of a saved run"),
-        "predict": ("hasten.cli.predict_cmd", "a model over all rows of a file, on all processes"),
-        "report": ("hasten.cli.report_cmd", "one page about a run, or several: curves, times, events, settings"),
-        "top": ("hasten.cli.top_cmd", "a live table of a running job: ranks, steps, waits, memory, stacks"),
-        "attach": ("hasten.cli.top_cmd", "the same as top"),
-        "estimate-memory": ("hasten.cli.estimate_cmd", "the memory a model needs, before it is loaded"),
-        "migrate": ("hasten.cli.migrate_cmd", "move scripts from accelerate to hasten: the diff, and what differs"),
-        "plan": ("hasten.cli.plan_cmd", "the fastest settings that fit a model on given GPUs, before the job starts"),
-        "tune": ("hasten.cli.tune_cmd", "faster settings for a script on this machine, by short real runs"),
+        "data": ("hasten.cli.data_cmd", "show the samples of a batch of a saved run"),
+        "predict": ("hasten.cli.predict_cmd", "run a model over all rows of a file, on all processes"),
+        "report": ("hasten.cli.report_cmd", "write one page about a run, or several: curves, times, events, settings"),
+        "top": ("hasten.cli.top_cmd", "show a live table of a running job: ranks, steps, waits, memory, stacks"),
+        "attach": ("hasten.cli.top_cmd", "alias of top"),
+        "estimate-memory": ("hasten.cli.estimate_cmd", "estimate the memory a model needs, before it is loaded"),
+        "migrate": (
+            "hasten.cli.migrate_cmd",
+            "print the diff that moves scripts from accelerate to hasten, and what behaves differently",
+        ),
+        "plan": (
+            "hasten.cli.plan_cmd",
+            "find the fastest settings that fit a model on given GPUs, before the job starts",
+        ),
+        "tune": ("hasten.cli.tune_cmd", "find faster settings for a script on this machine by short real runs"),
     }
 )
 """Subcommand -> its module, which has `main(argv) -> int`, and one line of help."""
@@ -42,7 +48,7 @@ def usage() -> str:
         "usage: hasten [--help] [--version] <command> …\n\n"
         "Write a plain PyTorch loop once; run it anywhere, unchanged.\n\n"
         f"commands:\n{rows}\n\n"
-        "`hasten <command> --help` tells more about each.\n"
+        "Run `hasten <command> --help` for the options of a command.\n"
     )
 
 

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
             done = migrate(source)
         except SyntaxError as error:
             raise ConfigError(
-                f"{path}, line {error.lineno}, is no Python ({error.msg}), so its names cannot be told apart; nothing was "
+                f"{path}, line {error.lineno}, is not valid Python ({error.msg}), so it cannot be analysed; nothing was "
                 "changed in it. Correct it, or leave it out."
             ) from error
         before, after = source.splitlines(keepends=True), done.text.splitlines(keepends=True)

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hasten.cli.flags import split_at_dashes
 from hasten.config import files
 from hasten.errors import ConfigError
 from hasten.planner import hardware, report
@@ -32,10 +33,7 @@ No GPU and no weights are needed. What the planner does not know goes to the scr
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten plan …`; 0 when something fits."""
-    words, own = list(argv), []
-    if "--" in words:
-        own = words[words.index("--") + 1 :]
-        words = words[: words.index("--")]
+    words, own = split_at_dashes(argv)
     given, unknown = _parser().parse_known_args(words)
     if unknown and not given.target.endswith(".py"):
         raise ConfigError(f"{unknown[0]!r} is not an option of `hasten plan`; `hasten plan --help` lists them.")
@@ -128,30 +126,34 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
-    parser.add_argument("--gpu", required=True, help=f"their kind: {', '.join(hardware.KNOWN)}, or one of --hardware")
     parser.add_argument(
-        "--global-batch", "--global_batch", type=int, required=True, help="samples in an update, over all GPUs"
+        "--gpu", required=True, help=f"model of the GPUs: {', '.join(hardware.KNOWN)}, or one of --hardware"
     )
-    parser.add_argument("--seq", type=int, help="tokens of a sample, for a folder or a model without inputs")
     parser.add_argument(
-        "--precision", nargs="+", default=["bf16"], choices=["no", "bf16", "fp16"], help="to choose from"
+        "--global-batch", "--global_batch", type=int, required=True, help="samples per update, over all GPUs"
     )
-    parser.add_argument("--optimizer", default="adamw", help="adamw, adam or sgd, for targets that are no script")
-    parser.add_argument("--micro-batch", "--micro_batch", type=int, help="samples in a forward, instead of searching")
+    parser.add_argument("--seq", type=int, help="tokens per sample, for a folder or a model without inputs")
     parser.add_argument(
-        "--gpus-per-node", "--gpus_per_node", type=int, help="GPUs in one machine (default: by the kind)"
+        "--precision", nargs="+", default=["bf16"], choices=["no", "bf16", "fp16"], help="precisions to choose from"
     )
-    parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file with GPUs of your own")
+    parser.add_argument("--optimizer", default="adamw", help="adamw, adam or sgd, for targets other than scripts")
+    parser.add_argument(
+        "--micro-batch", "--micro_batch", type=int, help="samples per forward pass, instead of a search"
+    )
+    parser.add_argument(
+        "--gpus-per-node", "--gpus_per_node", type=int, help="GPUs in one machine (default: by the model of GPU)"
+    )
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file that describes further GPUs")
     parser.add_argument(
         "--links",
         type=Path,
         metavar="FILE",
         help="speeds of links measured by `hasten test --links FILE`, in place of the table's",
     )
-    parser.add_argument("--tf32", action="store_true", help="count on TF32 for fp32 products")
-    parser.add_argument("--no-offload", "--no_offload", action="store_true", help="leave host memory alone")
-    parser.add_argument("--rows", type=int, default=10, help="rows of the table")
+    parser.add_argument("--tf32", action="store_true", help="assume TF32 for fp32 matrix products")
+    parser.add_argument("--no-offload", "--no_offload", action="store_true", help="do not offload to host memory")
+    parser.add_argument("--rows", type=int, default=10, help="number of rows in the table")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the settings of the best")
+    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the best settings to a file")
     parser.add_argument("target", help="script.py, module:function or a folder")
     return parser

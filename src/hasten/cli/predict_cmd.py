@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from hasten.cli.flags import SettingsParser
-from hasten.config.source import Entry, Source
+from hasten.cli.job import run_module
 from hasten.errors import ConfigError
 
 ESSENTIAL: Final = frozenset(
@@ -34,25 +32,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="one line per row")
     parser.add_argument("--batch_size", "--batch-size", type=int, default=32, metavar="N", help="rows per call (32)")
     parser.add_argument("--evaluate", action="store_true", help="print accuracy and F1 against the column label")
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
     parser.add_settings()
     given = parser.parse_args(argv)
     check(given.model, given.data, given.output, given.batch_size)
-    as_module = Entry(("launch", "module"), "true", Source("flag", "hasten predict"), text=True)
     words = ["hasten.trainer.predict", given.model, str(given.data), str(given.output), str(given.batch_size)]
-    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
-    job = job_module.prepare(
-        [*words, *(["--evaluate"] if given.evaluate else [])],
-        settings=[*given.settings, as_module],
-        config_file=given.config_file,
-        typed=argv,
-    )
-    if given.dry_run:
-        sys.stdout.write(job.plan.render() + "\n")
-        return 0
-    code: int = job.run()
-    return code
+    return run_module([*words, *(["--evaluate"] if given.evaluate else [])], "hasten predict", given, argv)
 
 
 def check(model: str, data: Path, output: Path, batch_size: int) -> None:

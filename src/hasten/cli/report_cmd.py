@@ -40,14 +40,16 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="follow a run: write it again as the run grows, until Ctrl-C; the page reloads itself",
     )
-    parser.add_argument("--every", type=float, default=EVERY_S, metavar="SECONDS", help="how often --live looks (2)")
+    parser.add_argument(
+        "--every", type=float, default=EVERY_S, metavar="SECONDS", help="seconds between updates of --live (default: 2)"
+    )
     given = parser.parse_args(argv)
     if given.output.suffix not in (".html", ".png"):
         raise ConfigError(
             f"--output={given.output} ends neither in .html nor in .png, the two forms of a report; rename it."
         )
     if given.every <= 0:
-        raise ConfigError(f"--every={given.every} leaves no time between two looks; set it to seconds above 0.")
+        raise ConfigError(f"--every={given.every} is not a number of seconds above 0; correct it.")
     if given.live:
         sys.stdout.write(f"{given.output}: following {', '.join(given.runs)}; Ctrl-C ends it\n")
         sys.stdout.flush()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from hasten.cli.flags import SettingsParser
-from hasten.config.source import Entry, Source
+from hasten.cli.job import run_module
 from hasten.errors import ConfigError
 
 
@@ -17,9 +16,11 @@ def main(argv: Sequence[str]) -> int:
     parser = SettingsParser(
         prog="hasten test",
         description="Check that training works under the current settings: collectives, a training step that equals one "
-        "process, and the bandwidth of an all-reduce, told by rank.",
+        "process, and the bandwidth of an all-reduce, reported per rank.",
     )
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help="a settings file, ours or Accelerate's")
+    parser.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"
+    )
     parser.add_argument("--dry_run", "--dry-run", action="store_true", help="print the exact plan and start nothing")
     parser.add_argument(
         "--matrix",
@@ -42,19 +43,8 @@ def main(argv: Sequence[str]) -> int:
         return _matrix(given)
     if given.only is not None or given.json:
         parser.error("--only and --json say what --matrix runs and prints; add --matrix, or leave them out")
-    as_module = Entry(("launch", "module"), "true", Source("flag", "hasten test"), text=True)
-    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
-    job = job_module.prepare(
-        ["hasten.launch.selfcheck", *([] if given.links is None else [given.links])],
-        settings=[*given.settings, as_module],
-        config_file=given.config_file,
-        typed=argv,
-    )
-    if given.dry_run:
-        sys.stdout.write(job.plan.render() + "\n")
-        return 0
-    code: int = job.run()
-    return code
+    words = ["hasten.launch.selfcheck", *([] if given.links is None else [given.links])]
+    return run_module(words, "hasten test", given, argv)
 
 
 def _matrix(given: argparse.Namespace) -> int:
@@ -62,8 +52,8 @@ def _matrix(given: argparse.Namespace) -> int:
     others += [name for name in ("config_file", "dry_run", "links") if getattr(given, name)]
     if others:
         raise ConfigError(
-            f"{others[0]} was given with --matrix, whose cells have settings of their own, so that it would not act; leave it out, or "
-            "choose cells with --only. (--cpu acts.)"
+            f"{others[0]} was given with --matrix, whose cells have their own settings, so it would have no effect; leave it out, or "
+            "choose cells with --only. (--cpu is allowed.)"
         )
     room = import_module("hasten.cli.matrix")  # rich, and a look at the machine
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)

@@ -29,14 +29,20 @@ def main(argv: Sequence[str]) -> int:
         prog="hasten top",
         description="Show the ranks of a job that runs on this machine: step, rate, share of the time spent waiting for other ranks, "
         "memory, what each is doing, and the last lines of its log. Only the user who runs the job may ask. Ranks answer "
-        "beside their training; jobs with stall=off do not, nor does a single process that `hasten launch` has not started.",
+        "from a background thread; jobs with stall=off do not, nor does a single process that `hasten launch` has not started.",
     )
-    parser.add_argument("job", nargs="?", type=int, metavar="JOB", help="number of a job, as listed without one")
-    parser.add_argument("--once", action="store_true", help="print one table and end")
-    parser.add_argument("--json", action="store_true", help="print what the ranks answer as JSON, once")
-    parser.add_argument("--stacks", action="store_true", help="show where each rank is, call by call")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)"
+        "job",
+        nargs="?",
+        type=int,
+        metavar="JOB",
+        help="number of the job; without it, jobs are listed if there are several",
+    )
+    parser.add_argument("--once", action="store_true", help="print one table and exit")
+    parser.add_argument("--json", action="store_true", help="print what the ranks answer as JSON, once")
+    parser.add_argument("--stacks", action="store_true", help="show the call stack of each rank")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
     )
     given = parser.parse_args(argv)
     folder = env.runtime_folder(env.snapshot())
@@ -66,7 +72,7 @@ def chosen(folder: Path, job: int | None) -> list[Path] | None:
     jobs = sorted({address.job for address, _ in found})
     if not jobs:
         raise ConfigError(
-            "no job of yours runs on this machine, or none that answers: jobs with stall=off do not, nor does a plain `python script.py`. Start one "
+            "you have no running job on this machine that answers: jobs with stall=off do not, nor does a plain `python script.py`. Start one "
             "with `hasten launch`."
         )
     if job is None and len(jobs) > 1:

@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from hasten.cli.flags import split_at_dashes
 from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
@@ -36,10 +37,7 @@ _LEAST_FOR_COMPILING: Final = 300.0
 
 def main(argv: Sequence[str]) -> int:
     """Run `hasten tune …`; 0 when the script ran."""
-    words, own = list(argv), []
-    if "--" in words:
-        own = words[words.index("--") + 1 :]
-        words = words[: words.index("--")]
+    words, own = split_at_dashes(argv)
     given, unknown = _parser().parse_known_args(words)
     script = Path(given.script)
     if not script.is_file():
@@ -175,9 +173,11 @@ def _parser() -> argparse.ArgumentParser:
         help="what to try, in this order: fused, compile, num_workers, …",
     )
     parser.add_argument("--updates", type=int, default=20, help="updates that are timed in each trial")
-    parser.add_argument("--warmup", type=int, default=5, help="updates before them")
-    parser.add_argument("--num_processes", "--num-processes", type=int, default=1, help="processes of each trial")
-    parser.add_argument("--cpu", action="store_true", help="on the CPU although there is a GPU")
+    parser.add_argument("--warmup", type=int, default=5, help="updates before those, which are not timed")
+    parser.add_argument(
+        "--num_processes", "--num-processes", type=int, default=1, help="number of processes in each trial"
+    )
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the settings of the best")
+    parser.add_argument("-o", "--output", metavar="config.yaml", help="write the best settings to a file")
     return parser

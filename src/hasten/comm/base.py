@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from hasten.comm.envelopes import Envelopes
 from hasten.comm.session import Session
 
 ReduceKind = Literal["sum", "mean", "min", "max"]
@@ -29,7 +30,7 @@ class Comm(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def scratch(self) -> dict[Any, Any]:
+    def envelopes(self) -> Envelopes:
         """What collectives on trees keep for this group between two calls."""
         ...
 

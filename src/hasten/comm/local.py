@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hasten.comm.base import ReduceKind
+from hasten.comm.envelopes import Envelopes
 from hasten.comm.session import Session
 from hasten.errors import CommError
 
@@ -21,7 +22,7 @@ class LocalComm:
         self.size = 1
         self.ranks = (rank,)
         self.device = torch.device(device)
-        self.scratch: dict[Any, Any] = {}  # Any: whatever collectives on trees keep
+        self.envelopes = Envelopes(1)
 
     def all_reduce(self, x: Tensor, kind: ReduceKind = "sum") -> Tensor:
         if kind == "mean" and not (x.is_floating_point() or x.is_complex()):

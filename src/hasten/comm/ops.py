@@ -1,18 +1,16 @@
 """Collectives on trees: gather, reduce, broadcast, scatter and pad nested structures of tensors.
 
-Every operation begins with one exchange of envelopes of a fixed size: a digest of the operation, the structure, the shapes
-and the dtypes, and the sizes of a dimension that may differ. A difference where there must be none is a MismatchError on
-every rank with a table of who has what, never a hang or garbage. What is gathered travels in the envelope itself when it
-is small and on the CPU, so that a metric costs one round trip; everything else follows in an exchange of its own.
+Every operation begins with one exchange of envelopes (see `envelopes`). A difference where there must be none is a MismatchError on
+every rank with a table of who has what, never a hang or garbage. Tensors on the CPU that are gathered travel in the envelope if
+they fit, so that a metric costs one round trip; everything else follows in an exchange of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import struct
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -20,23 +18,18 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.comm.base import Comm, ReduceKind
+from hasten.comm.envelopes import HEADER, NUM_SIZES, Head, unpacked
 from hasten.errors import CommError, MismatchError
 from hasten.trees import Tree
 
-_HEADER: Final = struct.Struct("<16q")  # digest, whether tensors are inside, sizes
-_HEADER_SIZES = 14
-_ENVELOPE_BYTES = 1024  # the same in every operation: ranks that call different ones still exchange equal sizes
 _PLAIN = (Tensor, torch.nn.Parameter)
-_ROOM = _ENVELOPE_BYTES - _HEADER.size
-_FORMS: Final = 256
-"""Shapes of small tensors whose envelopes a group keeps at most."""
 
 
 def gather(tree: Tree, comm: Comm) -> Tree:
     """Every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
-    if type(tree) is Tensor and tree.is_cpu and (joined := _gather_small(tree, comm)) is not None:
+    if type(tree) is Tensor and tree.is_cpu and (joined := _gather_one(tree, comm)) is not None:
         return joined
     met = _meet("gather", tree, comm, carry=True)
     if met.inside is not None:
@@ -44,50 +37,26 @@ def gather(tree: Tree, comm: Comm) -> Tree:
     return trees.map_tensors(lambda x: comm.all_gather(_rows(x)).flatten(0, 1), tree)
 
 
-def _gather_small(x: Tensor, comm: Comm) -> Tensor | None:
-    """What `gather` gives for one small tensor, the common metric, in few steps; None where it takes more of them."""
-    form: _Form | None = comm.scratch.get((x.shape, x.dtype))
-    if form is None:
-        if not 0 < x.nbytes <= _ROOM or x.is_complex() or len(comm.scratch) >= _FORMS:
-            return None
-        form = comm.scratch[x.shape, x.dtype] = _form_of(x.shape, x.dtype, comm)
+def _gather_one(x: Tensor, comm: Comm) -> Tensor | None:
+    """What `gather` gives for one tensor that fits into the next envelope, in few steps; None, and nothing is sent, for others."""
     if x.layout != torch.strided:
+        return None
+    envelopes = comm.envelopes
+    form = envelopes.forms.get((x.shape, x.dtype))
+    if form is None:
+        if not x.nbytes or x.is_complex() or envelopes.length_for(x.nbytes) < HEADER.size + x.nbytes:
+            return None
+        form = envelopes.form(x.shape, x.dtype, _digest(_describe("gather", x, None)))
+    if len(form.envelope) != envelopes.length:
         return None
     form.slot.copy_(x.detach())
     comm.all_gather_bytes(form.envelope, form.everyone)
     if not (form.headers == form.header).all():
-        _refuse_differences("gather", x, [_HEADER.unpack_from(row) for row in form.headers], comm)
-        return comm.all_gather(_rows(x)).flatten(0, 1)  # a rank has it on an accelerator
+        if not _compare("gather", x, form.head, unpacked(form.headers, 1), comm):
+            return comm.all_gather(_rows(x)).flatten(0, 1)  # a rank has it on an accelerator
+    else:
+        envelopes.learn(form.head.digest, form.head.num_bytes, fitted=True)
     return form.rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
-
-
-class _Form(NamedTuple):
-    """An envelope for tensors of one shape and dtype, used again and again, and where they lie in the envelopes of all ranks."""
-
-    envelope: Tensor
-    slot: Tensor
-    """The part of the envelope that holds the tensor."""
-    header: Any  # Any: an array of numpy, as below
-    """What every envelope must begin with."""
-    everyone: Tensor
-    """The envelopes of all ranks: one buffer for all forms, which grows with the ranks and not with the shapes."""
-    headers: Any
-    rows: Tensor
-    """The tensors of all ranks in `everyone`."""
-
-
-def _form_of(shape: torch.Size, dtype: torch.dtype, comm: Comm) -> _Form:
-    ranks, like = comm.size, torch.empty(shape, dtype=dtype, device="meta")
-    digest = _digest(_describe("gather", like, None))
-    header = _HEADER.pack(digest, True, 1, *[0] * (_HEADER_SIZES - 1))
-    envelope = torch.frombuffer(bytearray(header.ljust(_ENVELOPE_BYTES, b"\0")), dtype=torch.uint8)
-    everyone: Tensor = comm.scratch.setdefault("everyone", torch.zeros(ranks * _ENVELOPE_BYTES, dtype=torch.uint8))
-    begin, end = _HEADER.size, _HEADER.size + like.nbytes
-    rows = everyone.view(ranks, -1)[:, begin:end].view(dtype).view(ranks, *(shape or (1,)))
-    headers = everyone.numpy().reshape(ranks, -1)[:, :begin]
-    return _Form(
-        envelope, envelope[begin:end].view(dtype).view(shape), envelope.numpy()[:begin], everyone, headers, rows
-    )
 
 
 def gather_ragged(tree: Tree, comm: Comm) -> Tree:
@@ -203,38 +172,55 @@ def _meet(op: str, tree: Tree, comm: Comm, free_dim: int | None = None, carry: b
     sizes = [1] * len(found) if free_dim is None else [_size(x, free_dim) for x in found]
     if comm.size == 1:
         return _Met([(size,) for size in sizes])
-    digest = _digest(_describe(op, tree, free_dim))
-    content = _content(found) if carry and len(sizes) <= _HEADER_SIZES else None
-    shown = sizes[:_HEADER_SIZES] + [0] * (_HEADER_SIZES - len(sizes))
-    envelope = bytearray(_HEADER.pack(digest, content is not None, *shown) + (content or b""))
-    envelope += bytes(_ENVELOPE_BYTES - len(envelope))
+    fits_header = len(sizes) <= NUM_SIZES
+    num_bytes = _num_bytes(found) if carry and fits_header else -1
+    mine = Head(_digest(_describe(op, tree, free_dim)), num_bytes, tuple(sizes) if fits_header else ())
+    length = comm.envelopes.length
+    content = _content(found) if 0 <= num_bytes <= length - HEADER.size else b""
+    envelope = bytearray((mine.packed() + content).ljust(length, b"\0"))
     everyone = [memoryview(row) for row in comm.all_gather(torch.frombuffer(envelope, dtype=torch.uint8)).numpy()]
-    heads = [_HEADER.unpack_from(row) for row in everyone]
-    _refuse_differences(op, tree, heads, comm)
-    if len(sizes) > _HEADER_SIZES:
+    heads = unpacked(everyone, len(mine.sizes))
+    fit = _compare(op, tree, mine, heads, comm)
+    if heads[comm.rank] != mine:  # left out
+        heads, everyone = [mine] * comm.size, [memoryview(bytes(HEADER.size + max(0, num_bytes)))] * comm.size
+    if not fits_header:
         gathered = comm.all_gather(torch.tensor(sizes, dtype=torch.int64))
         return _Met([tuple(row) for row in gathered.T.tolist()])
-    inside = [row[_HEADER.size :] for row in everyone] if all(head[1] for head in heads) else None
-    return _Met(list(zip(*(head[2 : 2 + len(sizes)] for head in heads), strict=True)), inside)
+    inside = [row[HEADER.size :] for row in everyone] if fit else None
+    return _Met(list(zip(*(head.sizes for head in heads), strict=True)), inside)
 
 
 def _digest(described: str) -> int:
     return int.from_bytes(hashlib.blake2b(described.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _refuse_differences(op: str, tree: Tree, heads: Sequence[tuple[int, ...]], comm: Comm) -> None:
-    """Raise a MismatchError unless all ranks described the same thing. Ranks: every rank."""
-    if len({head[0] for head in heads}) > 1:
+def _compare(op: str, tree: Tree, mine: Head, heads: Sequence[Head], comm: Comm) -> bool:
+    """Whether the tensors of all ranks were in their envelopes.
+
+    A pass that is run again leaves out what it has exchanged before, and reads zeros, its own header included: it does as it did then.
+    Raises: MismatchError unless all ranks described the same thing. Ranks: every rank.
+    """
+    envelopes = comm.envelopes
+    if heads[comm.rank] != mine:
+        return envelopes.fitted(mine.digest)
+    if len({head.digest for head in heads}) > 1:
+        envelopes.forget()
         raise _mismatch(op, comm.all_gather_object(_describe(op, tree, None)), comm)
+    every = [head.num_bytes for head in heads]
+    fit = min(every) >= 0 and max(every) <= envelopes.length - HEADER.size
+    envelopes.learn(mine.digest, max(every) if min(every) >= 0 else -1, fit)
+    return fit
 
 
-def _content(found: Sequence[Tensor]) -> bytes | None:
-    """The tensors' bytes one after the other, or None when they do not fit or lie on an accelerator."""
-    left = _ROOM
-    for x in found:
-        left -= x.nbytes
-        if left < 0 or type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided:
-            return None
+def _num_bytes(found: Sequence[Tensor]) -> int:
+    """The bytes of the tensors, or -1 when they cannot travel in an envelope."""
+    if any(type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided for x in found):
+        return -1
+    return sum(x.nbytes for x in found)
+
+
+def _content(found: Sequence[Tensor]) -> bytes:
+    """The tensors' bytes one after the other."""
     return b"".join([_raw(x).numpy().tobytes() for x in found])
 
 
@@ -281,9 +267,9 @@ def _mismatch(op: str, descriptions: Sequence[str], comm: Comm) -> MismatchError
         called, *lines = text.split("\n")
         rows.append(f"  rank {comm.ranks[member]}: {called} of " + ("; ".join(lines) or "no tensor"))
     return MismatchError(
-        f"{op}: the ranks do not bring the same thing, so the result would be garbage or a hang.\n"
+        f"{op}: the ranks pass different inputs, so the result would be garbage or a hang.\n"
         + "\n".join(rows)
-        + "\nGive equal structures, shapes and dtypes on every rank; for rows that differ in number use "
+        + "\nPass equal structures, shapes and dtypes on every rank; for rows that differ in number use "
         "gather_for_metrics or a ragged gather, or pad_across_processes first."
     )
 

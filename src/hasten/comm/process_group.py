@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hasten.comm.base import ReduceKind
 from hasten.comm.contract import Contract
+from hasten.comm.envelopes import envelopes_of
 from hasten.comm.objects import Objects
 from hasten.comm.rollcall import RollCall
 from hasten.comm.session import Credentials, Session
@@ -44,7 +45,7 @@ class ProcessGroupComm:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.device = device
         self.group = group
-        self.scratch: dict[Any, Any] = {}  # Any: whatever collectives on trees keep
+        self.envelopes = envelopes_of(group)
         self.store = store
         self.credentials = credentials or Credentials()
         self.trail = trail or Trail()

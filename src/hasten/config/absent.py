@@ -164,11 +164,6 @@ def check(entries: Mapping[Path, Entry]) -> None:
         raise complaints[0]
 
 
-def rows_for(path: Path) -> list[Absent]:
-    """The rows that speak of a setting."""
-    return [row for row in ABSENT if path[: len(row.path)] == row.path and path[-1] not in row.but]
-
-
 def _complaints(entries: Mapping[Path, Entry]) -> Iterator[ConfigError]:
     order = {info.path: number for number, info in enumerate(FIELDS)}
     for path in sorted(entries, key=order.__getitem__):

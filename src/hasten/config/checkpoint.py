@@ -16,14 +16,14 @@ class ProjectConfiguration(Section):
         "checkpoints are numbered under project_dir/checkpoints: always (true), never (false; save_state needs a folder), "
         "or when save_state gets no folder (default)",
     )
-    total_limit: int | None = setting(None, "checkpoints kept, the newest ones", minimum=1)
+    total_limit: int | None = setting(None, "number of newest checkpoints to keep", minimum=1)
     iteration: int = setting(0, "number of the next checkpoint", minimum=0)
-    save_on_each_node: bool = setting(False, "machines do not share a disk: each writes what it needs")
-    keep_best: int | None = setting(None, "checkpoints kept besides, the best ones by best_metric", minimum=1)
+    save_on_each_node: bool = setting(False, "machines do not share a file system: each writes the files it needs")
+    keep_best: int | None = setting(None, "further checkpoints to keep: the best by best_metric", minimum=1)
     best_metric: str | None = setting(None, "metric that ranks checkpoints")
-    best_mode: Literal["min", "max"] = setting("min", "whether a small or a large metric is good")
-    keep_every: int | None = setting(None, "checkpoints kept besides: every n-th", minimum=1)
-    run_log: bool = setting(True, "leave timings and events for `hasten report` in project_dir/run_log")
+    best_mode: Literal["min", "max"] = setting("min", "whether lower or higher values are better")
+    keep_every: int | None = setting(None, "further checkpoints to keep: every n-th", minimum=1)
+    run_log: bool = setting(True, "write timings and events for `hasten report` to project_dir/run_log")
     checkpoint_arrival_s: float = setting(
-        60.0, "seconds that save_state and load_state wait for ranks that do not come", minimum=0.1
+        60.0, "seconds that save_state and load_state wait for ranks that have not arrived", minimum=0.1
     )

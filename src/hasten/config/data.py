@@ -16,7 +16,7 @@ class DataLoaderConfiguration(Section):
         False, "the loader's batch size is the global one, split over processes", flags=("split_batches",)
     )
     dispatch_batches: bool | None = setting(
-        None, "one process reads and hands out slices (default: no)", flags=("dispatch_batches",)
+        None, "rank 0 reads the batches and sends each process its slice (default: no)", flags=("dispatch_batches",)
     )
     even_batches: bool = setting(
         True,

@@ -1,4 +1,4 @@
-"""Settings of engines that take over training: DeepSpeed, Megatron-LM, XLA."""
+"""Settings of engines that run the training themselves: DeepSpeed, Megatron-LM, XLA."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

@@ -14,9 +14,9 @@ class InitProcessGroupKwargs(Section):
     """Options of torch.distributed.init_process_group."""
 
     backend: str | None = setting(None, "communication backend (default: by device, nccl or gloo)")
-    init_method: str | None = setting(None, "URL where processes meet (default: environment)")
-    timeout: timedelta | None = setting(None, "longest wait of a collective in training")
-    init_timeout: timedelta | None = setting(None, "longest wait for all processes at the start")
+    init_method: str | None = setting(None, "URL of the rendezvous (default: environment)")
+    timeout: timedelta | None = setting(None, "timeout of a collective during training")
+    init_timeout: timedelta | None = setting(None, "timeout for all processes to join at the start")
 
 
 @settings
@@ -40,15 +40,15 @@ class LaunchConfig(Section):
     )
     enable_cpu_affinity: bool = setting(False, "bind each process to the cores near its device")
     same_network: bool = setting(True, "machines reach each other directly")
-    rdzv_backend: Rendezvous = setting("static", "how machines meet")
-    rdzv_endpoint: str | None = setting(None, "host:port of the meeting point (default: main_process_ip:port)")
-    rdzv_id: str | None = setting(None, "name of the meeting")
-    rdzv_conf: str | None = setting(None, "further options of the meeting, key=value,…")
+    rdzv_backend: Rendezvous = setting("static", "how machines find each other")
+    rdzv_endpoint: str | None = setting(None, "host:port of the rendezvous (default: main_process_ip:port)")
+    rdzv_id: str | None = setting(None, "name of the rendezvous")
+    rdzv_conf: str | None = setting(None, "further options of the rendezvous, key=value,…")
     max_restarts: int = setting(0, "restarts after a failed process", minimum=0)
     stop_grace_s: float = setting(
-        120.0, "seconds that processes get to save and end after SIGTERM or SIGUSR1, before they are killed", minimum=0
+        120.0, "seconds for processes to save and exit after SIGTERM or SIGUSR1 before they are killed", minimum=0
     )
-    monitor_interval: float = setting(0.1, "seconds between looks at the processes", minimum=0)
+    monitor_interval: float = setting(0.1, "seconds between two checks of the processes", minimum=0)
     role: str = setting("default", "role name of the processes")
     log_dir: str | None = setting(None, "folder of one log file per process")
     tee: str | None = setting(None, "also print logs: 0 none, 1 stdout, 2 stderr, 3 both, or rank:n,…", short="t")
@@ -59,7 +59,7 @@ class LaunchConfig(Section):
         "auto", "what starts the processes"
     )
     check_in: Literal["error", "warn", "off"] = setting(
-        "error", "what happens if machines differ in settings, code or package versions"
+        "error", "what to do if machines differ in settings, code or package versions"
     )
     mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines")
     mpirun_ccl: int | None = setting(None, "oneCCL worker threads under mpirun", minimum=0)

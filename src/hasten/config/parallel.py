@@ -153,7 +153,7 @@ class DistributedDataParallelKwargs(Section):
     gradient_as_bucket_view: bool = setting(False, "gradients are views of the buckets: less memory")
     static_graph: bool = setting(False, "the same parameters take part in every step")
     skip_all_reduce_unused_params: bool = setting(False, "do not reduce parameters unused on every rank")
-    comm_hook: CommHook = setting("no", "compression of gradients on the wire")
+    comm_hook: CommHook = setting("no", "compression of gradients for communication")
     comm_wrapper: Literal["no", "fp16", "bf16"] = setting("no", "cast around a PowerSGD hook")
     comm_state_option: Mapping[str, Any] = setting(
         factory=dict, help="options of the PowerSGD state, such as matrix_approximation_rank"

@@ -27,15 +27,17 @@ class Config(Section):
         "fp32", "dtype of half-precision weights trained under mixed precision: fp32, or keep (the model's own)"
     )
     strategy: StrategyName = setting(
-        "auto", "how training is spread (auto: by the settings given; else ddp with several processes, none with one)"
+        "auto",
+        "how training is distributed (auto: by the settings given; else ddp with several processes, none with one)",
     )
-    cpu: bool = setting(False, "train on the CPU although an accelerator is present", flags=("use_cpu",))
+    cpu: bool = setting(False, "train on the CPU even if an accelerator is available", flags=("use_cpu",))
     debug: bool = setting(
         False,
         "check every collective of hasten before it runs (slower); show hasten's logs, the start-up banner and whole tracebacks",
     )
     stall: Literal["abort", "report", "off"] = setting(
-        "abort", "what happens when ranks wait for each other in vain: report and end the job, only report, or nothing"
+        "abort",
+        "what to do when ranks wait for each other without progress: report it and end the job, only report it, or nothing",
     )
     stall_after_s: float | None = setting(
         None,
@@ -44,11 +46,11 @@ class Config(Section):
     )
     divergence: Literal["stop", "report", "off"] = setting(
         "stop",
-        "what happens when ranks that must hold the same weights and state do not: stop all, only report, or no check",
+        "what to do when ranks that must hold the same weights and state do not: stop all, only report, or no check",
     )
-    divergence_every: int = setting(100, "updates between two comparisons of what ranks hold", minimum=1)
+    divergence_every: int = setting(100, "updates between two comparisons of the ranks' weights and state", minimum=1)
     divergence_ignore: tuple[str, ...] = setting(
-        (), "patterns of parameter and buffer names that ranks hold differently on purpose"
+        (), "patterns of names of parameters and buffers that differ between ranks on purpose"
     )
     numbers: Literal["report", "stop", "skip", "rollback", "off"] = setting(
         "report",
@@ -56,9 +58,9 @@ class Config(Section):
         "checkpoint and leave those batches out (these three look at gradients as well, before each update); or nothing",
     )
     numbers_spike: float | None = setting(
-        None, "a loss of more than so many times the median of the last ones counts as well", minimum=1
+        None, "also act on a loss above this multiple of the recent median", minimum=1
     )
-    numbers_rollbacks: int = setting(5, "times a run may go back with numbers=rollback before it stops", minimum=1)
+    numbers_rollbacks: int = setting(5, "rollbacks with numbers=rollback before the run stops", minimum=1)
     checkpoint_in_memory: int | None = setting(
         None,
         "updates between two copies of the run's state in the memory of its machines, each at its neighbour as well: a lost machine costs "
@@ -68,7 +70,9 @@ class Config(Section):
     device_placement: bool = setting(True, "move models and batches to the process's device")
     step_scheduler_with_optimizer: bool = setting(True, "schedulers step only with an applied update")
     recompute: tuple[str, ...] = setting((), "class names of blocks whose activations are recomputed in backward")
-    rng_types: tuple[str, ...] | None = setting(None, "random generators made equal on all processes at each epoch")
+    rng_types: tuple[str, ...] | None = setting(
+        None, "random generators synchronised over all processes at the start of each epoch"
+    )
     launch: LaunchConfig = setting(factory=LaunchConfig, help="processes and machines", prefix="")
     process_group: InitProcessGroupKwargs = setting(factory=InitProcessGroupKwargs, help="communication")
     parallelism: ParallelismConfig = setting(factory=ParallelismConfig, help="the mesh", prefix="parallelism_config_")

@@ -52,4 +52,4 @@ class FullyShardedDataParallelPlugin(Section):
     param_init_fn: Callable[..., None] | None = setting(None, "fills modules built on the meta device", code_only=True)
     activation_checkpointing: bool = setting(False, "recompute activations of wrapped blocks in backward")
     activation_checkpointing_offload: bool = setting(False, "keep recompute inputs in host memory")
-    sync_module_states: bool = setting(True, "start from rank 0's parameters and buffers")
+    sync_module_states: bool = setting(True, "broadcast rank 0's parameters and buffers before training")

@@ -29,5 +29,5 @@ class TrackingConfig(Section):
 
     log_with: tuple[str, ...] = setting((), "trackers: jsonl, tensorboard, wandb, mlflow, …, or all")
     missing_tracker: Literal["error", "warn"] = setting(
-        "error", "what happens if the package of a named tracker is not installed; warn trains on without its log"
+        "error", "what to do if the package of a named tracker is not installed; warn continues without it"
     )

@@ -109,7 +109,7 @@ class LaunchPlan:
         lines = [f"launcher: {self.launcher}"]
         lines += [f"note: {note}" for note in self.notes]
         if self.meeting is not None:
-            lines.append("meeting: " + _meeting_words(self.meeting))
+            lines.append("rendezvous: " + _meeting_words(self.meeting))
         if self.launcher == "torchrun":
             lines.append("restarts: " + str(self.supervision.max_restarts))
         for planned in self.files:

@@ -153,7 +153,7 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
         lines = "\n".join(f"  - {line}" for line in found)
         raise LaunchError(
             f"the machines do not run the same thing, so they would diverge or hang:\n{lines}\n"
-            f"Bring the same files and packages to every machine (or allow it: --check_in warn)."
+            f"Use the same files and packages on every machine (or allow the difference: --check_in warn)."
         )
 
 

@@ -195,7 +195,7 @@ def render_failure(
     """
     first = first_failure(failures)
     if first.code == STALLED:
-        words = first.summary.partition(": ")[2] or "ranks waited for each other in vain"
+        words = first.summary.partition(": ")[2] or "ranks waited for each other without progress"
         return f"the job was ended because it stalled: {words}.\nThe whole report is above; docs/trust.md tells how to read it."
     rest = sorted((f for f in failures if f != first and f.code != 0), key=lambda f: f.rank)
     how = "failed first" if first.code else "left first, while other ranks still needed it"

@@ -91,7 +91,7 @@ def prepare(
     launch = resolved.config.launch
     if not words:
         raise ConfigError(
-            "no script was given, so there is nothing to start: `launch [settings] script.py`. `launch --help` tells more."
+            "no script was given, so there is nothing to start: `launch [settings] script.py`. See `launch --help`."
         )
     target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
     _check_script(target)

@@ -37,7 +37,7 @@ def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
     address = launch.main_process_ip or (mpi.hosts[0] if mpi.hosts else None)
     if address is None and machines > 1:
         raise ConfigError(
-            f"{machines} machines need an address where they meet. Give --main_process_ip, or --mpirun_hostfile, "
+            f"{machines} machines need a rendezvous address. Give --main_process_ip, or --mpirun_hostfile, "
             f"whose first host is taken."
         )
     per_machine = total // machines

@@ -181,7 +181,7 @@ def _fits(request: Request, host: Host, count: int) -> int:
     devices = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
     if count > devices:
         raise ConfigError(
-            f"{count} processes were asked on {host.name}, which has {devices} usable devices ({host.device_words}): two processes "
+            f"{count} processes were requested on {host.name}, which has {devices} usable devices ({host.device_words}): two processes "
             f"cannot share one. Ask for at most {devices}, widen gpu_ids, or pass --cpu."
         )
     return count

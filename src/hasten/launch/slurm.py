@@ -55,7 +55,7 @@ def plan_task(request: Request, host: Host, shape: Shape) -> LaunchPlan:
     if topology.local_world_size > max(host.num_devices, 1) and not shape.use_cpu:
         raise ConfigError(
             f"{shape.allocation.source} started {topology.local_world_size} ranks on {host.name}, which has "
-            f"{host.num_devices} usable devices. Start one per device, or one per machine and let hasten make the rest."
+            f"{host.num_devices} usable devices. Start one per device, or one per machine and let hasten start the rest."
         )
     launch = request.config.launch
     if launch.num_processes is not None and launch.num_processes != topology.world_size:

@@ -67,7 +67,7 @@ def _meeting(request: Request, host: Host, shape: Shape, notes: list[str]) -> Me
         notes.append(f"same_network=false changes nothing here: every machine must reach {address}:{port}")
     if options and kind == "fixed":
         raise ConfigError(
-            f"rdzv_conf has {', '.join(sorted(options))}, which the static meeting does not know; "
+            f"rdzv_conf has {', '.join(sorted(options))}, which the static rendezvous does not know; "
             f"it takes join_timeout. Remove them, or choose --rdzv_backend c10d."
         )
     return Meeting(
@@ -107,7 +107,7 @@ def _endpoint(launch: LaunchConfig, shape: Shape) -> tuple[str, int]:
         return address or "127.0.0.1", port or 0
     if address is None:
         raise ConfigError(
-            f"{shape.max_machines} machines need an address where they meet. Give every machine the same "
+            f"{shape.max_machines} machines need a rendezvous address. Give every machine the same "
             f"--main_process_ip (the address of machine 0); under SLURM start with srun and it is read."
         )
     if port == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -34,6 +35,11 @@ class EngineOptimizer(torch.optim.Optimizer, ABC):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Any: torch's own signature
         """Update the parameters, without a report. Ranks: every rank."""
         self.apply()
+
+    def numbered_groups(self) -> list[dict[str, Any]]:
+        """The groups with numbers in place of parameters, counted through all groups, as in a state dict of torch."""
+        numbers = itertools.count()
+        return [{**group, "params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(self.__dict__)

@@ -39,13 +39,12 @@ class Stage(IntEnum):
 
     TENSOR = 0
     SPLIT = 1
-    CONTEXT = 2
-    PLACE = 3
-    CONVERT = 4
-    RECOMPUTE = 5
-    COMPILE_BLOCKS = 6
-    SPREAD = 7
-    COMPILE_WHOLE = 8
+    PLACE = 2
+    CONVERT = 3
+    RECOMPUTE = 4
+    COMPILE_BLOCKS = 5
+    SPREAD = 6
+    COMPILE_WHOLE = 7
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,7 @@ def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # An
 
 
 def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: dist.ProcessGroup) -> None:
-    """Register the chosen compression of gradients on the wire."""
+    """Register the chosen compression of gradients for communication."""
     if config.comm_hook == "no":
         return
     if config.comm_hook == "bf16" and "nccl" not in str(dist.get_backend_config(group)):

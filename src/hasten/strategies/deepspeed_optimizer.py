@@ -242,15 +242,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 values[key] = shard.stored(value) if laid_out else value
             if values:
                 state[number] = values
-        groups, count = [], 0
-        for group in self.param_groups:
-            size = len(group["params"])
-            groups.append({**group, "params": list(range(count, count + size))})
-            count += size
         scale = self._scaler()
         return {
             "state": state,
-            "param_groups": groups,
+            "param_groups": self.numbered_groups(),
             _SCALE: {} if scale is None else {k: v for k, v in vars(scale).items() if type(v) in (bool, int, float)},
         }
 

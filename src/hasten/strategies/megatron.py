@@ -73,7 +73,7 @@ class MegatronStrategy:
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
         self._given: Optimizer | None = None
-        self._tp, self._pp = ctx.groups(Axis.TP), ctx.groups(Axis.PP)
+        self._pp = ctx.groups(Axis.PP)
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:

@@ -148,12 +148,12 @@ class MegatronOptimizer(EngineOptimizer):
                     values[key] = part.stored(value) if part.laid_out(value) else value
             if values:
                 state[number] = values
-        groups, count = [], 0
-        for group in self.param_groups:
-            size = len(group["params"])
-            groups.append({**group, "params": list(range(count, count + size))})
-            count += size
-        return {"state": state, "param_groups": groups, _DROPOUT: list(self.draws), _SHARED: self._shared}
+        return {
+            "state": state,
+            "param_groups": self.numbered_groups(),
+            _DROPOUT: list(self.draws),
+            _SHARED: self._shared,
+        }
 
     def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
         """Memory for a stored tensor of a parameter: this rank's part of it."""

@@ -61,7 +61,7 @@ def test_a_difference_and_a_failure_are_bad() -> None:
 
 
 def test_settings_beside_the_matrix_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="whose cells have settings of their own"):
+    with pytest.raises(ConfigError, match="whose cells have their own settings"):
         main(["--matrix", "--mixed_precision", "bf16"])
     with pytest.raises((ConfigError, SystemExit)):
         main(["--only", "ddp"])

@@ -106,7 +106,7 @@ def test_findings_make_the_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{script}:1: accelerate.PartialState" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "said"), [("accelerate = (\n", "is no Python"), (None, "does not exist")])
+@pytest.mark.parametrize(("text", "said"), [("accelerate = (\n", "is not valid Python"), (None, "does not exist")])
 def test_what_cannot_be_migrated_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
 ) -> None:

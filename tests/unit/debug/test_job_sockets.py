@@ -136,7 +136,7 @@ def test_without_a_job_the_command_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["top"]) == 2
-    assert "no job of yours runs on this machine" in capsys.readouterr().err
+    assert "you have no running job on this machine" in capsys.readouterr().err
 
 
 def test_the_log_is_kept_whatever_its_handlers() -> None:

@@ -77,7 +77,7 @@ def test_chosen_devices_are_the_only_visible_ones() -> None:
 @pytest.mark.parametrize(
     ("launch", "settings", "message"),
     [
-        ({"num_processes": 4}, {"devices": 2}, "4 processes were asked on here, which has 2 usable devices"),
+        ({"num_processes": 4}, {"devices": 2}, "4 processes were requested on here, which has 2 usable devices"),
         ({"num_processes": 3, "num_machines": 2}, {}, "cannot be split evenly over 2 machines"),
         ({"num_processes": 2, "processes_per_machine": 3}, {}, "contradicts processes_per_machine=3"),
         ({"machine_rank": 1}, {}, "machine_rank=1 with one machine"),
