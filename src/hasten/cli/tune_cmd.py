@@ -23,6 +23,7 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.launch.host import look
 from hasten.planner import tuning
+from hasten.planner.failures import in_output
 from hasten.planner.tuning import Machine, Outcome, Trial, Tuning, Values
 from hasten.runtime.bytes_plan import size
 
@@ -102,8 +103,7 @@ class Runner:
             except subprocess.TimeoutExpired:
                 return Outcome(error="not done within the budget")
             if not result.is_file():
-                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                return Outcome(error=last)
+                return Outcome(error=in_output(done.stderr, done.returncode))
             return msgspec.json.decode(result.read_bytes(), type=Outcome)
 
     def _command(self) -> list[str]:

@@ -96,10 +96,18 @@ class Tuning:
                 f"the script does not come to {'its updates' if not first.losses else 'an end'} as it is: {first.error}. "
                 "Run it alone first."
             )
+        if not first.losses:
+            raise ConfigError(
+                "no loss of the script went through accelerator.backward(), so it cannot be told whether a faster run trains alike; "
+                "send losses backward with the Accelerator."
+            )
         self.best = base = Trial({}, first, "as it is")
         self.trials.append(base)
         for knob in self.knobs:
             for values in self._values(knob):
+                if why := senseless(values):
+                    self.trials.append(Trial(values, Outcome(), f"left out: {why}"))
+                    continue
                 if not in_time():
                     return
                 limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # it computes more
@@ -126,7 +134,7 @@ class Tuning:
         for value in knob.values:
             assert self.best is not None, "the baseline comes first"
             if self.best.values.get(knob.name) != value:
-                yield {**self.best.values, knob.name: value}
+                yield together(self.best.values, knob.name, value)
 
     def _conclude(self, knob: Knob, values: Values, outcome: Outcome, base: Outcome) -> None:
         assert self.best is not None, "the baseline comes first"
@@ -148,6 +156,24 @@ class Tuning:
         self.trials.append(trial)
         if verdict == "faster: taken":
             self.best = trial
+
+
+def together(values: Values, name: str, value: Any) -> Values:  # Any: a number, a name or a flag
+    """The values with one more on top.
+
+    A step that is captured as a whole needs no CUDA graphs of the compiler inside it, so its model is compiled without them.
+    """
+    joined = {**values, name: value}
+    if name == "step_graph" and value and values.get("compile") == "cuda graph":
+        joined["compile"] = "whole"
+    return joined
+
+
+def senseless(values: Values) -> str:
+    """Why a combination of values is not worth a trial; empty when it is."""
+    if values.get("step_graph") and values.get("compile") == "cuda graph":
+        return "the whole step is one CUDA graph already, and the compiler's own graphs cannot be inside it"
+    return ""
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:

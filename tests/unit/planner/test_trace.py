@@ -93,6 +93,30 @@ def test_products_are_counted_as_they_are() -> None:
     assert found.optimizer.states == ()
 
 
+@pytest.mark.parametrize("way", ["loader first", "one by one", "prepare_data_loader"])
+def test_objects_may_be_prepared_in_any_order(way: str) -> None:
+    def one_by_one() -> None:
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        net: nn.Module = nn.Linear(8, 4, bias=False)
+        updates: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader: DataLoader[Tensor] = DataLoader([torch.zeros(8)] * 4, batch_size=2)  # type: ignore[arg-type]
+        if way == "loader first":
+            loader = accelerator.prepare(loader)
+        net = accelerator.prepare(net)
+        updates = accelerator.prepare(updates)
+        if way == "one by one":
+            loader = accelerator.prepare(loader)
+        elif way == "prepare_data_loader":
+            loader = accelerator.prepare_data_loader(loader)
+        for batch in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(batch).sum())
+                updates.step()
+
+    (variant,) = trace(one_by_one, "layer", ("no",), workers=1).variants
+    assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4
+
+
 def test_loops_that_never_train_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"never called Accelerator.prepare\(\) with a model"):
         trace(lambda: None, "nothing")

@@ -72,6 +72,34 @@ def test_everything_else_is_marked_and_left_out(outcome: Outcome, said: str) -> 
     assert said in found.trials[1].verdict
 
 
+def test_a_captured_step_is_never_tried_around_the_compilers_own_graphs() -> None:
+    """Whatever comes first: the model is compiled without them, or the table says why it is left out."""
+    faster = Outcome(step_s=0.5, losses=(2.0, 1.0))
+    compiling, capturing = Knob("compile", ("whole", "cuda graph")), Knob("step_graph", (True,))
+    seen: list[Values] = []
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        seen.append(values)
+        return replace(faster, step_s=1 / len(seen)) if values else BASE
+
+    first = Tuning([compiling, capturing])
+    first.run(measure, lambda: True)
+    assert {"compile": "cuda graph"} in seen
+    assert {"compile": "whole", "step_graph": True} in seen
+    seen.clear()
+    second = Tuning([capturing, compiling])
+    second.run(measure, lambda: True)
+    (left,) = [trial for trial in second.trials if trial.verdict.startswith("left out")]
+    assert left.values == {"step_graph": True, "compile": "cuda graph"}
+    assert "one CUDA graph already" in left.verdict
+    assert not [values for values in seen if tuning.senseless(values)]
+
+
+def test_a_script_without_losses_is_not_tuned() -> None:
+    with pytest.raises(ConfigError, match=r"no loss of the script went through accelerator.backward\(\)"):
+        Tuning([]).run(lambda values, hopeless: Outcome(step_s=1.0), lambda: True)
+
+
 def test_a_batch_size_is_reported_and_never_taken() -> None:
     larger = Outcome(step_s=0.5, samples_per_s=128, losses=(2.0, 1.0), batch_size=64)
     found = course({"batch_size": larger}, Knob("batch_size", (64,)))
