@@ -6,7 +6,6 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Final
 
 import msgspec
@@ -72,11 +71,12 @@ def picture() -> Picture:
     """Return the identity of every attribute of hasten's loaded modules and of the classes in them."""
     found: dict[tuple[str, str], int] = {}
     for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and name.partition(".")[0] == "hasten" and name != "hasten":
-            own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name]
-            for holder in (module, *own):
-                at = name if holder is module else f"{name}.{holder.__name__}"
-                found |= {(at, key): id(value) for key, value in vars(holder).items() if not key.startswith("__ab")}
+        if name.startswith("hasten."):
+            found |= {(name, key): id(value) for key, value in vars(module).items()}
+            for kind in vars(module).values():
+                if isinstance(kind, type) and kind.__module__ == name:
+                    inside = {key: value for key, value in vars(kind).items() if not key.startswith("_abc_")}
+                    found |= {(f"{name}.{kind.__qualname__}", key): id(value) for key, value in inside.items()}
     return found
 
 

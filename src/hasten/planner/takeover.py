@@ -33,7 +33,7 @@ from hasten.optim.optimizer import PreparedOptimizer
 from hasten.planner.failures import happened
 from hasten.planner.gpu_rules import gpu_rules
 from hasten.planner.saved import Anatomy, Saved, SavedNotes
-from hasten.planner.traced import OptimizerFacts, PrecisionName
+from hasten.planner.traced import OWN, OptimizerFacts, PrecisionName
 from hasten.planner.watch import StepWatch, Watched, fake_copy
 from hasten.precision.base import Precision
 from hasten.trees import batch_size, concat, map_tensors, slice_rows
@@ -75,6 +75,8 @@ class Takeover(Rehearsal):
         self._inspect = inspect
         self._workers = max(1, workers)
         self.steps: list[Step] = []
+        self.own: dict[str, str | int] = {}
+        """Settings that the script gives its Accelerator itself, of those that plans are about."""
         self._run: Run | None = None
         self._to_parent: IO[bytes] | None = None
         self._accelerators: list[Accelerator] = []
@@ -101,9 +103,12 @@ class Takeover(Rehearsal):
         except _EndOfPlanning:
             return self.steps
         except SystemExit as error:
-            self._fail(f"it ended with exit code {error.code} before its first batch")
+            said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
+            self._fail(f"it ended{said}")
         except Exception as error:  # of any kind: the loop is the user's own, and the sentence says what it raised
-            self._fail(happened(error))
+            if self._run is None and isinstance(error, ConfigError):  # a sentence already
+                raise
+            self._fail(happened(error).rstrip("."))
         if self._run is not None:
             self._fail("it ended before its first update")
         raise ConfigError(
@@ -142,7 +147,7 @@ class Takeover(Rehearsal):
             while waiting and len(running) < self._workers:
                 run = waiting.pop(0)
                 source, target = os.pipe()
-                pid = os.fork()
+                pid = self._fork()
                 if pid == 0:
                     os.close(source)
                     self._become(run, target)
@@ -155,6 +160,15 @@ class Takeover(Rehearsal):
             os.waitpid(pid, 0)
             self.steps.append(_decode(content, run))
         raise _EndOfPlanning
+
+    def _fork(self) -> int:
+        try:
+            return os.fork()
+        except OSError as error:
+            raise ConfigError(
+                f"the process that runs the script cannot be copied ({error.strerror}): what the script has loaded by its first prepare() "
+                "is too large for this machine. Load less data, or give module:function, which needs none."
+            ) from error
 
     # -- in a fork --------------------------------------------------------------------------------------------------
     def _become(self, run: Run, target: int) -> None:
@@ -175,6 +189,8 @@ class Takeover(Rehearsal):
 
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
         """What an Accelerator is built with instead of what the script gave."""
+        if self._run is None:
+            self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
         own: dict[str, Any] = {"cpu": True, "numbers": "off", "stall": "off", "divergence": "off", "strategy": "none"}
         own["device_placement"] = False  # everything is on the CPU, and torch cannot move what is fake
         own["mixed_precision"] = "no" if self._run is None else self._run.precision
