@@ -6,6 +6,7 @@ The script's Accelerator asks the `Timed` run, a `Rehearsal`, which changes what
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -199,7 +200,7 @@ class Timed(Rehearsal):
         return Outcome(
             step_s=step,
             samples_per_s=self._samples / step if step else 0.0,
-            peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
+            peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
             losses=tuple(losses),
             batch_size=self.rows,
             block_classes=self.blocks,
@@ -209,6 +210,12 @@ class Timed(Rehearsal):
             error=error,
             gave_up=self.gave_up,
         )
+
+
+def _resident() -> int:
+    """The most memory that this process has held at one time."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.cli.tune_cmd import conclusion
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.planner import tuning
@@ -110,6 +111,13 @@ def test_a_batch_size_is_reported_and_never_taken() -> None:
 def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> None:
     found = course({"a": BASE}, Knob("a", (1, 2, 3)), trials=2)
     assert len(found.trials) == 2
+    assert found.not_tried == [{"a": 2}, {"a": 3}]
+    assert conclusion(found, ["fused=True"], "c.yaml", changed=False) == [
+        "best: the script as it is; nothing that was tried is faster at equal losses",
+        "not tried, because the budget was spent: a; give a longer --budget, or --only some",
+        "  in the script: fused=True",
+        "written: c.yaml, which leaves every setting as it is",
+    ]
     with pytest.raises(ConfigError, match="no data"):
         Tuning([]).run(lambda values, hopeless: Outcome(error="no data"), lambda: True)
     limits: list[float | None] = []
@@ -128,6 +136,15 @@ def test_knobs_are_those_that_make_sense() -> None:
     on_gpu = {knob.name for knob in tuning.knobs(Machine(cuda=True, cores=16, processes=2), BASE)}
     assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb", "recompute"}
     assert "mixed_precision" not in {k.name for k in tuning.knobs(Machine(cuda=True), replace(BASE, precision="bf16"))}
+
+
+def test_names_of_knobs_are_checked_before_anything_runs() -> None:
+    everywhere = Machine(cuda=True, cores=16, processes=2, has_compiler=True)
+    assert {knob.name for knob in tuning.knobs(everywhere, replace(BASE, whole_step=True))} == set(tuning.NAMES)
+    with pytest.raises(ConfigError, match=r"--only fusd: there is no such thing to try; did you mean fused\?"):
+        tuning.check_names(["compile", "fusd"])
+    with pytest.raises(ConfigError, match="--only tf32: it makes no sense for this script on this machine"):
+        tuning.chosen(tuning.knobs(Machine(), BASE), ["tf32"])
 
 
 def test_values_become_settings_or_advice() -> None:
