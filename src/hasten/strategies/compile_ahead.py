@@ -77,7 +77,7 @@ def _no_compiler(device: torch.device) -> str:
 def load_compiler() -> None:
     """Import torch's compiler, in a thread beside the training."""
     try:
-        import_module("torch._inductor.compile_fx")
+        import_module("torch._inductor.compile_fx")  # seconds, which only a training that compiles spends
     except (
         Exception
     ):  # a training that ends first takes parts of torch away meanwhile; what compiles later imports it again
