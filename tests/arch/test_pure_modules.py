@@ -20,7 +20,7 @@ PURE: Final = (
     *("bigmodel.solver", "strategies.pipeline_split", "strategies.deepspeed_config"),
     *("strategies.megatron_config", "strategies.megatron_families", "strategies.megatron_layout"),
     *("planner.hardware", "planner.memory", "planner.traffic", "planner.search", "planner.report"),
-    *("planner.candidate", "planner.speed", "planner.traced", "planner.tuning"),
+    *("planner.candidate", "planner.speed", "planner.traced", "planner.tuning", "planner.failures"),
 )
 NEEDS_TORCH: Final = MappingProxyType(
     {

@@ -122,7 +122,10 @@ class Accelerator:
         self.tracking = parts.tracking
         self.run_log = parts.run_log
         self._progress: ProgressMaker | None = None
-        self._preparer = Preparer(parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock)
+        self.rehearsal = parts.rehearsal
+        self._preparer = Preparer(
+            parts.config, parts.ctx, parts.strategy, parts.precision, parts.clock, parts.rehearsal
+        )
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
@@ -147,6 +150,7 @@ class Accelerator:
             self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
         watch(self, parts.watchdog)
         self._watch_values(parts)
+        parts.rehearsal.built(self)
 
     def _watch_values(self, parts: Parts) -> None:
         """Check losses and gradients before updates and compare ranks after them, as the settings ask."""
@@ -165,6 +169,7 @@ class Accelerator:
                 self._rollback,
                 self.saving.newest,
             )
+            self._numbers.on_loss = parts.rehearsal.loss_listener()
             self._preparer.on_model = self._numbers.follow
             if parts.numbers.then != "report":
                 self.clock.before_update = self._numbers.before_update
@@ -340,7 +345,8 @@ class Accelerator:
     ) -> Loader:
         """Prepare a loader; it reads this process's share and puts the batches on the device."""
         arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
-        return self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared: Loader = self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        return prepared
 
     def skip_first_batches(self, data_loader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
         """A loader that skips the first `num_batches` batches of the current epoch."""
@@ -461,6 +467,7 @@ class Accelerator:
         the function itself runs, and the reason is logged. Tensors are returned without gradients.
         """
         arguments.check_callable(fn, "capture_step(fn)")
+        self.rehearsal.capturing()
         return CapturedStep(fn, self.prepared, self.clock, self._numbers, self._preparer.performance.no_step_graph())
 
     def context_parallel(

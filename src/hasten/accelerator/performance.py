@@ -58,8 +58,10 @@ class Performance:
             return f"numbers={config.numbers} looks at gradients on the host before each update"
         if config.gradient_accumulation.num_steps > 1:
             return "gradients are accumulated over micro-steps, which the host counts"
-        if config.dynamo.mode in ("reduce-overhead", "max-autotune"):
-            return f"dynamo mode {config.dynamo.mode!r} makes CUDA graphs of its own"
+        if config.dynamo.makes_cuda_graphs:
+            return (
+                f"dynamo backend {config.dynamo.backend!r} in mode {config.dynamo.mode!r} makes CUDA graphs of its own"
+            )
         return ""
 
     @property

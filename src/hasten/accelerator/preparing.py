@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten.accelerator.performance import Performance
+from hasten.accelerator.rehearsal import Objects, Rehearsal
 from hasten.bundle import Bundle, Item
 from hasten.config.root import Config
 from hasten.data.build import prepare_loader
@@ -69,13 +70,20 @@ class Preparer:
     """Turns what the user gives into what the run needs."""
 
     def __init__(
-        self, config: Config, ctx: ProcessContext, strategy: Strategy, precision: Precision, clock: StepClock
+        self,
+        config: Config,
+        ctx: ProcessContext,
+        strategy: Strategy,
+        precision: Precision,
+        clock: StepClock,
+        rehearsal: Rehearsal,
     ) -> None:
         self._config = config
         self._ctx = ctx
         self._strategy = strategy
         self._precision = precision
         self._clock = clock
+        self._rehearsal = rehearsal
         self.done = Prepared()
         self.on_model: Callable[[nn.Module], None] | None = None
         """Told of each model that is prepared."""
@@ -87,15 +95,17 @@ class Preparer:
         self._config, self._strategy = config, strategy
         self.performance = Performance(config, self._ctx, self._precision)
 
-    def prepare(
-        self, objects: tuple[Any, ...], placement: Sequence[bool] | None = None, train: bool = True
-    ) -> tuple[Any, ...]:  # Any: the user's objects
+    def prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
         """The objects prepared, in call order. Ranks: every rank, with the same kinds in the same order."""
         if placement is not None and len(placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."
             )
-        bundle = Bundle.sort(objects, list(placement or [self._config.device_placement] * len(objects)))
+        places = list(placement or [self._config.device_placement] * len(objects))
+        return self._rehearsal.prepare(objects, self.done, lambda some: self._prepare(some, places, train))
+
+    def _prepare(self, objects: Objects, places: list[bool], train: bool) -> Objects:
+        bundle = Bundle.sort(objects, places)
         for item in bundle.items:
             if self.done.holds(item.value):
                 item.kind = "nothing"
@@ -159,7 +169,7 @@ class Preparer:
 
     def _optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         self.performance.optimizer(optimizer)
-        prepared = PreparedOptimizer(optimizer, self._clock, self._precision)
+        prepared = self._rehearsal.optimizer(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
 
@@ -182,10 +192,10 @@ class Preparer:
         for item in items:
             item.value = self.loader(item.value, item.place, seed)
 
-    def prepare_loader(self, loader: Any, placement: bool | None = None, slice_fn: Any = None) -> Loader:
+    def prepare_loader(self, loader: Any, placement: bool | None = None, slice_fn: Any = None) -> Any:
         """Prepare one loader, with the user's own function for slicing batches."""
         if self.done.holds(loader):
-            return loader  # type: ignore[no-any-return]  # held loaders are Loaders
+            return loader
         place = self._config.device_placement if placement is None else placement
         return self.loader(loader, place, int(self._ctx.world.broadcast_object(torch.initial_seed())), slice_fn)
 
@@ -209,8 +219,11 @@ class Preparer:
             stack.callback(setattr, self._clock, "apart", before)
             yield
 
-    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Loader:
+    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Any:
         """Prepare a loader."""
+        return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn))
+
+    def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any) -> Loader:
         prepared = prepare_loader(
             loader,
             ctx=self._ctx,

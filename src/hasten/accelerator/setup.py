@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hasten.accelerator import rehearsal
 from hasten.accelerator.recording import open_run_log
+from hasten.accelerator.rehearsal import Rehearsal
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
@@ -63,10 +65,13 @@ class Parts:
     sentinel: Callable[[Prepared], Sentinel] | None
     """Makes the divergence check over what is prepared; None where there is nobody to compare with."""
     run_log: RunLog | None
+    rehearsal: Rehearsal
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
     """The parts for these constructor arguments. Ranks: every rank."""
+    asking = rehearsal.current()
+    given = asking.settings(given)
     resolved = _settings(given)
     config = resolved.config
     ctx = context or _context(config)
@@ -94,7 +99,7 @@ def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Pa
     trackers = _trackers(given.get("log_with"), config, ctx)
     if run_log is not None:
         trackers.spent = run_log.logged
-    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log)
+    return Parts(config, ctx, strategy, precision, clock, trackers, watchdog, numbers, sentinel, run_log, asking)
 
 
 def _settings(given: Mapping[str, Any]) -> Resolved:
@@ -189,6 +194,7 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
         strategy.caps.sharded_state,
         config.numbers_rollbacks,
         precision.scaler is not None,
+        config.dynamo.makes_cuda_graphs,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,17 +38,20 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 @contextmanager
 def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Module]) -> Iterator[None]:
     register_parameter, register_buffer = nn.Module.register_parameter, nn.Module.register_buffer
-    moved: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # one parameter for all names of a tied one
+    # One parameter for all names of a tied one. What was replaced is not kept, so that the whole model never takes memory.
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register_parameter(module, name, param)
         if param is None:
             return
         built[id(module)] = module
-        if id(param) not in moved:
+        known = moved.get(id(param))
+        if known is None or known[0]() is not param:  # numbers of objects that are gone are given again
             there = param if param.device == device else _like(param, device)
-            moved[id(param)] = moved[id(there)] = (param, there)
-        module._parameters[name] = moved[id(param)][1]
+            known = moved[id(param)] = (weakref.ref(param), there)
+            moved[id(there)] = (weakref.ref(there), there)
+        module._parameters[name] = known[1]
 
     def buffer(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         register_buffer(module, name, tensor, persistent=persistent)

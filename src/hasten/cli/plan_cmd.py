@@ -75,7 +75,8 @@ def show(plan: Plan, most: int, console: Console) -> None:
     request, trace = plan.request, plan.trace
     console.print(table(plan, most))
     console.print(
-        f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, {trace.sequence} tokens a sample, "
+        f"{trace.num_parameters:,} parameters, {trace.optimizer.name}, "
+        f"{f'{trace.sequence} tokens a sample, ' if trace.sequence > 1 else ''}"
         f"{size(request.accelerator.memory_bytes)} usable on each {request.accelerator.name}",
         highlight=False,
         soft_wrap=True,
@@ -93,7 +94,7 @@ def show(plan: Plan, most: int, console: Console) -> None:
 def table(plan: Plan, most: int) -> Table:
     """The first options, one a row."""
     shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
-    for title in ("layout", "batch", "memory", "step", "MFU", "why"):
+    for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):
         in_words = title in ("layout", "why")  # these share what a narrow terminal leaves
         shown.add_column(
             title, justify="left" if in_words else "right", no_wrap=not in_words, ratio=1 if in_words else None

@@ -24,6 +24,7 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.launch.host import look
 from hasten.planner import tuning
+from hasten.planner.failures import in_output
 from hasten.planner.tuning import Machine, Outcome, Trial, Tuning, Values
 from hasten.runtime.bytes_plan import size
 
@@ -43,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if not script.is_file():
         raise ConfigError(f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}.")
     budget = tuning.seconds(given.budget)
+    tuning.check_names(given.only)
     host = look()
     on_cuda = host.device == "cuda" and not given.cpu
     machine = Machine(
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     def measure(values: Values, hopeless: float | None) -> Outcome:
         return first.pop() if not values and first else runner.measure(_filled(values, found), hopeless)
 
-    course.run(measure, lambda: time.monotonic() < deadline)
+    course.run(measure, lambda: time.monotonic() + runner.shortest < deadline)
     _finish(course, found, given)
     return 0
 
@@ -77,6 +79,8 @@ class Runner:
         self._script = script
         self._given = given
         self._deadline = deadline
+        self.shortest = 0.0
+        """Seconds of the shortest trial: with less left, another one would not come to its end."""
 
     def measure(self, values: Values, hopeless: float | None) -> Outcome:
         """One trial."""
@@ -94,14 +98,16 @@ class Runner:
             told = Path(folder) / "spec.json"
             told.write_bytes(msgspec.json.encode(spec))
             command = [*self._command(), str(told), *self._script]
-            left = max(30.0, self._deadline - time.monotonic())
+            start = time.monotonic()
+            left = max(30.0, self._deadline - start)
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=left)
             except subprocess.TimeoutExpired:
                 return Outcome(error="not done within the budget")
+            took = time.monotonic() - start
+            self.shortest = min(self.shortest or took, took)
             if not result.is_file():
-                last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-                return Outcome(error=last)
+                return Outcome(error=in_output(done.stderr, done.returncode))
             return msgspec.json.decode(result.read_bytes(), type=Outcome)
 
     def _command(self) -> list[str]:
@@ -125,13 +131,26 @@ def _finish(course: Tuning, found: Outcome, given: argparse.Namespace) -> None:
         return
     console = Console()
     console.print(table(course.trials, course.trials[0]))
-    console.print(
-        f"best: {_words(best)}, {course.gain:.2f} times as fast as the script as it is", highlight=False, soft_wrap=True
-    )
-    for line in lines:
-        console.print(f"  in the script: {line}", highlight=False, soft_wrap=True)
-    if given.output:
-        console.print(f"written: {given.output}", highlight=False, soft_wrap=True)
+    for line in conclusion(course, lines, given.output, changed=config != Config()):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def conclusion(course: Tuning, advice: Sequence[str], output: str | None, changed: bool) -> list[str]:
+    """What follows from the table, in sentences."""
+    best = course.best
+    assert best is not None, "the baseline ran"
+    lines = ["best: the script as it is; nothing that was tried is faster at equal losses"]
+    if best.values:
+        lines = [f"best: {_words(best)}, {course.gain:.2f} times as fast as the script as it is"]
+    if course.not_tried:
+        names = dict.fromkeys(list(values)[-1] for values in course.not_tried)
+        lines.append(
+            f"not tried, because the budget was spent: {', '.join(names)}; give a longer --budget, or --only some"
+        )
+    lines += [f"  in the script: {line}" for line in advice]
+    if output:
+        lines.append(f"written: {output}" if changed else f"written: {output}, which leaves every setting as it is")
+    return lines
 
 
 def _words(trial: Trial) -> str:

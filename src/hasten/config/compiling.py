@@ -43,3 +43,9 @@ class TorchDynamoPlugin(Section):
     options: Mapping[str, Any] | None = setting(None, "options of the backend")
     disable: bool = setting(False, "turn compilation into a no-op for testing")
     use_regional_compilation: bool = setting(False, "compile the repeated block once instead of the whole model")
+
+    @property
+    def makes_cuda_graphs(self) -> bool:
+        """Whether the compiler captures CUDA graphs of its own, whose outputs the next step overwrites."""
+        graphs = self.mode in ("reduce-overhead", "max-autotune") or self.backend == "cudagraphs"
+        return graphs and self.backend != "no" and not self.disable

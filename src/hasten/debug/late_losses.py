@@ -38,7 +38,9 @@ class Update(Generic[Origin]):
 class LateLosses(Generic[Origin]):
     """The losses of one rank. Called by the training thread, once for every backward: code here is cold, and costs a tiny step most."""
 
-    def __init__(self, odd_only: bool = False) -> None:
+    def __init__(self, overwritten: bool = False, odd_only: bool = False) -> None:
+        self._overwritten = overwritten
+        """The next step writes its loss to the same memory, as CUDA graphs of a compiler do: it must be copied at once."""
         self.held: list[tuple[Tensor, float | Tensor | None, Origin, int]] = []
         """Losses with their weights, origins and the numbers of their updates."""
         self._odd_only = odd_only
@@ -52,7 +54,8 @@ class LateLosses(Generic[Origin]):
     def add(self, loss: Tensor, weight: float | Tensor | None, origin: Origin, step: int) -> bool:
         """Hold a loss of update number `step`; whether it is time to copy what is held."""
         # A view would keep the whole tensor alive that it is a part of.
-        self.held.append((loss.detach().clone() if loss._is_view() else loss.detach(), weight, origin, step))
+        copied = self._overwritten or loss._is_view()
+        self.held.append((loss.detach().clone() if copied else loss.detach(), weight, origin, step))
         return len(self.held) >= _HELD or time.monotonic() - self._copied_at >= _SECONDS
 
     def take(self) -> Update[Origin]:

@@ -68,6 +68,8 @@ class NumbersSettings:
     """How often the run may go back to a checkpoint."""
     scaled: bool = False
     """Losses are scaled, and overflow is looked after."""
+    overwritten: bool = False
+    """The memory of a loss is used again in the next step."""
 
 
 Batches = list[tuple[Loader, Place]]
@@ -104,8 +106,10 @@ class NumbersWatch:
         self._settings = settings
         self.rollback = rollback
         self._newest = newest
+        self.on_loss: Callable[[Tensor], None] | None = None
+        """Told of each loss before it is backpropagated."""
         self._calls = LastCalls()
-        self._losses: LateLosses[Batches] = LateLosses(odd_only=settings.spike is None)
+        self._losses: LateLosses[Batches] = LateLosses(settings.overwritten, odd_only=settings.spike is None)
         self._cursor: LoaderCursor | None = None
         self._loader: Callable[[], Loader | None] = lambda: None
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -120,6 +124,8 @@ class NumbersWatch:
 
     def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
         """A loss is about to be backpropagated. One that weighs nothing may be a mean over nothing, and is not looked at."""
+        if self.on_loss is not None:
+            self.on_loss(loss)
         if self._quiet:
             return
         if self._later and loss.is_cpu:  # reading costs nothing

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.root import Config
@@ -18,6 +19,10 @@ from hasten.planner.traced import PrecisionName
 
 _SOURCE: Final = Source("file", "--auto")
 """Below flags and variables: what is asked for outright wins."""
+_PRECISIONS: Final[Mapping[str, PrecisionName]] = MappingProxyType(
+    {"no": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+)
+"""What a precision is traced as."""
 _GIB: Final = 1024**3
 
 
@@ -45,14 +50,19 @@ def choose(
     if not script or not script[0].endswith(".py"):
         raise ConfigError("--auto plans a script by its first step; give a .py file, or leave --auto out.")
     accelerator = _accelerator(device_name, per_machine, host_memory_bytes)
-    precision: PrecisionName = "bf16" if config.mixed_precision == "fp8" else config.mixed_precision
+    precision = _PRECISIONS[config.mixed_precision]
     loop, name = loop_of(script[0], script[1:])
     traced = trace(loop, name, (precision,))
+    own = dict(traced.own)
+    if (fixed := own.get("mixed_precision", precision)) != precision and fixed in _PRECISIONS:
+        precision = _PRECISIONS[str(fixed)]
+        traced = trace(loop, name, (precision,))
+    steps = int(own.get("gradient_accumulation_steps", config.gradient_accumulation.num_steps))
     batch = traced.batch_size or 1
     request = Request(
         gpus=processes,
         accelerator=accelerator,
-        global_batch=batch * processes * config.gradient_accumulation.num_steps,
+        global_batch=batch * processes * steps,
         precisions=(precision,),
         micro_batch=batch,
         only_data=True,

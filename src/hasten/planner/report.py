@@ -23,7 +23,9 @@ Test = Callable[[Candidate], bool]
 def why(plan: Plan) -> list[str]:
     """One sentence for each choice of the best option: what the nearest option without it would cost."""
     best = plan.best
-    lines = [f"{best.candidate.words}: {best.time.words()}; {best.need.words()}"]
+    lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
+    if best.asks:
+        lines.append(_only_with_a_change(plan))
     if plan.fastest is not best:
         lines.append(_simpler(plan))
     for title, alike in _alternatives(best.candidate):
@@ -32,6 +34,18 @@ def why(plan: Plan) -> list[str]:
             other = min(others, key=lambda option: (not option.usable, option.time.total))
             lines.append(f"{title}: {_compared(other, plan)}")
     return lines
+
+
+def _only_with_a_change(plan: Plan) -> str:
+    """Why no layout that leaves the loop as it is can be taken."""
+    request, kept = plan.request, [option for option in plan.options if not option.asks]
+    words = f"the loop must call {plan.best.asks}: layouts that leave it as it is "
+    if not kept:
+        return (
+            f"{words}cannot divide {request.global_batch} samples among {request.gpus} GPUs evenly; a multiple could be"
+        )
+    least = min(option.need.total for option in kept)
+    return f"{words}need at least {size(least)} of {size(request.accelerator.memory_bytes)}"
 
 
 def _simpler(plan: Plan) -> str:
@@ -175,15 +189,38 @@ def notes(plan: Plan, option: Option) -> list[str]:
     """What the settings cannot say: the batch size of the script's loader, and the bytes on the wire."""
     chosen = option.candidate
     each = chosen.micro_batch * (chosen.micro_steps if chosen.mesh.pp > 1 else 1)
+    reads, steps = _count(chosen.mesh.size(*BATCH), "rank"), _count(chosen.micro_steps, "micro-step")
     return [
-        f"give the DataLoader batch_size={each} ({chosen.mesh.size(*BATCH)} ranks read, {chosen.micro_steps} micro-steps: "
-        f"{chosen.global_batch} samples an update)",
+        f"give the DataLoader batch_size={each} (read by {reads}, {steps}: {chosen.global_batch} samples an update)",
+        *_fixed(plan, option),
         f"each rank sends {shown(option.time.sent)} in an update",
         *([f"{size(option.need.host)} of host memory for each rank"] if option.need.host else []),
         *([f"the peak of activations is in {option.need.peak_module}"] if option.need.peak_module else []),
     ]
 
 
+def _fixed(plan: Plan, option: Option) -> Iterator[str]:
+    """Settings that the script fixes in its code, where they win over the file."""
+    config = config_of(plan, option)
+    planned: dict[str, tuple[str | int, ...]] = {
+        "mixed_precision": (config.mixed_precision,),
+        "gradient_accumulation_steps": (config.gradient_accumulation.num_steps,),
+        "strategy": (config.strategy, option.candidate.strategy),
+    }
+    for name, value in plan.trace.own:
+        if value not in planned[name]:
+            yield (
+                f"take {name}={value!r} out of the script's Accelerator(): there it wins over the settings, "
+                f"which say {planned[name][0]!r}"
+            )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def seconds(value: float) -> str:
     """A time in the unit that suits it."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.{1 if value >= 0.01 else 2}f} ms"

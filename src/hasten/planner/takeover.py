@@ -1,9 +1,8 @@
 """Runs a training loop up to its first batch, then traces one step of it per variant, each in a forked process.
 
-The loop is the user's own. While it runs, an Accelerator is built for the CPU, and `prepare()` takes over: it makes the models
-fake, and hands out loaders that give one batch. A fork returns from there into the loop and ends at the first update. The
-process that forked never comes that far, so that nothing is trained, logged or saved. Patches of hasten are in this
-file, those of torch in `gpu_rules`.
+The loop is the user's own. Its Accelerators ask the `Takeover`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
+models fake and returns loaders that give one batch. A fork returns from there into the loop and ends at the first update. The
+process that forked never comes that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
@@ -24,15 +23,19 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hasten.accelerator import facade
-from hasten.accelerator.preparing import Preparer
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.bigmodel.meta import init_on_device
 from hasten.errors import ConfigError
+from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.planner.failures import happened
 from hasten.planner.gpu_rules import gpu_rules
 from hasten.planner.saved import Anatomy, Saved, SavedNotes
-from hasten.planner.traced import OptimizerFacts, PrecisionName
+from hasten.planner.traced import OWN, OptimizerFacts, PrecisionName
 from hasten.planner.watch import StepWatch, Watched, fake_copy
+from hasten.precision.base import Precision
 from hasten.trees import batch_size, concat, map_tensors, slice_rows
 
 Inspect = Callable[[list[nn.Module]], Anatomy]
@@ -64,7 +67,7 @@ class _EndOfPlanning(BaseException):
     """Leaves the user's loop: not an Exception, so that no handler of theirs keeps it."""
 
 
-class Takeover:
+class Takeover(Rehearsal):
     """The planner inside a running script."""
 
     def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:
@@ -72,9 +75,11 @@ class Takeover:
         self._inspect = inspect
         self._workers = max(1, workers)
         self.steps: list[Step] = []
+        self.own: dict[str, str | int] = {}
+        """Settings that the script gives its Accelerator itself, of those that plans are about."""
         self._run: Run | None = None
         self._to_parent: IO[bytes] | None = None
-        self._accelerators: list[facade.Accelerator] = []
+        self._accelerators: list[Accelerator] = []
         self._anatomy = Anatomy()
         self._swapped: dict[int, nn.Parameter] = {}
         self._mode: Any = None  # Any: torch leaves FakeTensorMode untyped
@@ -92,15 +97,18 @@ class Takeover:
         Raises: ConfigError when it ends or fails before, or when the step cannot be traced.
         """
         try:
-            with _patched(self), redirect_stdout(sys.stderr), self._building:
+            with rehearsing(self), redirect_stdout(sys.stderr), self._building:
                 self._building.enter_context(init_on_device("meta"))
                 loop()
         except _EndOfPlanning:
             return self.steps
         except SystemExit as error:
-            self._fail(f"it ended with exit code {error.code} before its first batch")
+            said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
+            self._fail(f"it ended{said}")
         except Exception as error:  # of any kind: the loop is the user's own, and the sentence says what it raised
-            self._fail(f"{type(error).__name__}: {_first_line(error)}")
+            if self._run is None and isinstance(error, ConfigError):  # a sentence already
+                raise
+            self._fail(happened(error).rstrip("."))
         if self._run is not None:
             self._fail("it ended before its first update")
         raise ConfigError(
@@ -118,16 +126,19 @@ class Takeover:
         )
 
     # -- in the process that forks ----------------------------------------------------------------------------------
-    def prepare(self, preparer: Preparer, objects: tuple[Any, ...]) -> tuple[Any, ...]:  # Any: the user's objects
-        """Stand in for `Preparer.prepare`: fork once for each variant, and go on in the fork alone."""
+    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+        """Fork once for each variant where the first model is prepared, and go on in the fork alone."""
+        if self._run is not None:
+            return self._prepare_fake(objects, go_on)
         models = [value for value in objects if isinstance(value, nn.Module)]
-        if self._run is None and models:
-            self._anatomy = self._inspect(models)
-            blocks = self._anatomy.block_classes
-            owner = next(index for index, one in enumerate(self._accelerators) if one._preparer is preparer)
-            self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
-            preparer = self._accelerators[owner]._preparer  # built again, for this variant
-        return self._prepare_fake(preparer, objects)
+        if not models:  # loaders may come before
+            return go_on(objects)
+        owner = next(one for one in self._accelerators if one.prepared is done)
+        self._anatomy = self._inspect(models)
+        blocks = self._anatomy.block_classes
+        self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
+        prepared = Accelerator.prepare(owner, *objects)  # which was built again, for this variant
+        return prepared if len(objects) > 1 else (prepared,)
 
     def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
         waiting = [Run(precision, names, samples) for precision, names in variants for samples in (2, 1)]
@@ -136,7 +147,7 @@ class Takeover:
             while waiting and len(running) < self._workers:
                 run = waiting.pop(0)
                 source, target = os.pipe()
-                pid = os.fork()
+                pid = self._fork()
                 if pid == 0:
                     os.close(source)
                     self._become(run, target)
@@ -150,6 +161,15 @@ class Takeover:
             self.steps.append(_decode(content, run))
         raise _EndOfPlanning
 
+    def _fork(self) -> int:
+        try:
+            return os.fork()
+        except OSError as error:
+            raise ConfigError(
+                f"the process that runs the script cannot be copied ({error.strerror}): what the script has loaded by its first prepare() "
+                "is too large for this machine. Load less data, or give module:function, which needs none."
+            ) from error
+
     # -- in a fork --------------------------------------------------------------------------------------------------
     def _become(self, run: Run, target: int) -> None:
         self._run = run
@@ -160,14 +180,17 @@ class Takeover:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._building.close()
         for accelerator in self._accelerators:
-            _INIT(accelerator)
+            Accelerator.__init__(accelerator)  # the script holds it already, so it is built again in its place
 
-    def built(self, accelerator: facade.Accelerator) -> None:
+    def built(self, accelerator: Accelerator) -> None:
         """Remember an Accelerator of the script."""
-        self._accelerators.append(accelerator)
+        if not any(accelerator is known for known in self._accelerators):
+            self._accelerators.append(accelerator)
 
-    def settings(self) -> dict[str, Any]:  # Any: arguments of an Accelerator
+    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
         """What an Accelerator is built with instead of what the script gave."""
+        if self._run is None:
+            self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
         own: dict[str, Any] = {"cpu": True, "numbers": "off", "stall": "off", "divergence": "off", "strategy": "none"}
         own["device_placement"] = False  # everything is on the CPU, and torch cannot move what is fake
         own["mixed_precision"] = "no" if self._run is None else self._run.precision
@@ -175,9 +198,7 @@ class Takeover:
             own["recompute"] = self._run.recompute
         return own
 
-    def _prepare_fake(self, preparer: Preparer, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self._run is None:  # a loader or optimizer before the first model
-            return objects
+    def _prepare_fake(self, objects: Objects, go_on: Callable[[Objects], Objects]) -> Objects:
         for model in (value for value in objects if isinstance(value, nn.Module)):
             with self._mode:
                 self._swapped |= fake_copy(model)
@@ -187,13 +208,16 @@ class Takeover:
                 group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True  # as torch decides on a GPU
-        loaders = {index: value for index, value in enumerate(objects) if isinstance(value, DataLoader)}
-        rest = tuple(value for index, value in enumerate(objects) if index not in loaders)
         with self._mode:
-            prepared = list(_PREPARE(preparer, rest)) if rest else []
-        for index in sorted(loaders):
-            prepared.insert(index, OneBatch(loaders[index], self))
-        return tuple(prepared)
+            return go_on(objects)
+
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
+        """A loader that gives one batch."""
+        return OneBatch(loader, self)
+
+    def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
+        """An optimizer whose first step ends the trace."""
+        return LastStep(optimizer, clock, precision, self)
 
     def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's own batches
         """The first batch of a loader, with as many samples as this run asks for, as fake tensors."""
@@ -225,8 +249,8 @@ class Takeover:
             self._inside.enter_context(saved_tensors_hooks(notes.save, lambda tensor: tensor))
         self._inside.enter_context(watch)
 
-    def step(self, optimizer: PreparedOptimizer) -> None:
-        """Stand in for the update: the traced step ends here."""
+    def step(self, optimizer: Optimizer) -> None:
+        """Look at the update in place of doing it: the traced step ends here."""
         if self._run is None or self._watch is None or self._notes is None:
             return
         step = Step(self._run, batch_size=self._rows)
@@ -236,9 +260,10 @@ class Takeover:
         )
         step.saved = self._notes.saved
         before = len(watch.seen.alive)
-        inner = optimizer.optimizer
-        inner.step()
-        step.optimizer = _facts(inner, watch.seen.alive[before:], watch.seen.alive[before - 1] if before else (0, 0, 0))
+        optimizer.step()
+        step.optimizer = _facts(
+            optimizer, watch.seen.alive[before:], watch.seen.alive[before - 1] if before else (0, 0, 0)
+        )
         step.watched.alive = _thinned(step.watched.alive)
         self._answer(step)
 
@@ -250,9 +275,19 @@ class Takeover:
         os._exit(0)
 
 
-_INIT: Final = facade.Accelerator.__init__
-_PREPARE: Final = Preparer.prepare
 _MOMENTS: Final = 256
+
+
+class LastStep(PreparedOptimizer):
+    """A prepared optimizer of a traced loop: `step` ends it, also inside an accumulation window."""
+
+    def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: Takeover) -> None:
+        super().__init__(inner, clock, precision)
+        self._takeover = takeover
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as in the class it stands for
+        """End the traced step."""
+        self._takeover.step(self.optimizer)
 
 
 class OneBatch:
@@ -279,11 +314,6 @@ def _decode(content: bytes, run: Run) -> Step:
         return Step(run, error="the process that traced it died")
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no message"
-
-
 def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """The highest moment of each of some hundred equal spans."""
     span = max(1, -(-len(alive) // _MOMENTS))
@@ -308,48 +338,3 @@ def _facts(optimizer: Optimizer, alive: list[tuple[int, int, int]], before: tupl
         counter_bytes=counters,
         passing=max(0.0, (highest - kept) / total),
     )
-
-
-@contextmanager
-def _patched(takeover: Takeover) -> Iterator[None]:
-    """Hand the script's Accelerators, `prepare()` and updates to `takeover` inside the block."""
-    owner = facade.Accelerator
-    build = vars(facade)["build"]
-    prepare, loader, step = Preparer.prepare, Preparer.prepare_loader, PreparedOptimizer.step
-
-    def started(self: facade.Accelerator, **given: Any) -> None:  # Any: settings of the script
-        takeover.built(self)
-        _INIT(self, **given)
-
-    def built(given: Mapping[str, Any], context: Any = None) -> Any:  # Any: as in the function it stands for
-        return build(takeover.settings(), context)
-
-    def prepared(
-        self: Preparer, objects: tuple[Any, ...], placement: Any = None, train: bool = True
-    ) -> tuple[Any, ...]:
-        return takeover.prepare(self, objects)
-
-    def loaded(self: Preparer, given: Any, placement: Any = None, slice_fn: Any = None) -> Any:  # Any: likewise
-        return OneBatch(given, takeover)
-
-    def stepped(self: PreparedOptimizer, closure: Any = None) -> None:  # Any: likewise
-        takeover.step(self)
-
-    with ExitStack() as undo:
-        for holder, name, replacement in (
-            (owner, "__init__", started),
-            (facade, "build", built),
-            (Preparer, "prepare", prepared),
-            (Preparer, "prepare_loader", loaded),
-            (PreparedOptimizer, "step", stepped),
-        ):
-            setattr(holder, name, replacement)
-        for holder, name, original in (
-            (owner, "__init__", _INIT),
-            (facade, "build", build),
-            (Preparer, "prepare", prepare),
-            (Preparer, "prepare_loader", loader),
-            (PreparedOptimizer, "step", step),
-        ):
-            undo.callback(setattr, holder, name, original)
-        yield

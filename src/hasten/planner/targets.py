@@ -38,7 +38,7 @@ def loop_of(
     if path.suffix == ".py" or path.is_file():
         if not path.is_file():
             raise ConfigError(f"the script {target!r} does not exist; the current folder is {Path.cwd()}.")
-        return (lambda: _run_script(path, arguments)), path.name
+        return (lambda: run_script(path, arguments)), path.name
     if path.is_dir():
         return (lambda: _train(*_from_folder(path, sequence), optimizer)), path.name
     if ":" in target:
@@ -48,7 +48,8 @@ def loop_of(
     )
 
 
-def _run_script(path: Path, arguments: Sequence[str]) -> None:
+def run_script(path: Path, arguments: Sequence[str]) -> None:
+    """Run a script as `python path arguments` does."""
     with _arguments([str(path), *arguments]), _beside(path.parent):
         runpy.run_path(str(path), run_name="__main__")
 

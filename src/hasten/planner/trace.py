@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from torch import nn
@@ -46,7 +46,8 @@ def trace(
         if step.error:
             log.warning("recompute is left out of the plan of %s: its step cannot be traced (%s)", name, step.error)
             break
-    return found.joined(name, [step for step in steps if not step.error])
+    own = tuple(sorted(takeover.own.items()))
+    return replace(found.joined(name, [step for step in steps if not step.error]), own=own)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,10 @@ ITEM: Final = 4
 """Bytes of a number in float32."""
 
 
+OWN: Final = ("mixed_precision", "gradient_accumulation_steps", "strategy")
+"""Settings that plans choose and scripts may fix in their code."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterKind:
     """Parameters that are alike in all that matters for memory, and how many there are."""
@@ -122,6 +126,8 @@ class ModelTrace:
     """Width of the keys, which context parallelism exchanges."""
     batch_size: int = 0
     """Samples in a batch of the script's own loader; 0 where there is none."""
+    own: tuple[tuple[str, str | int], ...] = ()
+    """Settings of `OWN` that the script gives its Accelerator itself: they win over any file."""
 
     def variant(self, precision: str, recompute: bool) -> Variant | None:
         """The variant of this kind, if it was traced."""

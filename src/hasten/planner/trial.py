@@ -1,15 +1,15 @@
 """The program of one trial of `hasten tune`: a script's first updates under given values, timed. Started by name, imported by nobody.
 
-It changes what the script's Accelerator is built with and what it prepares, as `docs/planning.md` tells, and ends the script
-after enough updates, before its own end: nothing is evaluated or saved. All patches of a trial are in this file.
+The script's Accelerator asks the `Timed` run, a `Rehearsal`, which changes what it is built with and what it prepares, as
+`docs/planning.md` tells, and ends the script after enough updates, before its own end: nothing is evaluated or saved.
 """
 
 from __future__ import annotations
 
-import runpy
+import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,14 +19,16 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.accelerator import facade
-from hasten.accelerator.preparing import Preparer
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.debug.numbers import NumbersWatch
-from hasten.optim.optimizer import PreparedOptimizer
+from hasten.planner.failures import happened
+from hasten.planner.targets import run_script
 from hasten.planner.tuning import Outcome
+from hasten.runtime.axes import BATCH
 from hasten.strategies.wrapping import blocks_to_recompute
 
 _OFTEN: Final = 10
@@ -47,7 +49,7 @@ class _Enough(BaseException):
     """Leaves the script: not an Exception, so that no handler of its own keeps it."""
 
 
-class Timed:
+class Timed(Rehearsal):
     """The trial inside a running script."""
 
     def __init__(self, spec: Spec) -> None:
@@ -61,6 +63,9 @@ class Timed:
         self.whole_step = False
         self.gave_up = False
         self._batch_size_done = False
+        self._accelerator: Accelerator | None = None
+        self._overwritten = False
+        """The compiled model writes its outputs, a loss among them, to the same memory in each step."""
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:  # Any: arguments of an Accelerator
         """What the script gave its Accelerator, with this trial's values in their place."""
@@ -87,7 +92,7 @@ class Timed:
             own["ddp"] = {"bucket_cap_mb": values["bucket_cap_mb"]}
         return own
 
-    def changed(self, value: Any) -> Any:  # Any: what the script prepares
+    def _changed(self, value: Any) -> Any:  # Any: what the script prepares
         """One of the script's objects, as this trial wants it."""
         values = self.spec.values
         if isinstance(value, nn.Module):
@@ -99,11 +104,42 @@ class Timed:
             for group in value.param_groups:
                 if "fused" in group:
                     group["fused"], group["foreach"] = True, False
-        if isinstance(value, DataLoader):
-            return self._loader(value)
         return value
 
-    def _loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+    def built(self, accelerator: Accelerator) -> None:
+        """Count the updates of an Accelerator, after whoever else looks at them."""
+        self._accelerator = accelerator
+        self.precision = accelerator.precision.spec
+        self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
+        clock = accelerator.clock
+        before = clock.after_update
+
+        def updated() -> None:
+            if before is not None:
+                before()
+            self.updated()
+
+        clock.after_update = updated
+
+    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+        """Prepare the script's objects as this trial wants them."""
+        return go_on(tuple(self._changed(value) for value in objects))
+
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
+        """Prepare a loader as this trial wants it; the first is the one that trains."""
+        made = go_on(self._resized(loader))
+        self.rows = self.rows or made.batch_size or 0
+        return made
+
+    def capturing(self) -> None:
+        """Note that the step is given as a whole."""
+        self.whole_step = True
+
+    def loss_listener(self) -> Callable[[Tensor], None]:
+        """Who notes losses."""
+        return self.loss
+
+    def _resized(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         values = self.spec.values
         if "num_workers" in values:
             loader.num_workers = values["num_workers"]
@@ -114,16 +150,20 @@ class Timed:
             return DataLoader(
                 loader.dataset,
                 batch_size=wanted,
-                shuffle=isinstance(loader.sampler, RandomSampler),
+                sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
                 num_workers=loader.num_workers,
                 collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                worker_init_fn=loader.worker_init_fn,
+                generator=loader.generator,
                 drop_last=loader.drop_last,
             )
         return loader
 
     def loss(self, loss: Tensor) -> None:
-        """Note a loss that is sent backward."""
-        self.losses.append(loss.detach())
+        """Note a loss that is sent backward; while a CUDA graph is recorded nothing runs, and its first replay counts."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
 
     def updated(self) -> None:
         """Note an update; the script ends at the last one."""
@@ -138,18 +178,30 @@ class Timed:
         if done >= self.spec.warmup + self.spec.updates or self.gave_up:
             raise _Enough
 
+    @property
+    def _samples(self) -> int:
+        """Samples in one update, over all ranks and micro-steps."""
+        if self._accelerator is None:
+            return self.rows
+        return self.rows * self._accelerator.clock.every * self._accelerator.ctx.mesh.size(*BATCH)
+
     def outcome(self, error: str = "") -> Outcome:
         """What was measured."""
         measured = self.marks[self.spec.warmup :]
         step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
         if not error and not step:
             error = f"it ended after {len(self.marks)} updates, {self.spec.warmup + self.spec.updates} are needed"
+        losses: list[float] = []
+        try:
+            losses += [float(loss) for loss in self.losses]
+        except RuntimeError as wrong:  # a kernel of the script failed, and reading is where one learns of it
+            error = error or happened(wrong)
         cuda = torch.cuda.is_available()
         return Outcome(
             step_s=step,
-            samples_per_s=self.rows / step if step else 0.0,
-            peak_bytes=torch.cuda.max_memory_allocated() if cuda else 0,
-            losses=tuple(float(loss) for loss in self.losses),
+            samples_per_s=self._samples / step if step else 0.0,
+            peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
+            losses=tuple(losses),
             batch_size=self.rows,
             block_classes=self.blocks,
             convolutions=self.convolutions,
@@ -160,82 +212,28 @@ class Timed:
         )
 
 
-def _patch(timed: Timed) -> None:
-    """Change hasten for the rest of this process, which is this trial's own."""
-    build, prepare = vars(facade)["build"], Preparer.prepare
-    seen, step, replayed = NumbersWatch.seen, PreparedOptimizer.step, PreparedOptimizer.replayed
-    capture = facade.Accelerator.capture_step
-    loader = Preparer.loader
-
-    def built(given: Mapping[str, Any], context: Any = None) -> Any:  # Any: as in the function it stands for
-        parts = build(timed.settings(given), context)
-        timed.precision = parts.precision.spec
-        return parts
-
-    def prepared(self: Preparer, objects: tuple[Any, ...], *rest: Any, **named: Any) -> tuple[Any, ...]:
-        return prepare(self, tuple(timed.changed(value) for value in objects), *rest, **named)
-
-    def loaded(self: Preparer, given: Any, *rest: Any, **named: Any) -> Any:  # Any: likewise
-        made = loader(self, given, *rest, **named)
-        if not timed.rows:
-            timed.rows = made.batch_size or 0
-        return made
-
-    def noted(self: NumbersWatch, loss: Tensor, weight: Any) -> None:  # Any: likewise
-        if not _capturing():
-            timed.loss(loss)
-        seen(self, loss, weight)
-
-    def captured(self: facade.Accelerator, fn: Any) -> Any:  # Any: likewise
-        timed.whole_step = True
-        return capture(self, fn)
-
-    def repeated(self: PreparedOptimizer) -> None:
-        replayed(self)
-        timed.updated()
-
-    def stepped(self: PreparedOptimizer, closure: Any = None) -> Any:  # Any: likewise
-        before = self._clock.num_updates
-        out = step(self, closure)
-        if (self._clock.num_updates != before or self._clock.boundary) and not _capturing():
-            timed.updated()
-        return out
-
-    for holder, name, function in (
-        (facade, "build", built),
-        (Preparer, "prepare", prepared),
-        (Preparer, "loader", loaded),
-        (NumbersWatch, "seen", noted),
-        (facade.Accelerator, "capture_step", captured),
-        (PreparedOptimizer, "step", stepped),
-        (PreparedOptimizer, "replayed", repeated),
-    ):
-        setattr(holder, name, function)
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being recorded: nothing runs then, and its first replay counts."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def _resident() -> int:
+    """The most memory that this process has held at one time."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def main(argv: list[str]) -> int:
     """Run `spec.json script.py [arguments]` and write what was measured."""
     spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
     timed = Timed(spec)
-    _patch(timed)
     if spec.values.get("tf32"):
         torch.set_float32_matmul_precision("high")
     error = ""
-    sys.argv = argv[1:]
-    sys.path.insert(0, str(Path(argv[1]).absolute().parent))
     try:
-        runpy.run_path(argv[1], run_name="__main__")
+        with rehearsing(timed):
+            run_script(Path(argv[1]), argv[2:])
     except _Enough:
         pass
     except SystemExit as ended:
         error = f"it ended with exit code {ended.code}" if ended.code else ""
     except Exception as wrong:  # of any kind: the script is the user's own, and the table says what it raised
-        error = f"{type(wrong).__name__}: {(str(wrong).strip().splitlines() or ['no message'])[0]}"
+        error = happened(wrong)
     if facade_rank() == 0:
         Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))
     return 0

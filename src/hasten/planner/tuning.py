@@ -24,6 +24,11 @@ WORTH: Final = 0.02
 """A candidate is taken when it is faster by more than this share: less is noise."""
 HOPELESS: Final = 1.5
 """A trial ends early when its steps take so many times as long as the best ones."""
+NAMES: Final = (
+    *("mixed_precision", "fused", "compile", "step_graph", "num_workers", "channels_last"),
+    *("tf32", "prefetch", "bucket_cap_mb", "batch_size", "recompute"),
+)
+"""Every knob there is."""
 Values = Mapping[str, Any]  # Any: numbers, names and flags
 
 
@@ -83,6 +88,8 @@ class Tuning:
     knobs: Sequence[Knob]
     trials: list[Trial] = field(default_factory=list)
     best: Trial | None = None
+    not_tried: list[Values] = field(default_factory=list)
+    """What time was up for."""
 
     def run(self, measure: Callable[[Values, float | None], Outcome], in_time: Callable[[], bool]) -> None:
         """Measure the script as it is and with each value of each knob, until time is up.
@@ -96,12 +103,21 @@ class Tuning:
                 f"the script does not come to {'its updates' if not first.losses else 'an end'} as it is: {first.error}. "
                 "Run it alone first."
             )
+        if not first.losses:
+            raise ConfigError(
+                "no loss of the script went through accelerator.backward(), so it cannot be told whether a faster run trains alike; "
+                "send losses backward with the Accelerator."
+            )
         self.best = base = Trial({}, first, "as it is")
         self.trials.append(base)
         for knob in self.knobs:
             for values in self._values(knob):
+                if why := senseless(values):
+                    self.trials.append(Trial(values, Outcome(), f"left out: {why}"))
+                    continue
                 if not in_time():
-                    return
+                    self.not_tried.append(values)
+                    continue
                 limit = None if knob.name == "batch_size" else HOPELESS * self.best.outcome.step_s  # it computes more
                 self._conclude(knob, values, measure(values, limit), base.outcome)
         if self.best is not base and in_time():
@@ -126,7 +142,7 @@ class Tuning:
         for value in knob.values:
             assert self.best is not None, "the baseline comes first"
             if self.best.values.get(knob.name) != value:
-                yield {**self.best.values, knob.name: value}
+                yield together(self.best.values, knob.name, value)
 
     def _conclude(self, knob: Knob, values: Values, outcome: Outcome, base: Outcome) -> None:
         assert self.best is not None, "the baseline comes first"
@@ -148,6 +164,24 @@ class Tuning:
         self.trials.append(trial)
         if verdict == "faster: taken":
             self.best = trial
+
+
+def together(values: Values, name: str, value: Any) -> Values:  # Any: a number, a name or a flag
+    """The values with one more on top.
+
+    A step that is captured as a whole needs no CUDA graphs of the compiler inside it, so its model is compiled without them.
+    """
+    joined = {**values, name: value}
+    if name == "step_graph" and value and values.get("compile") == "cuda graph":
+        joined["compile"] = "whole"
+    return joined
+
+
+def senseless(values: Values) -> str:
+    """Why a combination of values is not worth a trial; empty when it is."""
+    if values.get("step_graph") and values.get("compile") == "cuda graph":
+        return "the whole step is one CUDA graph already, and the compiler's own graphs cannot be inside it"
+    return ""
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
@@ -188,16 +222,25 @@ def knobs(machine: Machine, base: Outcome) -> list[Knob]:
     return some
 
 
+def check_names(only: Sequence[str]) -> None:
+    """Raises: ConfigError for a name that is no knob anywhere."""
+    if unknown := next((name for name in only if name not in NAMES), None):
+        near = get_close_matches(unknown, NAMES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(NAMES)}."
+        raise ConfigError(f"--only {unknown}: there is no such thing to try; {hint}")
+
+
 def chosen(some: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
     """The knobs of these names, in the order they are given; all when none is.
 
     Raises: ConfigError for a name that is no knob here.
     """
     known = {knob.name: knob for knob in some}
-    if unknown := next((name for name in only if name not in known), None):
-        near = get_close_matches(unknown, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-        raise ConfigError(f"--only {unknown}: there is no such thing to try for this script on this machine; {hint}")
+    if missing := next((name for name in only if name not in known), None):
+        raise ConfigError(
+            f"--only {missing}: it makes no sense for this script on this machine, where {', '.join(known)} can be tried; "
+            "leave it out."
+        )
     return [known[name] for name in only] or list(some)
 
 

@@ -127,8 +127,8 @@ class StepWatch(TorchDispatchMode):
         self.seen.alive.append(values)
         if values[0] + values[1] > self._highest:  # gradients may be sharded, and say nothing of a module
             self._highest = values[0] + values[1]
-            inner = self.names.get(id(self.stack[-1]), "") if self.stack else self._last
-            self.seen.peak_module = inner or "the loss"
+            inner = self.names.get(id(self.stack[-1]), "") if self.stack else ""
+            self.seen.peak_module = f"module {inner}" if inner else (not self.stack and self._last) or "the loss"
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         if id(module) in self.names:
@@ -140,7 +140,7 @@ class StepWatch(TorchDispatchMode):
 
     def _accumulated(self, owner: str) -> Any:
         def hook(parameter: Tensor) -> None:
-            self._last = f"the backward after {owner}"
+            self._last = f"the backward pass after module {owner}"
             if parameter.grad is None:
                 return
             key = id(parameter.grad.untyped_storage())

@@ -74,6 +74,16 @@ def _no_compiler(device: torch.device) -> str:
     return f"compiling ahead was not tried on {device.type}"
 
 
+def load_compiler() -> None:
+    """Import torch's compiler, in a thread beside the training."""
+    try:
+        import_module("torch._inductor.compile_fx")  # seconds, which only a training that compiles spends
+    except (
+        Exception
+    ):  # a training that ends first takes parts of torch away meanwhile; what compiles later imports it again
+        log.debug("torch's compiler was not loaded ahead", exc_info=True)
+
+
 class _Look:
     """Looks at the calls of one block, and waits for the process that compiles it."""
 
@@ -84,9 +94,7 @@ class _Look:
         self._name = name
         self._first: object = None
         self._process: subprocess.Popen[str] | None = None
-        self._loading = threading.Thread(
-            target=import_module, args=("torch._inductor.compile_fx",), name="hasten-load-compiler", daemon=True
-        )
+        self._loading = threading.Thread(target=load_compiler, name="hasten-load-compiler", daemon=True)
         self._handle: RemovableHandle = blocks[0].register_forward_pre_hook(self, with_kwargs=True)
         vars(blocks[0])[SETTLING] = self
 
@@ -108,6 +116,7 @@ class _Look:
             try:
                 self._process = _start(_without_weights(block), block, args, kwargs)
                 self._loading.start()  # seconds, which the first compiled step need not spend
+                log.info("performance: a block of %s is being compiled in a process of its own; %s", self._name, _OFF)
             except (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, OSError) as error:
                 self._give_up(f"its block cannot be copied to another process ({error})")
 

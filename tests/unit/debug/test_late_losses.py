@@ -66,3 +66,13 @@ def test_a_part_of_a_large_tensor_is_copied_out_of_it() -> None:
     losses: LateLosses[None] = LateLosses()
     losses.add(torch.ones(100_000)[7], None, None, 1)
     assert losses.take().losses[0][0].untyped_storage().nbytes() == 4
+
+
+def test_a_loss_whose_memory_is_used_again_is_copied_at_once() -> None:
+    for overwritten in (False, True):
+        losses: LateLosses[None] = LateLosses(overwritten)
+        output = torch.zeros(())
+        for step in (1, 2):
+            output.fill_(step)
+            losses.add(output, None, None, step)
+        assert [update.values for update in losses.rest()] == ([[1.0], [2.0]] if overwritten else [[2.0], [2.0]])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,11 @@ from hasten.cli.main import main
 from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.planner import report
 from hasten.planner.auto import choose
 from hasten.planner.gpu_rules import gpu_rules
+from hasten.planner.hardware import KNOWN
+from hasten.planner.search import Request, search
 from hasten.planner.trace import trace
 from hasten.planner.traced import ModelTrace
 from hasten.planner.watch import StepWatch
@@ -93,6 +99,30 @@ def test_products_are_counted_as_they_are() -> None:
     assert found.optimizer.states == ()
 
 
+@pytest.mark.parametrize("way", ["loader first", "one by one", "prepare_data_loader"])
+def test_objects_may_be_prepared_in_any_order(way: str) -> None:
+    def one_by_one() -> None:
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        net: nn.Module = nn.Linear(8, 4, bias=False)
+        updates: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        loader: DataLoader[Tensor] = DataLoader([torch.zeros(8)] * 4, batch_size=2)  # type: ignore[arg-type]
+        if way == "loader first":
+            loader = accelerator.prepare(loader)
+        net = accelerator.prepare(net)
+        updates = accelerator.prepare(updates)
+        if way == "one by one":
+            loader = accelerator.prepare(loader)
+        elif way == "prepare_data_loader":
+            loader = accelerator.prepare_data_loader(loader)
+        for batch in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(batch).sum())
+                updates.step()
+
+    (variant,) = trace(one_by_one, "layer", ("no",), workers=1).variants
+    assert variant.flops["fp32"].slope == 2 * 2 * 8 * 4
+
+
 def test_loops_that_never_train_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"never called Accelerator.prepare\(\) with a model"):
         trace(lambda: None, "nothing")
@@ -102,6 +132,60 @@ def test_loops_that_never_train_are_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"stopped before its first batch.*FileNotFoundError: data/train.bin"):
         trace(without_data, "empty")
+
+    def asks_for_data() -> None:
+        sys.exit("give --data")
+
+    with pytest.raises(ConfigError, match=r"it ended, saying 'give --data'\. Run it alone"):
+        trace(asks_for_data, "asking")
+
+    def with_a_wrong_setting() -> None:
+        raise ConfigError("a sentence of hasten's own.")
+
+    with pytest.raises(ConfigError, match=r"^a sentence of hasten's own\.$"):
+        trace(with_a_wrong_setting, "wrong")
+
+
+def test_a_model_of_a_script_takes_no_memory_while_it_is_built() -> None:
+    """Not even for the tensors that its constructor makes: they are gone as soon as they are replaced."""
+    made: list[weakref.ref[nn.Parameter]] = []
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            assert not any(reference() is not None for reference in made)
+            own = nn.Parameter(torch.empty(3))
+            made.append(weakref.ref(own))
+            self.own = self.tied = own
+
+    def builds() -> None:
+        several = [Wide() for _ in range(5)]
+        assert all(one.own is one.tied and one.own.is_meta for one in several)
+        assert len({id(one.own) for one in several}) == 5
+        raise FileNotFoundError("reached")
+
+    with pytest.raises(ConfigError, match="reached"):
+        trace(builds, "wide")
+
+
+def test_settings_that_the_script_fixes_are_named(traced: ModelTrace) -> None:
+    assert dict(traced.own) == {"mixed_precision": "bf16", "gradient_accumulation_steps": 4}
+    plan = search(traced, Request(gpus=2, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
+    notes = "\n".join(report.notes(plan, plan.best))
+    assert "take mixed_precision='bf16' out of the script's Accelerator()" in notes
+    assert "take gradient_accumulation_steps=4 out" in notes
+    same = replace(traced, own=(("mixed_precision", "no"), ("strategy", plan.best.candidate.strategy)))
+    assert "take " not in "\n".join(report.notes(replace(plan, trace=same), plan.best))
+
+
+def test_a_plan_that_changes_the_loop_says_why(traced: ModelTrace) -> None:
+    plan = search(traced, Request(gpus=3, accelerator=KNOWN["h100"], global_batch=8, precisions=("no",)))
+    assert "cannot divide 8 samples among 3 GPUs evenly" in "\n".join(report.why(plan))
+
+
+@pytest.mark.parametrize(("value", "shown"), [(0.000712, "0.71 ms"), (0.0707, "70.7 ms"), (1.19, "1.19 s")])
+def test_times_are_shown_with_digits_that_tell_them_apart(value: float, shown: str) -> None:
+    assert report.seconds(value) == shown
 
 
 def test_the_command_plans_a_script_and_writes_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +222,7 @@ def test_a_launch_chooses_its_strategy_and_says_why(tmp_path: Path, capsys: pyte
     [
         (["train.py", "--gpus", "8", "--gpu", "h1000", "--global-batch", "64"], "no accelerator called"),
         (["absent.py", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "'absent.py' does not exist"),
+        (["builtins:int", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "returns int; return the model"),
         (["no.such:thing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "cannot be built"),
         (["nothing", "--gpus", "8", "--gpu", "h100", "--global-batch", "64"], "neither a script"),
         (["x:y", "--gpus", "0", "--gpu", "h100", "--global-batch", "64"], "gpus=0 is not a number"),
@@ -149,3 +234,4 @@ def test_wrong_requests_end_in_one_sentence(words: list[str], said: str, capsys:
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[hasten]")]
     assert len(error) == 1
     assert said in error[0]
+    assert ".." not in error[0]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.cli.tune_cmd import conclusion
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.planner import tuning
@@ -72,6 +73,34 @@ def test_everything_else_is_marked_and_left_out(outcome: Outcome, said: str) -> 
     assert said in found.trials[1].verdict
 
 
+def test_a_captured_step_is_never_tried_around_the_compilers_own_graphs() -> None:
+    """Whatever comes first: the model is compiled without them, or the table says why it is left out."""
+    faster = Outcome(step_s=0.5, losses=(2.0, 1.0))
+    compiling, capturing = Knob("compile", ("whole", "cuda graph")), Knob("step_graph", (True,))
+    seen: list[Values] = []
+
+    def measure(values: Values, hopeless: float | None) -> Outcome:
+        seen.append(values)
+        return replace(faster, step_s=1 / len(seen)) if values else BASE
+
+    first = Tuning([compiling, capturing])
+    first.run(measure, lambda: True)
+    assert {"compile": "cuda graph"} in seen
+    assert {"compile": "whole", "step_graph": True} in seen
+    seen.clear()
+    second = Tuning([capturing, compiling])
+    second.run(measure, lambda: True)
+    (left,) = [trial for trial in second.trials if trial.verdict.startswith("left out")]
+    assert left.values == {"step_graph": True, "compile": "cuda graph"}
+    assert "one CUDA graph already" in left.verdict
+    assert not [values for values in seen if tuning.senseless(values)]
+
+
+def test_a_script_without_losses_is_not_tuned() -> None:
+    with pytest.raises(ConfigError, match=r"no loss of the script went through accelerator.backward\(\)"):
+        Tuning([]).run(lambda values, hopeless: Outcome(step_s=1.0), lambda: True)
+
+
 def test_a_batch_size_is_reported_and_never_taken() -> None:
     larger = Outcome(step_s=0.5, samples_per_s=128, losses=(2.0, 1.0), batch_size=64)
     found = course({"batch_size": larger}, Knob("batch_size", (64,)))
@@ -82,6 +111,13 @@ def test_a_batch_size_is_reported_and_never_taken() -> None:
 def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> None:
     found = course({"a": BASE}, Knob("a", (1, 2, 3)), trials=2)
     assert len(found.trials) == 2
+    assert found.not_tried == [{"a": 2}, {"a": 3}]
+    assert conclusion(found, ["fused=True"], "c.yaml", changed=False) == [
+        "best: the script as it is; nothing that was tried is faster at equal losses",
+        "not tried, because the budget was spent: a; give a longer --budget, or --only some",
+        "  in the script: fused=True",
+        "written: c.yaml, which leaves every setting as it is",
+    ]
     with pytest.raises(ConfigError, match="no data"):
         Tuning([]).run(lambda values, hopeless: Outcome(error="no data"), lambda: True)
     limits: list[float | None] = []
@@ -100,6 +136,15 @@ def test_knobs_are_those_that_make_sense() -> None:
     on_gpu = {knob.name for knob in tuning.knobs(Machine(cuda=True, cores=16, processes=2), BASE)}
     assert on_gpu > {"mixed_precision", "tf32", "compile", "prefetch", "bucket_cap_mb", "recompute"}
     assert "mixed_precision" not in {k.name for k in tuning.knobs(Machine(cuda=True), replace(BASE, precision="bf16"))}
+
+
+def test_names_of_knobs_are_checked_before_anything_runs() -> None:
+    everywhere = Machine(cuda=True, cores=16, processes=2, has_compiler=True)
+    assert {knob.name for knob in tuning.knobs(everywhere, replace(BASE, whole_step=True))} == set(tuning.NAMES)
+    with pytest.raises(ConfigError, match=r"--only fusd: there is no such thing to try; did you mean fused\?"):
+        tuning.check_names(["compile", "fusd"])
+    with pytest.raises(ConfigError, match="--only tf32: it makes no sense for this script on this machine"):
+        tuning.chosen(tuning.knobs(Machine(), BASE), ["tf32"])
 
 
 def test_values_become_settings_or_advice() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.rehearsal import Rehearsal
 from hasten.accelerator.saving import Saving
 from hasten.config.root import Config
 from hasten.optim.clock import StepClock
@@ -23,6 +24,7 @@ class Composed(Protocol):
     clock: StepClock
     prepared: Prepared
     saving: Saving
+    rehearsal: Rehearsal
     dataloader_config: Any  # the established class, above this file
     rng_types: list[str]
     step_scheduler_with_optimizer: bool

@@ -30,7 +30,12 @@ class EstablishedPreparer(Preparer):
 
     def __init__(self, accelerator: Composed) -> None:
         super().__init__(
-            accelerator.config, accelerator.ctx, accelerator.strategy, accelerator.precision, accelerator.clock
+            accelerator.config,
+            accelerator.ctx,
+            accelerator.strategy,
+            accelerator.precision,
+            accelerator.clock,
+            accelerator.rehearsal,
         )
         self.done = accelerator.prepared
         self._accelerator = accelerator
@@ -96,8 +101,7 @@ class EstablishedPreparer(Preparer):
         for item in items:
             item.value = self.loader(item.value, item.place, 0)
 
-    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Any:
-        """The loader, reading this process's share."""
+    def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any) -> Any:
         if isinstance(loader, PreparedLoader):
             if not any(loader is known for known in self.done.loaders):
                 self.done.loaders.append(loader)

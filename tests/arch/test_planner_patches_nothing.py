@@ -1,0 +1,140 @@
+"""The planner changes nothing of hasten's own: no attribute of a class or module is another while a script is traced or timed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hasten
+from hasten import Accelerator
+from hasten.accelerator import rehearsal
+from hasten.planner import trial
+from hasten.planner.trace import trace
+from hasten.planner.tuning import Outcome
+
+ROOM: Final = Path(hasten.__file__).parent / "planner"
+Picture = Mapping[tuple[str, str], int]
+
+
+def assignments_to_hasten(tree: ast.Module) -> Iterator[str]:
+    """Yield what sets an attribute of a name imported from hasten."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in imports
+        for alias in node.names
+        if (getattr(node, "module", None) or alias.name).partition(".")[0] == "hasten"
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets):
+                holders = [part.value for one in targets for part in ast.walk(one) if isinstance(part, ast.Attribute)]
+            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[holder, *_]):
+                holders = [holder]
+            case _:
+                continue
+        if any(isinstance(part, ast.Name) and part.id in names for one in holders for part in ast.walk(one)):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_file_of_the_planner_sets_attributes_of_hasten() -> None:
+    found = {
+        file.name: complaints
+        for file in sorted(ROOM.glob("*.py"))
+        if (complaints := list(assignments_to_hasten(ast.parse(file.read_text()))))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from hasten.accelerator import facade\nfacade.build = 1",
+        "from hasten.optim.optimizer import PreparedOptimizer\nPreparedOptimizer.step = print",
+        "import hasten\nsetattr(hasten.Accelerator, 'prepare', print)",
+    ],
+)
+def test_such_assignments_are_seen(text: str) -> None:
+    assert list(assignments_to_hasten(ast.parse(text)))
+
+
+def picture() -> Picture:
+    """Return the identity of every attribute of hasten's loaded modules and of the classes in them."""
+    found: dict[tuple[str, str], int] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hasten."):
+            found |= {(name, key): id(value) for key, value in vars(module).items()}
+            for kind in vars(module).values():
+                if isinstance(kind, type) and kind.__module__ == name:
+                    inside = {key: value for key, value in vars(kind).items() if not key.startswith("_abc_")}
+                    found |= {(f"{name}.{kind.__qualname__}", key): id(value) for key, value in inside.items()}
+    return found
+
+
+def loop() -> None:
+    """Train one layer."""
+    accelerator = Accelerator()
+    net: nn.Module = nn.Linear(4, 2)
+    loader: DataLoader[Tensor] = DataLoader([torch.zeros(4)] * 64, batch_size=2)  # type: ignore[arg-type]
+    net, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+    for batch in loader:
+        accelerator.backward(net(batch).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def changed(before: Picture, after: Picture) -> list[tuple[str, str]]:
+    """Return the attributes that another value has; new modules and lazily loaded names are none."""
+    return [key for key, value in before.items() if after.get(key) != value]
+
+
+def test_a_traced_script_sees_hasten_as_it_is() -> None:
+    trace(loop, "once", ("no",), workers=1)  # everything is imported now
+    before = picture()
+    seen: list[tuple[str, str]] = []
+
+    def looking() -> None:
+        seen.extend(changed(before, picture()))
+        loop()
+
+    trace(looking, "again", ("no",), workers=1)
+    assert not seen
+    assert type(rehearsal.current()) is rehearsal.Rehearsal, "a rehearsal ends with its block"
+
+
+def test_a_timed_script_sees_hasten_as_it_is(tmp_path: Path) -> None:
+    before = picture()
+    script, told, result = tmp_path / "script.py", tmp_path / "spec.json", tmp_path / "result.json"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import test_planner_patches_nothing as here\nhere.looked.append(here.picture())\nhere.loop()\n"
+    )
+    spec = {"values": {"prefetch": 0}, "result": str(result), "warmup": 1, "updates": 3}
+    told.write_bytes(msgspec.json.encode(spec))
+    here, path = sys.modules.get("test_planner_patches_nothing"), list(sys.path)
+    sys.modules["test_planner_patches_nothing"] = sys.modules[__name__]
+    try:
+        assert trial.main([str(told), str(script)]) == 0
+    finally:
+        sys.path[:] = path
+        if here is None:
+            del sys.modules["test_planner_patches_nothing"]
+        else:
+            sys.modules["test_planner_patches_nothing"] = here
+    found = msgspec.json.decode(result.read_bytes(), type=Outcome)
+    assert (found.error, len(found.losses)) == ("", 5)
+    assert not changed(before, looked.pop())
+    assert type(rehearsal.current()) is rehearsal.Rehearsal
+
+
+looked: list[Picture] = []
+"""What scripts of this file saw."""
