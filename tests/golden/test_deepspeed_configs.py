@@ -44,6 +44,7 @@ HUB: Final[dict[str, Any]] = {  # the shape transformers' documentation gives
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
 }
+NVME: Final = {"device": "nvme", "nvme_path": "/drive"}
 DUMMY: Final = {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 
 CASES: Final = MappingProxyType(
@@ -58,6 +59,22 @@ CASES: Final = MappingProxyType(
                 zero_stage=3, offload_optimizer_device="cpu", offload_param_device="cpu", zero3_save_16bit_model=True
             ),
             Facts(mixed_precision="fp16", world_size=2),
+        ),
+        "state_on_nvme": (
+            DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/drive"),
+            Facts(),
+        ),
+        "file_with_state_on_nvme": (
+            DeepSpeedPlugin(
+                hf_ds_config={
+                    "zero_optimization": {
+                        "stage": 3,
+                        "offload_optimizer": {**NVME, "pipeline_read": False},
+                        "sub_group_size": 1e9,
+                    }
+                }
+            ),
+            Facts(mixed_precision="bf16"),
         ),
         "hub_file": (
             DeepSpeedPlugin(hf_ds_config=HUB),
@@ -130,10 +147,13 @@ def test_the_given_mapping_is_left_as_it_was() -> None:
         ({"zero_optimization": {"stage": 4}}, Facts(), "Set 0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}, Facts(), "needs stage 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, Facts(), "needs stage 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, Facts(), "Use 'cpu' for parameters"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": NVME}}, Facts(), "needs stage 3, but the stage is 2"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, Facts(), "has no nvme_path"),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {**NVME, "pipeline_write": True}}},
             Facts(),
-            "NVMe is not in this version",
+            "Remove pipeline_write",
         ),
         ({"zero_optimization": 3}, Facts(), "Write zero_optimization as a mapping"),
         ({"optimizer": {"type": "AdamW"}}, Facts(), "one of them would be ignored"),

@@ -77,10 +77,8 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "starting a function of the script for each TPU core",
         "one process runs the script and drives all of them; leave it out",
     ),
-    Absent("deepspeed.offload_optimizer_device", "offload to NVMe", _HOST, values=("nvme",)),
-    Absent("deepspeed.offload_param_device", "offload to NVMe", _HOST, values=("nvme",)),
-    Absent("deepspeed.offload_optimizer_nvme_path", "offload to NVMe", _HOST),
-    Absent("deepspeed.offload_param_nvme_path", "offload to NVMe", _HOST),
+    Absent("deepspeed.offload_param_device", "offload of parameters to NVMe", _HOST, values=("nvme",)),
+    Absent("deepspeed.offload_param_nvme_path", "offload of parameters to NVMe", _HOST),
     *(
         Absent(f"megatron.{name}", what, instead)
         for what, instead, names in (

@@ -286,6 +286,9 @@ class DeepSpeedStrategy:
                 _show_slices(parameters, False)
                 stack.callback(_show_slices, parameters, True)
             yield
+        if one.optimizer.on_nvme:
+            one.optimizer.take_weights()
+            return
         refresh = getattr(one.model.optimizer, "refresh_fp32_params", None)
         if callable(refresh):
             refresh()

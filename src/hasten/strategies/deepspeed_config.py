@@ -163,9 +163,12 @@ def _refuse_autos(config: dict[str, Any]) -> None:
 
 def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
     zero: dict[str, Any] = {"stage": plugin.zero_stage}
-    for part, device in (("optimizer", plugin.offload_optimizer_device), ("param", plugin.offload_param_device)):
+    for part, device, folder in (
+        ("optimizer", plugin.offload_optimizer_device, plugin.offload_optimizer_nvme_path),
+        ("param", plugin.offload_param_device, plugin.offload_param_nvme_path),
+    ):
         if device != "none":
-            zero[f"offload_{part}"] = {"device": device}
+            zero[f"offload_{part}"] = {"device": device} | ({} if folder is None else {"nvme_path": folder})
     if plugin.zero_stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = plugin.zero3_save_16bit_model
     config["zero_optimization"] = zero
@@ -184,10 +187,7 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     for part in ("optimizer", "param"):
         device = _offload(zero, part)
         if device == "nvme":
-            raise ConfigError(
-                f"zero_optimization.offload_{part}.device='nvme' cannot be honoured, because offload to NVMe is not in this "
-                "version; use 'cpu'."
-            )
+            _nvme(filling, part, int(stage))
         if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
             needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
             raise ConfigError(
@@ -203,6 +203,44 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
     filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
     return int(stage)
+
+
+def _nvme(filling: _Filling, part: str, stage: int) -> None:
+    """Check offload to NVMe, and give every parameter a sub-group of its own.
+
+    DeepSpeed 0.19 reads gradients into one buffer for the parameters of a sub-group. A read to an address that is not a multiple
+    of the drive's blocks of 512 bytes fails there without an error, and the update uses what the buffer held before.
+    """
+    zero = filling.section("zero_optimization")
+    name = f"zero_optimization.offload_{part}"
+    if part == "param":
+        raise ConfigError(
+            f"{name}.device='nvme' cannot be honoured: DeepSpeed 0.19 writes parameters to NVMe in 16 bits on processors without fp16 "
+            "instructions, also in a float32 training, and checkpoints cannot read them there. Use 'cpu' for parameters; "
+            "offload_optimizer.device='nvme' moves masters and moments, which are six times as large under bf16."
+        )
+    if stage != 3:
+        raise ConfigError(
+            f"{name}.device='nvme' needs stage 3, but the stage is {stage}, so nothing would be moved to the drive. Set "
+            "zero_optimization.stage to 3, or use device='cpu'."
+        )
+    section = zero["offload_optimizer"]
+    if not section.get("nvme_path"):
+        raise ConfigError(
+            f"{name}.device='nvme' has no nvme_path, so the optimizer's state has no place. Add nvme_path, a folder on the drive."
+        )
+    for key in ("pipeline_read", "pipeline_write"):
+        if section.get(key) is True:
+            raise ConfigError(
+                f"{name}.{key}=True cannot be honoured: masters and moments may still be on their way to the drive when a checkpoint "
+                f"reads them. Remove {key}."
+            )
+        section.pop(key, None)
+    if zero.get("sub_group_size") != 1:
+        filling.notes.append(
+            "zero_optimization.sub_group_size: 1 (with several parameters in a sub-group DeepSpeed 0.19 loses gradients on NVMe)"
+        )
+        zero["sub_group_size"] = 1
 
 
 def _offload(zero: dict[str, Any], part: str) -> str:

@@ -23,6 +23,7 @@ from hasten.optional import need
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import stop
+from hasten.strategies import deepspeed_nvme
 from hasten.strategies.deepspeed_config import EngineConfig
 
 VERSIONS: Final = ">=0.19,<0.20"
@@ -88,8 +89,11 @@ def start(
         warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
         for name, value in _place(ctx).items():
             env.put_default(name, value)
+        folder = deepspeed_nvme.own_folder(made.config["zero_optimization"])
         with torchs_linear() as own:
             engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+    if folder is not None:
+        deepspeed_nvme.remove_with(engine, folder)
     engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
     return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
         "memory_efficient_linear", True

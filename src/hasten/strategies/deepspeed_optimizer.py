@@ -18,6 +18,7 @@ from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
+from hasten.strategies.deepspeed_nvme import SwappedState
 from hasten.strategies.deepspeed_order import GradientOrder
 from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
 
@@ -56,6 +57,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self._order = (
             GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
         )
+        self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
+        """Where masters and moments are while no step uses them: on NVMe, or None for memory."""
         self._count_passes()
 
     def __repr__(self) -> str:
@@ -108,10 +111,10 @@ class DeepSpeedOptimizer(EngineOptimizer):
         if self._final or not self.num_passes:
             return
         self.engine.set_gradient_accumulation_boundary(True)
-        if self.stage >= 2:
-            self.engine.optimizer.finalize_gradient_accumulation_boundary()
-        else:
+        if self.stage < 2:
             self.engine.allreduce_gradients()
+        elif self._swapped is None:
+            self.engine.optimizer.finalize_gradient_accumulation_boundary()
         self._final = True
 
     def apply(self) -> StepResult:
@@ -123,9 +126,13 @@ class DeepSpeedOptimizer(EngineOptimizer):
         for own, inner in zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
         before = self.loss_scale
+        if self._swapped is not None:
+            self._swapped.move_gradients()
         self.engine.step()
         self._opt_called = True  # what torch's schedulers look for
         applied = bool(self.engine.was_step_applied())
+        if not applied and self._swapped is not None:
+            self._swapped.finish_writes()
         if not applied:
             log.warning(
                 "DeepSpeed skipped an update because gradients were inf or nan; the loss scale went from %g to %g",
@@ -222,6 +229,11 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.engine.set_gradient_accumulation_boundary(False)
 
     # -- state ----------------------------------------------------------------------------------------------------
+    @property
+    def on_nvme(self) -> bool:
+        """Whether masters and moments are on NVMe between steps."""
+        return self._swapped is not None
+
     def _shards(self) -> dict[int, Shard]:
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
 
@@ -231,17 +243,29 @@ class DeepSpeedOptimizer(EngineOptimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
 
+    @contextmanager
+    def _in_memory(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
+        """A block in which a tensor of the inner optimizer has its numbers; gives whether they leave memory afterwards."""
+        if self._swapped is not None:
+            with self._swapped.here(flat, written=written, replaced=replaced) as moved:
+                yield moved
+            return
+        if replaced:
+            self.engine.basic_optimizer.state.pop(flat, None)
+        yield False
+
     def state_dict(self) -> dict[str, Any]:
         """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
         inner = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
         for number, shard in self._numbered().items():
-            values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
-            for key, value in inner.get(shard.flat, {}).items():
-                laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
-                values[key] = shard.stored(value) if laid_out else value
-            if values:
-                state[number] = values
+            with self._in_memory(shard.flat) as leaves:
+                values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+                for key, value in inner.get(shard.flat, {}).items():
+                    laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
+                    values[key] = shard.stored(value) if laid_out else value
+                if values:
+                    state[number] = _copied(values) if leaves else values
         scale = self._scaler()
         return {
             "state": state,
@@ -261,26 +285,30 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
         inner = self.engine.basic_optimizer.state
         options = [group for group in self.param_groups for _ in group["params"]]
-        fresh: dict[Tensor, dict[str, Any]] = {}
+        together: dict[Tensor, list[tuple[int, Shard]]] = defaultdict(list)
         for number, shard in self._numbered().items():
-            saved = dict(state_dict["state"].get(number, {}))
-            master = saved.pop(MASTER, None)
-            if master is not None and shard.has_master:
-                shard.part(shard.flat).copy_(local_data(master))
-            elif not shard.whole:
-                shard.part(shard.flat).copy_(self._weights(shard))
-            for key, value in saved.items():
-                _put(fresh.setdefault(shard.flat, {}), key, value, shard, options[number])
-        for flat in {shard.flat: None for shard in self._numbered().values()}:
-            inner.pop(flat, None)
-        inner.update(fresh)
+            together[shard.flat].append((number, shard))
+        for flat, shards in together.items():
+            with self._in_memory(flat, replaced=True):
+                fresh: dict[str, Any] = {}
+                for number, shard in shards:
+                    kept = dict(state_dict["state"].get(number, {}))
+                    master = kept.pop(MASTER, None)
+                    if master is not None and shard.has_master:
+                        shard.part(flat).copy_(local_data(master))
+                    elif not shard.whole:
+                        shard.part(flat).copy_(self._weights(shard))
+                    for key, value in kept.items():
+                        _put(fresh, key, value, shard, options[number])
+                if fresh:
+                    inner[flat] = fresh
         for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own.update({key: value for key, value in saved.items() if key != "params"})
         scale = self._scaler()
         for key, value in state_dict.get(_SCALE, {}).items():
             if scale is not None:
                 setattr(scale, key, value)
-        if fresh and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+        if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
             self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
@@ -307,6 +335,12 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 parameter.partition(has_been_updated=False)
         if kept := list(self.engine.optimizer.persistent_parameters):
             kept[0].all_gather(kept)
+
+    def take_weights(self) -> None:
+        """Put the model's own weights, which were written from outside, into the masters. Local."""
+        for shard in self._numbered().values():
+            with self._in_memory(shard.flat, written=True):
+                shard.part(shard.flat.detach()).copy_(self._weights(shard))
 
     def _weights(self, shard: Shard) -> Tensor:
         """The part of the model's own weights that the shard updates."""

@@ -119,6 +119,8 @@ def gradients_of(engine: Any, stage: int) -> list[Tensor]:
     if stage == 0:
         return [p.grad for p in engine.module.parameters() if p.grad is not None]
     if stage == 3:
+        if optimizer.swap_optimizer:  # they go to the drive when the step is made
+            return [optimizer.grad_partitions_flat_buffer]
         if optimizer.offload_optimizer:
             return [flat.grad for flat in optimizer.fp32_partitioned_groups_flat]
     elif optimizer.cpu_offload:

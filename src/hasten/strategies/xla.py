@@ -122,20 +122,26 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
         devices.kind,
         "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "whole on each",
     )
+    placing = PlaceOnDevices(devices, config.xla.fsdp_v2)
     return NativeStrategy(
         "xla",
         Alone(retries=False),
-        [PlaceOnDevices(devices, config.xla.fsdp_v2), Convert(config.master_weights)],
+        [placing, Convert(config.master_weights)],
         Caps(synchronises=False, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
-        on_optimizer=_end_steps,
+        on_optimizer=lambda optimizer: _follow(optimizer, placing),
     )
 
 
-def _end_steps(optimizer: Optimizer) -> None:
-    """Run what was recorded whenever the optimizer has updated its parameters: one step is one program."""
+def _follow(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
+    """Run what was recorded whenever the optimizer has updated its parameters, and lay out the state it loads.
+
+    One step is one program. The first one makes the optimizer's state sharded as its parameters are; state that was loaded whole
+    would lead to another program, whose sums differ by rounding.
+    """
     sync = need("torch_xla").sync
 
     def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # Any: torch's signature of a hook
         sync()
 
     optimizer.register_step_post_hook(end)
+    optimizer.register_load_state_dict_post_hook(placing.place_state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hasten import trees
 from hasten.precision.base import Precision
@@ -41,11 +42,20 @@ class PlaceOnDevices:
     def undo(self, model: nn.Module) -> nn.Module:
         return model
 
-    def _shard(self, parameter: Tensor) -> None:
-        """Divide the largest dimension that the devices can share; without one the parameter stays whole."""
-        dims = [dim for dim, size in enumerate(parameter.shape) if self._devices.divides(size)]
+    def place_state(self, optimizer: Optimizer) -> None:
+        """Lay an optimizer's state on the devices as its parameters are."""
+        if not self._shards or self._devices.count == 1:
+            return
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, Tensor) and value.device == parameter.device and value.shape == parameter.shape:
+                    self._shard(value)
+
+    def _shard(self, tensor: Tensor) -> None:
+        """Divide the largest dimension that the devices can share; without one the tensor stays whole."""
+        dims = [dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)]
         if dims:
-            self._devices.shard(parameter, max(dims, key=lambda dim: parameter.shape[dim]))
+            self._devices.shard(tensor, max(dims, key=lambda dim: tensor.shape[dim]))
 
 
 class ShardOutput:

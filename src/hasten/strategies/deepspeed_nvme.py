@@ -1,0 +1,109 @@
+"""Optimizer state on NVMe: DeepSpeed's library for it, a folder for each engine, and the state while it is in memory."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CalledProcessError
+from typing import Any, Final
+
+from torch import Tensor
+
+from hasten.errors import PrepareError
+from hasten.optional import need
+
+# Any in this file: DeepSpeed is untyped.
+log = logging.getLogger(__name__)
+
+INSTALL: Final = "apt-get install libaio-dev g++ ninja-build"
+
+
+def build_library() -> None:
+    """Load DeepSpeed's library for asynchronous reads and writes; the first time it is compiled, which takes minutes.
+
+    Raises: PrepareError where it cannot be built.
+    """
+    try:
+        need("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, OSError, ImportError, CalledProcessError) as error:
+        raise PrepareError(
+            "offload to NVMe needs DeepSpeed's library for asynchronous reads and writes, which could not be built "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). Install what it is built from "
+            f"({INSTALL}), or use offload_optimizer.device='cpu'."
+        ) from error
+
+
+def own_folder(zero: dict[str, Any]) -> str | None:
+    """A new folder in `nvme_path` for one engine on this process, written into the settings; None without offload to NVMe.
+
+    DeepSpeed names its files by parameter, so that two engines in one folder would write into each other's.
+    """
+    section = zero.get("offload_optimizer") or {}
+    if section.get("device") != "nvme":
+        return None
+    log.info("loading DeepSpeed's library for NVMe; the first time it is compiled, which takes minutes")
+    build_library()
+    given = str(section["nvme_path"])
+    try:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        section["nvme_path"] = tempfile.mkdtemp(prefix="deepspeed-", dir=given)
+    except OSError as error:
+        raise PrepareError(
+            f"zero_optimization.offload_optimizer.nvme_path={given!r} cannot be written ({error}), so the optimizer's state has no "
+            "place. Give a folder on the NVMe drive that this process may write to."
+        ) from error
+    return str(section["nvme_path"])
+
+
+def remove_with(engine: Any, folder: str) -> None:
+    """Remove the folder when the engine goes, or the process ends."""
+    weakref.finalize(engine, shutil.rmtree, folder, ignore_errors=True)
+
+
+class SwappedState:
+    """Moves ZeRO-3's master weights, state and gradients between NVMe and memory."""
+
+    def __init__(self, engine: Any) -> None:
+        self._zero = engine.optimizer
+
+    def move_gradients(self) -> None:
+        """Move the window's gradients to where the step reads them; zeros for parameters that it did not use."""
+        self._zero._offload_boundary_param_ids = {p.ds_id for group in self._zero.fp16_groups for p in group}
+        self._zero.finalize_gradient_accumulation_boundary()
+
+    def finish_writes(self) -> None:
+        """Wait for gradients that no step has read: the next window writes to the same files."""
+        self._zero.optimizer_swapper.flush_gradients()
+
+    @contextmanager
+    def here(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
+        """A block in which a tensor of the optimizer and its state are in memory; gives whether they were on NVMe.
+
+        `written` writes them back; `replaced` too, with the state that the block gives the optimizer in place of the old one.
+        """
+        zero = self._zero
+        number = next(i for i, one in enumerate(zero.fp32_partitioned_groups_flat) if one is flat)
+        if not zero._swappable_optimizer_subgroup(number):  # DeepSpeed keeps what is smaller than 1 MiB in memory
+            if replaced:
+                zero.optimizer.state.pop(flat, None)
+            yield False
+            return
+        info = zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
+        info.swapped_gradients.clear()  # of the last step; they would take a buffer
+        if replaced:
+            zero.optimizer.state.pop(flat, None)
+            del info.tensors[1:]
+            info.has_state_tensors = False
+        zero._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield True
+        finally:
+            if written or replaced:
+                zero._optimizer_states_and_gradient_swap_out(number)
+            else:
+                zero._release_swap_buffers(number)
