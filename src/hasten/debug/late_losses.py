@@ -127,15 +127,24 @@ def read(update: Update[Origin]) -> list[float]:
 
 @torch.no_grad()
 def _joined(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tensor:
-    """The losses in one tensor. One that weighs nothing may be a mean over nothing, and counts as 0."""
-    if all(weight is None and loss.ndim == 0 for loss, weight in losses):
-        return torch.stack([loss for loss, _ in losses])
-    parts = []
-    for loss, weight in losses:
-        part = loss.sum()
+    """The losses in one tensor, in a few kernels however many there are. One that weighs nothing may be a mean over nothing: it counts as 0."""
+    values = torch.stack([_number(loss) for loss, _ in losses])
+    weights = [weight for _, weight in losses]
+    if all(isinstance(weight, Tensor) for weight in weights):
+        heavy = (
+            torch.stack([_number(weight).to(values.device) for weight in weights if isinstance(weight, Tensor)]) != 0
+        )
+        return torch.where(heavy, values, 0)
+    for index, weight in enumerate(weights):
         if isinstance(weight, Tensor):
-            part = torch.where(weight.to(loss.device).reshape(()) != 0, part, torch.zeros_like(part))
+            values[index] = torch.where(_number(weight).to(values.device) != 0, values[index], 0)
         elif weight == 0:
-            part = torch.zeros_like(part)
-        parts.append(part)
-    return torch.stack(parts)
+            values[index] = 0
+    return values
+
+
+def _number(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's elements, without a kernel where it is one."""
+    if tensor.ndim == 0:
+        return tensor
+    return tensor.reshape(()) if tensor.numel() == 1 else tensor.sum()
