@@ -216,8 +216,8 @@ def fp16_on_any_cpu() -> Iterator[None]:
     """Context manager in which DeepSpeed does not refuse fp16 on CPUs without fp16 instructions: torch computes it there too, slowly."""
     kind = type(need("deepspeed").accelerator.get_accelerator())
     with (
-        mock.patch.object(kind, "is_fp16_supported", lambda self: True),
-        mock.patch.object(kind, "supported_dtypes", lambda self: [torch.float32, torch.bfloat16, torch.float16]),
+        mock.patch.object(kind, "is_fp16_supported", return_value=True),
+        mock.patch.object(kind, "supported_dtypes", return_value=[torch.float32, torch.bfloat16, torch.float16]),
     ):
         yield
 
