@@ -94,7 +94,7 @@ class Ballot:
         return [text for _, _, text in notes] if all(found == str(number) for found, _, _ in notes) else None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # asked for every tensor in every check, and the same few sets of axes come again
 def _class_of(axes: tuple[str, ...]) -> int:
     return sum(1 << position for position, axis in enumerate(_AXES) if axis in axes)
 

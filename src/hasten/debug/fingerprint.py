@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,7 @@ CHUNK: Final = 1 << 18
 _CPU_ROWS, _DEVICE_ROWS = 1 << 10, 1 << 13
 """Rows that are multiplied at once, in a few kernels however many tensors they belong to; fewer stay in a processor's cache."""
 _WIDTH: Final = 256
-_INTEGERS: Final = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_INTEGERS: Final = MappingProxyType({8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.uint8})
 _KEPT: Final = 64
 """Layouts that are remembered; those of a run are few, and a script that keeps changing them must not fill memory."""
 

@@ -153,12 +153,12 @@ class Replicas:
         return False
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 14)  # a pure function of names, which come again in every check
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 10)  # a pure function of shapes, which come again in every check
 def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{shape} {dtype}"
 

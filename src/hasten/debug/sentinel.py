@@ -202,7 +202,7 @@ class Sentinel:
             warnings.warn(text, HastenWarning, stacklevel=2)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # asked for every tensor in every check, and the same few sets of axes come again
 def _in_order(axes: frozenset[Axis]) -> tuple[Axis, ...]:
     return tuple(sorted(axes))
 

@@ -73,7 +73,7 @@ def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
         return "torchrun"
     if launch.launcher == "single" and (shape.num_processes > 1 or shape.max_machines > 1):
         raise ConfigError(
-            f"launcher=single starts one process, but {shape.num_processes} on {shape.max_machines} machine(s) were asked. "
+            f"launcher=single starts one process, but {shape.num_processes} on {shape.max_machines} machine(s) were requested. "
             f"Leave launcher out, or set num_processes to 1."
         )
     if shape.allocation.rank is not None:
