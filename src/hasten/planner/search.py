@@ -122,11 +122,13 @@ def _rank(option: Option) -> tuple[bool, bool, float, int]:
 
 def _nothing_fits(trace: ModelTrace, request: Request, options: Sequence[Option]) -> str:
     least = min(options, key=lambda option: option.need.total)
-    has = request.accelerator.memory_bytes
+    chosen, has = least.candidate, request.accelerator.memory_bytes
+    extras = [
+        word for word, used in (("recompute", chosen.recompute), ("offload to host memory", chosen.offload)) if used
+    ]
     text = (
         f"{trace.name} fits no layout on {request.gpus} x {request.accelerator.name}: the one that needs least "
-        f"({least.candidate.words}{', recompute' if least.candidate.recompute else ''}) takes {size(least.need.total)} of "
-        f"{size(has)} per GPU"
+        f"({', '.join([chosen.words, *extras])}) takes {size(least.need.total)} of {size(has)} per GPU"
     )
     gpus = request.gpus * 2
     while gpus <= _MOST_GPUS:
