@@ -211,6 +211,29 @@ def test_files_of_every_ranks_hooks_are_saved(ctx: ProcessContext, tmp_path: Pat
 
 
 @ranks(2)
+def test_weights_that_a_hook_takes_out_on_the_main_process_alone_are_taken_out_for_all(
+    ctx: ProcessContext, tmp_path: Path
+) -> None:
+    for taker, kept in ((0, False), (1, True)):
+        accelerator = accelerator_of(ctx, tmp_path)
+        model, _ = trained(accelerator)
+
+        def on_save(models: list[nn.Module], weights: list[dict[str, Any]], folder: str, taker: int = taker) -> None:
+            if ctx.rank == taker:
+                weights.pop()
+
+        def on_load(models: list[nn.Module], folder: str, model: nn.Module = model) -> None:
+            assert models == [accelerator.unwrap_model(model)], "the user's own, not what wraps it"  # noqa: B023
+
+        accelerator.register_save_state_pre_hook(on_save)
+        place = Path(accelerator.save_state(tmp_path / f"out_{taker}"))
+        assert (place / "model.safetensors").exists() == kept
+        if kept:
+            accelerator.register_load_state_pre_hook(on_load)
+            accelerator.load_state(place)
+
+
+@ranks(2)
 def test_ranks_that_save_different_things_are_told(ctx: ProcessContext, tmp_path: Path) -> None:
     accelerator = accelerator_of(ctx, tmp_path)
     trained(accelerator)

@@ -191,14 +191,14 @@ class Saving:
         group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
         with group.discarding(self._ctx.rank):
             together.label = f"collecting the state for {name!r}"
-            tree = collect(self._parts, "safetensors", self._run_save_hooks(group))
+            tree = collect(self._parts, "safetensors", self._run_save_hooks(group, together))
             tree = self._machine_owners.owned(tree, machine.ranks, together)
             prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self._sizes)
             told(sum(blob.size for blob in prepared.blobs.values()))
             finish(prepared, group, self._ctx.world, self._header(name, None))
 
     def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
-        weights = self._run_save_hooks(group)
+        weights = self._run_save_hooks(group, together)
         fmt: Format = "safetensors" if safe_serialization else "torch"
         tree = collect(self._parts, fmt, weights)
         if group.ranks == self._ctx.world.ranks:
@@ -259,8 +259,8 @@ class Saving:
         number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
         return store, numbered(together.share(number)[0])
 
-    def _run_save_hooks(self, group: DiskGroup) -> list[Mapping[str, Any] | None]:
-        return run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder))
+    def _run_save_hooks(self, group: DiskGroup, together: Agreement) -> list[Mapping[str, Any] | None]:
+        return run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
 
     def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
         return Manifest(

@@ -1,4 +1,7 @@
-"""What users hook into saving and loading the state of a run, and how a hook is taken off again."""
+"""What users hook into saving and loading the state of a run, and how a hook is taken off again.
+
+Hooks are given the users' own models, not what wraps them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hasten.accelerator.run_state import RunParts
+from hasten.checkpoint.agreeing import Agreement
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -25,26 +29,35 @@ class HookHandle:
         self._hooks.pop(self._key, None)
 
 
-def run_save_hooks(hooks: Mapping[int, SaveHook], parts: RunParts, folder: str) -> list[Mapping[str, Any] | None]:
-    """What hooks left of each model's weights; None where there was none to ask."""
-    models = list(parts.objects.models)
-    if not hooks:
-        return [None] * len(models)
-    given: list[dict[str, Any]] = [dict(model.state_dict()) for model in parts.plain_models()]
+def run_save_hooks(
+    hooks: Mapping[int, SaveHook], parts: RunParts, folder: str, together: Agreement
+) -> list[Mapping[str, Any] | None]:
+    """What hooks left of each model's weights; None where there was none to ask. Ranks: every rank.
+
+    Scripts write models in a format of their own, and take the weights out, on the main process alone: what is taken out
+    there is taken out on every rank, and nothing else is.
+    """
+    models = list(parts.plain_models())
+    given: list[dict[str, Any]] = [dict(model.state_dict()) for model in models] if hooks else []
     weights = list(given)
     for hook in list(hooks.values()):
         hook(list(models), weights, folder)
+    own: list[Mapping[str, Any] | None] = [None] * len(models)
+    kept = [True] * len(models)
     if len(weights) == len(given):
-        return list(weights)
-    left = {id(weight) for weight in weights}
-    return [weight if id(weight) in left else {} for weight in given]
+        own = list(weights) or own
+    else:
+        left = {id(weight) for weight in weights}
+        own, kept = list(given), [id(weight) in left for weight in given]
+    on_main: list[bool] = together.share(kept)[0]
+    return [weight if stays else {} for weight, stays in zip(own, on_main, strict=True)]
 
 
 def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) -> list[nn.Module | None]:
     """The models that hooks left to be loaded, None in place of the others."""
-    plain, models = parts.plain_models(), list(parts.objects.models)
-    given = list(models)
+    given = list(parts.plain_models())
+    models = list(given)
     for hook in list(hooks.values()):
         hook(models, folder)
     left = {id(model) for model in models}
-    return [module if id(model) in left else None for module, model in zip(plain, given, strict=True)]
+    return [model if id(model) in left else None for model in given]

@@ -138,7 +138,9 @@ def test_copies_are_offered_where_they_fit_and_only_there(plans: list[Plan]) -> 
 
 
 def test_what_cannot_be_planned_is_said_in_one_sentence() -> None:
-    with pytest.raises(ConfigError, match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*use at least [0-9]+ GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"fits no layout on 2 x l4.*recompute, offload to host memory\).*use at least [0-9]+ GPUs"
+    ):
         search(llama(), Request(gpus=2, accelerator=hardware.find("l4"), global_batch=2))
     with pytest.raises(ConfigError, match="global batch 7 cannot be divided among 4 GPUs"):
         search(
