@@ -243,6 +243,11 @@ def test_ranks_that_save_different_things_are_told(ctx: ProcessContext, tmp_path
         accelerator.save_state()
     ctx.world.barrier("look")
     assert list((tmp_path / "checkpoints").iterdir()) == []
+    other = accelerator_of(ctx, tmp_path)
+    for _ in range(1 + ctx.rank):
+        other.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
+    with pytest.raises(MismatchError, match="ranks do not save the same state"):
+        other.save_state()
 
 
 @ranks(4)

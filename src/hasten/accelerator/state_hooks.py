@@ -50,6 +50,8 @@ def run_save_hooks(
         left = {id(weight) for weight in weights}
         own, kept = list(given), [id(weight) in left for weight in given]
     on_main: list[bool] = together.share(kept)[0]
+    if len(on_main) != len(own):  # ranks hold different models: refused, by name, when the state is compared
+        return own
     return [weight if stays else {} for weight, stays in zip(own, on_main, strict=True)]
 
 
