@@ -33,6 +33,7 @@ rank = accelerator.process_index
 main = rank == 0
 if name != "never":
     torch.manual_seed(0)
+alone = dist.new_group([0])
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -125,6 +126,26 @@ def collective_in_main_first() -> None:
     with accelerator.main_process_first():  # at: main first
         if main:
             accelerator.gather(torch.ones(2))  # at: gather in block
+
+
+def among_themselves(seconds: float) -> None:
+    """Collectives in a group of its own, on rank 0."""
+    end = time.monotonic() + seconds
+    while main and time.monotonic() < end:
+        dist.all_reduce(torch.ones(2), group=alone)  # at: alone
+        time.sleep(0.05)
+
+
+def late_gather() -> None:
+    among_themselves(1.4 * AFTER_S)
+    if main:
+        accelerator.gather(torch.ones(2))  # at: late gather
+    accelerator.wait_for_everyone()  # at: early barrier
+
+
+def busy_elsewhere() -> None:
+    among_themselves(1000.0)
+    accelerator.wait_for_everyone()  # at: barrier of one
 
 
 def torch_reduce_on_main() -> None:

@@ -58,6 +58,8 @@ CASES: Final = (
     Case("other_order", OTHER, ("first gather", "first barrier")),
     Case("skipped_backward", OTHER, ("only backward", "barrier instead")),
     Case("collective_in_main_first", OTHER, ("main first", "gather in block"), quick=True),
+    Case("late_gather", OTHER, ("late gather", "early barrier"), quick=True),
+    Case("busy_elsewhere", r"rank 0 is busy with other collectives, now at", ("alone", "barrier of one"), report_only=True),
     Case("torch_reduce_on_main", OTHER, ("torch reduce", "barrier after torch")),
     Case("fsdp_forward_on_main", OTHER, ("forward", "barrier after forward"), quick=True),
     Case("other_shape", r"MismatchError", ("shapes",), code=1),

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from hasten.debug.job_sockets import Address, peer_is_owner, private_folder, receive_line
+from hasten.debug.job_sockets import POST, Address, knock, listening, peer_is_owner, private_folder, receive_line
 from hasten.debug.memory import process_memory
 from hasten.debug.observe import Observer
 from hasten.debug.recent_log import RecentLog
@@ -64,8 +65,8 @@ class Desk:
         except (OSError, CommError) as error:
             log.info("`hasten top` cannot see this rank: %s", error)
 
-    def wait(self, seconds: float) -> None:
-        """Return after so many seconds, or when rung; answer who asks meanwhile."""
+    def wait(self, seconds: float) -> bool:
+        """Return after so many seconds, or when rung; answer who asks meanwhile. Whether the watchdog is asked to post."""
         now = time.monotonic()
         end = now + seconds
         self._steps.append((now, self._observer.step()))
@@ -73,10 +74,17 @@ class Desk:
         while now < end:
             ready = wait_for(sources, end - now)  # not select(), which takes no descriptor above 1023
             if self._bell in ready:
-                return
-            if ready:
-                self._answer()
+                return False
+            if ready and self._answer():
+                return True
             now = time.monotonic()
+        return False
+
+    def ask_to_post(self, pids: Collection[int]) -> None:
+        """Ask ranks of this machine to post what they are doing."""
+        for address, path in listening(self._folder):
+            if address.pid in pids:
+                knock(path)
 
     def ring(self) -> None:
         """End a `wait` in another thread."""
@@ -92,7 +100,8 @@ class Desk:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
-    def _answer(self) -> None:
+    def _answer(self) -> bool:
+        """Answer one request; whether it asks the watchdog to post."""
         assert self._socket is not None, "somebody has connected"
         try:
             connection, _ = self._socket.accept()
@@ -100,9 +109,12 @@ class Desk:
                 connection.settimeout(_PATIENCE_S)  # the watch goes on, whatever the asker does
                 if peer_is_owner(connection):
                     request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
+                    if request.get(POST):
+                        return True
                     connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
         except (OSError, msgspec.DecodeError) as error:  # the asker has gone, or asks nonsense
             log.debug("no answer was given: %s", error)
+        return False
 
     def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
         state = self._observer.look(0.0, {}, {})

@@ -17,6 +17,7 @@ Cause = Literal[
     "stopped",
     "silent",
     "unreachable",
+    "elsewhere",
     "other call",
     "other shape",
     "same call",
@@ -53,7 +54,8 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Col
 
     `lost_hosts` are those that do not answer the launcher either.
     """
-    states = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
+    present = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
+    states = {rank: state for rank, state in present.items() if not state.moves}
     ahead = _ahead(states)
     waiting = tuple(rank for rank, state in states.items() if state.waits or (ahead[rank] and state.kind == "device"))
     if not waiting:
@@ -69,6 +71,8 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Col
         return _working(waiting, working, io_patience_s)
     if silent:
         return _silent(waiting, silent)
+    if moving := [state for state in present.values() if state.moves]:
+        return _elsewhere(waiting, [state for state in moving if not state.block])
     return _all_wait(states, ahead)
 
 
@@ -205,6 +209,27 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
         ends="perhaps",
         sentence=words,
         cure="look at that process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines).",
+    )
+
+
+def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis | None:
+    """Ranks that begin other collectives, out of a block in which the others wait for them."""
+    if not moving:
+        return None
+    ranks = tuple(state.rank for state in moving)
+    return Diagnosis(
+        "elsewhere",
+        waiting,
+        ranks,
+        ends="perhaps",
+        sentence=(
+            f"{ranks_in_words(ranks)} {_is(ranks)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
+            "that it has not begun"
+        ),
+        cure=(
+            "let every rank of a group make the same calls in the same order; if only some ranks have work, let the others wait in "
+            "main_process_first(), or raise stall_after_s if it takes this long."
+        ),
     )
 
 

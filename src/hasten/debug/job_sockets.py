@@ -16,6 +16,9 @@ import msgspec
 from hasten.errors import CommError
 
 ANSWER_S: Final = 5.0
+_KNOCK_S: Final = 0.2
+POST: Final = "post"
+"""The key of a request to post on the bulletin what the rank is doing."""
 _LARGEST: Final = 1 << 22
 _SUFFIX: Final = ".sock"
 
@@ -91,6 +94,17 @@ def ask(path: Path, request: dict[str, Any]) -> dict[str, Any] | None:  # Any: J
             return msgspec.json.decode(receive_line(connection), type=dict[str, Any])
         except (OSError, msgspec.DecodeError):  # it ended meanwhile, or is stopped
             return None
+
+
+def knock(path: Path) -> None:
+    """Ask the rank to post what it is doing, without waiting for an answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_KNOCK_S)
+        try:
+            connection.connect(str(path))
+            connection.sendall(msgspec.json.encode({POST: True}) + b"\n")
+        except OSError:  # it ended, or takes no calls: then it says nothing, which the asker sees
+            return
 
 
 def receive_line(connection: socket.socket) -> bytes:

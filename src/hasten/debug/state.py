@@ -52,6 +52,8 @@ class State(msgspec.Struct, frozen=True):
     """The newest collective of hasten, while the rank is elsewhere."""
     last_ago_s: float = 0.0
     stack: tuple[str, ...] = ()
+    moves: bool = False
+    """Whether it began a collective a moment ago, and says this only because it was asked."""
     turn: int = 0
     """Grows with every post: a number that stands still is that of a process that cannot post."""
     peers: dict[int, Status] = {}

@@ -2,7 +2,8 @@
 
 While collectives follow each other it wakes once a second, compares a few counters and sleeps again; the store and the group hear
 nothing from it. When this rank has begun no collective for some seconds it posts what it is doing. One of the ranks that wait, the
-lowest, reads what all have posted, and asks the kernel about those that say nothing.
+lowest, reads what all have posted. Of those that say nothing it asks the kernel, and through their sockets the ranks themselves: one that
+still goes on posts then, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
 
 from hasten.debug import ending, processes, words
 from hasten.debug.bulletin import LOST, Bulletin
@@ -122,30 +125,40 @@ class Watchdog:
         return min(MOST_S, max(LEAST_S, _LONGER * self._longest_s))
 
     @property
+    def _look_s(self) -> float:
+        """Seconds without a collective after which this rank posts what it is doing."""
+        return min(_LOOK_S, self.after_s / 2)
+
+    @property
     def patience_s(self) -> float:
         """Seconds of waiting for a rank that still works, before the job is ended."""
         most = _PATIENCE * self.after_s
         return most if self._settings.after_s is not None else max(most, self._settings.timeout_s)
 
     def _run(self) -> None:
-        tick, look = self._tick, min(_LOOK_S, self.after_s / 2)
+        tick = self._tick
         before = self._quiet_since = time.monotonic()
-        while not self._sleep(tick):
+        while not self._over.is_set():
+            asked = self._sleep(tick)
+            if self._over.is_set():
+                return
             now = time.monotonic()
             counts = self._observer.counts()
             if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
                 self._moved(counts, now)
-            elif now - self._quiet_since >= look and now >= self._look_at:
+            elif now - self._quiet_since >= self._look_s and now >= self._look_at:
                 self._look_at = now + self._pause(now)
                 self._wait(now)
+            if asked and now - self._quiet_since < self._look_s:
+                self._say_that_it_moves(now)
             before = now
 
     def _sleep(self, seconds: float) -> bool:
-        """Let the time pass, answering who asks; whether the watch is over."""
-        if self._desk is None:
-            return self._over.wait(seconds)
-        self._desk.wait(seconds)
-        return self._over.is_set()
+        """Let the time pass, answering who asks; whether somebody asks this rank to post."""
+        if self._desk is not None:
+            return self._desk.wait(seconds)
+        self._over.wait(seconds)
+        return False
 
     def _moved(self, counts: dict[str, int], now: float) -> None:
         """The rank goes on: take back what it said."""
@@ -173,22 +186,38 @@ class Watchdog:
             self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, peers))
             if self._takes_the_word(now):
                 notes, states = self._bulletin.notes(self._ranks), self._fresh(self._bulletin.states(self._ranks), now)
+                self._ask_the_silent(notes, states)
                 lost = lost_machines.read(env.snapshot())
                 states = {rank: state for rank, state in states.items() if state.host not in lost}
                 self._judge(_world(self._ranks, notes, states), lost)
         except LOST as error:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
 
+    def _say_that_it_moves(self, now: float) -> None:
+        """Another rank waits and asks: post that this one goes on."""
+        try:
+            state = self._observer.look(now - self._quiet_since, self._counts, {})
+            self._bulletin.post(msgspec.structs.replace(state, moves=True))
+        except LOST as error:
+            log.debug("rank %d could not post: %s", self._observer.rank, error)
+
+    def _ask_the_silent(self, notes: dict[int, Note], states: dict[int, State]) -> None:
+        """Ask ranks of this machine that have not posted by themselves; those that can will have answered by the next look."""
+        if self._desk is not None:
+            silent = [note for rank, note in notes.items() if rank not in states or states[rank].moves]
+            self._desk.ask_to_post({note.pid for note in silent if not note.ended and _is_local(note)})
+
     def _takes_the_word(self, now: float) -> bool:
         """Whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
-        look = min(_LOOK_S, self.after_s / 2)
         if not self._speaks:
-            delay_s = 0.25 * look * min(self._observer.rank, _FAR)
+            delay_s = 0.25 * self._look_s * min(self._observer.rank, _FAR)
             heard = self._bulletin.speaker()
             if heard != self._heard[0]:
                 self._heard = (heard, now)
             silent_s = now - self._heard[1]
-            self._speaks = silent_s > _SILENCE * self._pause(now) if heard else now - self._quiet_since > look + delay_s
+            self._speaks = (
+                silent_s > _SILENCE * self._pause(now) if heard else now - self._quiet_since > self._look_s + delay_s
+            )
         if self._speaks:
             self._turn += 1
             self._bulletin.speak(self._turn)
@@ -215,7 +244,11 @@ class Watchdog:
         limit = {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
         ends = self._settings.then == "abort" and waited >= limit
         sure = found.ends == "never" or found.cause == "unreachable"
-        if ends or (key != self._reported and (waited >= self.after_s or sure)):
+        # A rank that came later has posted within its own look, and one that goes on may come yet.
+        due = {"silent": self.after_s + 2 * self._look_s, "elsewhere": _LONGER * self.after_s}.get(
+            found.cause, self.after_s
+        )
+        if ends or (key != self._reported and (waited >= due or sure)):
             self._reported = key
             self._tell(found, world, waited, ends, limit)
 

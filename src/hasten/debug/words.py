@@ -58,6 +58,8 @@ def _state_words(state: State) -> str:
     step = f", after {state.step} updates" if state.step else ""
     since = f"for {_rounded(state.quiet_s)} s"
     tensor = f" ({state.op} of {list(state.shape)} {state.dtype})" if state.shape is not None and state.waits else ""
+    if state.moves:
+        return f"is busy with other collectives, now at {state.spot.words()}{step}"
     if state.waits:
         return f"waits at {state.spot.words()}{tensor} {since}{step}"
     doing = {

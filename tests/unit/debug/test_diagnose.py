@@ -153,6 +153,19 @@ def test_a_silent_rank_is_named_with_its_pid() -> None:
     assert "rank 0: waits at train.py:40 gather(x) for 31 s, after 7 updates" in text
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_that_moves_is_neither_silent_nor_waiting(size: int) -> None:
+    for mover in {0, size // 2, size - 1}:
+        world = here(*(state(rank, moves=rank == mover, counts={"0/cpu": 10 + rank}) for rank in range(size)))
+        found = diagnose(world)
+        assert found is not None
+        assert (found.cause, found.missing, found.ends) == ("elsewhere", (mover,), "perhaps")
+        assert mover not in found.waiting
+        assert f"rank {mover}: is busy with other collectives" in words.report(found, world, 31.0, "it waits")
+        in_block = here(*(state(rank, moves=rank == mover, block="main_process_first") for rank in range(size)))
+        assert diagnose(in_block) is None, "the others wait for it with its knowledge"
+
+
 def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do() -> None:
     lost = Seen(2, "silent", None, Note(2, "node7", 4711, 1))
     for others in (here(state(0), state(1)), here(state(0), state(1, kind="user"))):
