@@ -132,8 +132,8 @@ def among_themselves(seconds: float) -> None:
     """Collectives in a group of its own, on rank 0."""
     end = time.monotonic() + seconds
     while main and time.monotonic() < end:
-        dist.all_reduce(torch.ones(2), group=alone)  # at: alone
-        time.sleep(0.05)
+        dist.all_reduce(torch.ones(2), group=alone)
+        time.sleep(0.05)  # at: alone
 
 
 def late_gather() -> None:

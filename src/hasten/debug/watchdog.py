@@ -83,6 +83,7 @@ class Watchdog:
         self._counts: dict[str, int] = {}
         self._quiet_since = 0.0
         self._look_at = 0.0
+        self._asked_at = float("-inf")
         self._longest_s = 0.0
         self._tick = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
         self._speaks = False
@@ -169,7 +170,8 @@ class Watchdog:
             log.warning("the ranks go on after %.0f s", waited)
         self._reported = self._suspect = ()
         try:
-            self._bulletin.withdraw()
+            if now - self._asked_at > _STALE_S / 2:  # who asked reads it within ten seconds
+                self._bulletin.withdraw()
             if self._speaks:
                 self._speaks = False
                 self._bulletin.be_silent()
@@ -198,6 +200,7 @@ class Watchdog:
         try:
             state = self._observer.look(now - self._quiet_since, self._counts, {})
             self._bulletin.post(msgspec.structs.replace(state, moves=True))
+            self._asked_at = now
         except LOST as error:
             log.debug("rank %d could not post: %s", self._observer.rank, error)
 

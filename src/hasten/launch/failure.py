@@ -153,6 +153,8 @@ def end_words(code: int) -> str:
 def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float, log: str = "") -> Failure:
     """The failure of a rank, with what it wrote down itself if it could."""
     recorded = _recorded(Path(error_file)) if error_file else {}
+    if recorded and code == -signal.SIGTERM:  # it had failed by itself when the launcher stopped it
+        code = 1
     return Failure(
         rank=rank,
         host=host,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 import pytest
@@ -36,15 +36,20 @@ def test_the_cause_is_found_whatever_the_order() -> None:
 def test_what_all_ranks_raise_together_is_the_failure_of_the_rank_that_had_an_error_of_its_own(tmp_path: Path) -> None:
     """The rank that only agreed may well be the first to write its error down."""
 
-    def agreeing(rank: int, cause: Exception | None) -> Failure:
+    def agreeing(rank: int, cause: Exception | None, code: int) -> Failure:
         error = CheckpointError("checking 'state': rank 1 raised ValueError: on purpose")
         error.agreed, error.__cause__ = True, cause
         write_error(path := tmp_path / f"{rank}.json", error, None)
-        return read_failure(rank, "host-a", 1, 7, error_file=str(path), time=0.0)
+        return read_failure(rank, "host-a", code, 7, error_file=str(path), time=0.0)
 
-    for order in permutations(range(3)):
-        found = {rank: agreeing(rank, ValueError("on purpose") if rank == 1 else None) for rank in order}
+    for order, code in product(
+        permutations(range(3)), (1, -signal.SIGTERM)
+    ):  # the launcher stops it before it has ended
+        found = {
+            rank: agreeing(rank, *((ValueError("on purpose"), code) if rank == 1 else (None, 1))) for rank in order
+        }
         assert first_failure(found.values()) == found[1]
+        assert (found[1].code, found[1].stopped) == (1, False)
 
 
 def test_a_traceback_is_printed_once_and_last() -> None:
