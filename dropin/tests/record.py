@@ -250,7 +250,9 @@ class Lane:
 
 def record(sides: Mapping[str, str], todo: list[Job], out: Path, apart: Path) -> None:
     """Make every recording of every side, as many at a time as there are processors for."""
-    lanes = max(1, (os.cpu_count() or 1) // (2 * len(sides)))
+    if not todo:
+        return
+    lanes = min(len(todo), max(1, (os.cpu_count() or 1) // (2 * len(sides))))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(lanes * len(sides)) as pool:
         running = []
         for side, python in sides.items():
