@@ -100,6 +100,8 @@ class Verdict:
     """Sides without a recording, and their logs."""
     different: list[str] = field(default_factory=list)
     listed: dict[str, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    """Parts that end with an error on both sides: equal, and no evidence of anything."""
 
 
 def jobs(chosen: Iterable[str]) -> list[Job]:
@@ -279,6 +281,7 @@ def compared(job: Job, out: Path, sides: Iterable[str]) -> Verdict:
     return Verdict(
         different=[f"{job.name}: {one}" for one in unexplained(job.name, *read)],
         listed={key: EXPLAINED[job.name][key] for key in listed(job.name, *read)},
+        errors=[key for key, value in read[0].items() if isinstance(value, dict) and value.keys() == {"error"}],
     )
 
 
@@ -294,7 +297,9 @@ def cell(verdicts: list[Verdict], missing: Mapping[str, list[str]]) -> str:
     if different := sum(len(one.different) for one in verdicts):
         return f"differs in {different} place{'s' * (different > 1)}"
     keys = [key for one in verdicts for key in one.listed]
-    return f"equal but for what is listed: {', '.join(keys)}" if keys else "equal"
+    errors = [key for one in verdicts for key in one.errors]
+    said = f"equal but for what is listed: {', '.join(keys)}" if keys else "equal"
+    return f"{said}; on both sides an error: {', '.join(errors)}" if errors else said
 
 
 def table(

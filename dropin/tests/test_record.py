@@ -58,7 +58,7 @@ def test_listed_differences_name_recordings_that_are_made(recorder: Any) -> None
     assert {job.part for job in recorder.jobs(["lora", "parity"])} == {"lora", "parity"}
 
 
-def test_the_table_tells_equal_listed_different_failed_and_missing_apart(recorder: Any, tmp_path: Path) -> None:
+def test_the_table_tells_outcomes_apart(recorder: Any, tmp_path: Path) -> None:
     def verdict(job: Any) -> Any:
         match job.part:
             case "denoising":
@@ -67,15 +67,20 @@ def test_the_table_tells_equal_listed_different_failed_and_missing_apart(recorde
                 return put(recorder, tmp_path, job, {"loss": [1.0, 2.0]}, {"loss": [1.0, 2.1]})
             case "sft":
                 return put(recorder, tmp_path, job, {"loss": 1.0}, None if job.processes == 2 else {"loss": 1.0 + 1e-8})
+            case "preferences":
+                return put(
+                    recorder, tmp_path, job, {"dpo": 1.0, "kto": {"error": "no"}}, {"dpo": 1.0, "kto": {"error": "no"}}
+                )
             case "tutorials":
                 return put(recorder, tmp_path, job, "loss 1.0\n", f"loss {2.0 if job.name == 'gan_2' else 1.0}\n")
         raise AssertionError(job)
 
-    todo = recorder.jobs(["denoising", "lora", "sft", "judging", "tutorials"])
+    todo = recorder.jobs(["preferences", "denoising", "lora", "sft", "judging", "tutorials"])
     verdicts = {job: verdict(job) for job in todo if job.part != "judging"}
     missing = {"judging": {"original": ["lm_eval"], "dropin": []}}
     rows = recorder.table(todo, verdicts, missing)
     assert rows[2:] == [
+        "| preferences | equal; on both sides an error: kto | equal; on both sides an error: kto |",
         "| denoising | differs in 1 place | equal but for what is listed: split |",
         "| lora | differs in 1 place | differs in 1 place |",
         "| sft | equal | failed: dropin sft_2 |",
