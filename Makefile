@@ -82,14 +82,13 @@ laws: $(READY) ## search for cases that break the laws: CASES=1000 START=0, or o
 		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || exit 1; done
 
 PARITY := .parity
-parity: $(READY) ## run the drop-in's scripts under the original package too, and compare
+parity: $(READY) ## record scripts, clients, tutorials under the original package and the drop-in, and compare: CLIENTS="parity lora"
 	@test -x $(PARITY)/bin/python || $(PYTHON) -m venv $(PARITY)
 	@$(PARITY)/bin/python -m pip install --quiet --constraint constraints.txt \
-		torch transformers peft trl sentence-transformers datasets evaluate scikit-learn tensorboard pillow torchdata bitsandbytes torchao \
-		accelerate==1.15.0
-	dropin/tests/record.sh $(abspath $(PARITY))/bin/python $(abspath runs)/parity/original
-	dropin/tests/record.sh $(abspath $(BIN))/python $(abspath runs)/parity/dropin
-	$(BIN)/python dropin/tests/run_parity.py compare runs/parity/original runs/parity/dropin
+		torch transformers peft trl sentence-transformers datasets evaluate diffusers scikit-learn tensorboard pillow torchdata \
+		bitsandbytes torchao accelerate==1.15.0
+	$(BIN)/python dropin/tests/record.py runs/parity --original $(PARITY)/bin/python --dropin $(BIN)/python \
+		--apart $(PARITY)/clients $(if $(CLIENTS),--only $(CLIENTS))
 
 # The suite against another torch, in an environment of its own. OLDEST is the lower bound in pyproject.toml.
 OLDEST := 2.11.0

@@ -1,7 +1,6 @@
 """What scripts and libraries compute on the drop-in equals what they computed on the original package.
 
-The numbers of the original lie in golden/, recorded by record.sh in an environment of its own. `make parity` runs all of
-it under both packages, each script in fresh processes.
+The numbers of the original lie in golden/, recorded by `make parity` (record.py), which runs all of it under both packages.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def test_small_scripts_equal_the_original(tmp_path: Path, warm: Any, parity: Mod
     done = warm.run(tmp_path, [str(HERE / "run_parity.py"), "run", str(out)], processes)
     assert not done.failed, done.err
     recorded = json.loads((GOLDEN / f"parity_{processes}.json").read_text())
-    assert parity.unexplained(recorded, json.loads(out.read_text())) == []
+    assert parity.unexplained(f"parity_{processes}", recorded, json.loads(out.read_text())) == []
     assert len(recorded) >= (180 if processes == 1 else 100)
 
 

@@ -1,6 +1,6 @@
 """Scripts written as well-known tutorials have them run as they are and print what they print on the original package.
 
-The Hub is a fabricated cache; what the original printed lies in golden/tutorials, recorded by record.sh.
+The Hub is a fabricated cache; what the original printed lies in golden/tutorials, recorded by `make parity` (record.py).
 """
 
 from __future__ import annotations

@@ -72,10 +72,23 @@ class Warm:
                 text=True,
             )
 
-    def run(self, folder: Path, argv: list[str], processes: int = 1, env: Mapping[str, str] | None = None) -> Done:
+    def run(
+        self,
+        folder: Path,
+        argv: list[str],
+        processes: int = 1,
+        env: Mapping[str, str] | None = None,
+        limit_s: float = LIMIT_S,
+    ) -> Done:
         """Run a script in `folder`, on one process or on several that find each other through the environment."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        request = {"folder": str(folder), "argv": argv, "processes": processes, "env": dict(env or {})}
+        request = {
+            "folder": str(folder),
+            "argv": argv,
+            "processes": processes,
+            "env": dict(env or {}),
+            "limit_s": limit_s,
+        }
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -119,13 +132,13 @@ def run(request: dict[str, Any]) -> list[int]:
             "MASTER_PORT": str(port),
         }
         pids.append(fork(request, rank, {**(env if processes > 1 else {}), **request["env"]}))
-    return wait(pids)
+    return wait(pids, request["limit_s"])
 
 
-def wait(pids: list[int]) -> list[int]:
+def wait(pids: list[int], limit_s: float) -> list[int]:
     """The exit codes; ranks that outlive a failed one, or the limit, are killed."""
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while len(codes) < len(pids):
         for pid in pids:
             if pid in codes:

@@ -1,0 +1,357 @@
+"""Record scripts, clients and tutorials under the original package and the drop-in, both at the same time, and compare.
+
+python record.py FOLDER --original PYTHON --dropin PYTHON --apart FOLDER [--only NAME …]
+
+Each side has processes of its own that stand ready with the heavy libraries imported (warm.py), so that a recording is a fork.
+It ends with one table, also in FOLDER/table.md, and fails where something differs that run_parity.EXPLAINED does not list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from run_parity import EXPLAINED, listed, text_differences, unexplained
+from warm import Done, Warm
+
+HERE = Path(__file__).parent
+CONSTRAINTS = HERE.parent.parent / "constraints.txt"
+LIMIT_S: Final = 1200.0
+SHOWN: Final = 5
+"""Differences of one recording that are printed; a client whose numbers go apart early has thousands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """What a script of clients/ needs."""
+
+    modules: tuple[str, ...]
+    apart: tuple[str, ...] = ()
+    """Distributions that are installed into a folder for this script alone, without their dependencies: they would bring the
+    original package into the drop-in's environment, or a torchvision for another torch, which breaks `import transformers`."""
+
+
+# The longest first.
+CLIENTS: Final = {
+    "scenarios": Client(("transformers", "peft")),
+    "preferences": Client(("trl",)),
+    "denoising": Client(
+        ("denoising_diffusion_pytorch", "einops", "ema_pytorch", "pytorch_fid", "torchvision"),
+        ("denoising-diffusion-pytorch", "einops", "ema-pytorch", "pytorch-fid", "torchvision"),
+    ),
+    "trainer": Client(("transformers",)),
+    "lora": Client(("peft",)),
+    "sft": Client(("trl",)),
+    "sentences": Client(("sentence_transformers",)),
+    "few_shot": Client(("setfit",), ("setfit",)),
+    "painting": Client(("diffusers",)),
+    "accelerated": Client(("pytorch_accelerated",), ("pytorch-accelerated",)),
+    "judging": Client(("lm_eval",), ("lm-eval",)),
+}
+SCRIPTS: Final = "parity"
+TUTORIALS: Final = "tutorials"
+NAMED: Final = ("accelerate", "torch", "transformers", "peft", "trl", "datasets", "evaluate")
+
+# The original's notebook_launcher refuses to fork a process that has imported bitsandbytes, as the warm one has.
+COLD: Final = ("notebook_vision",)
+# The plain loop and the settings file know one process; the notebook starts two by itself; a tracker made before the
+# Accelerator lets the original take every process for the first one on CPUs (DIFFERENCES.md).
+ALONE: Final = ("basic_config", "course_mrpc_plain", "notebook_vision", "tracking")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One recording: a script on a number of processes."""
+
+    part: str
+    script: Path
+    processes: int
+
+    @property
+    def name(self) -> str:
+        """What the recording is called in EXPLAINED."""
+        return f"{self.part if self.part == SCRIPTS else self.script.stem}_{self.processes}"
+
+    @property
+    def file(self) -> Path:
+        """Where it lies in a side's folder."""
+        return Path(TUTORIALS, f"{self.name}.txt") if self.part == TUTORIALS else Path(f"{self.name}.json")
+
+
+@dataclass(slots=True)
+class Verdict:
+    """How the two recordings of a job compare."""
+
+    failed: dict[str, Path] = field(default_factory=dict)
+    """Sides without a recording, and their logs."""
+    different: list[str] = field(default_factory=list)
+    listed: dict[str, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    """Parts that end with an error on both sides: equal, and no evidence of anything."""
+
+
+def jobs(chosen: Iterable[str]) -> list[Job]:
+    """Every recording of the chosen parts, the longest first."""
+    made = [Job(SCRIPTS, HERE / "run_parity.py", processes) for processes in (2, 1)]
+    made += [Job(name, HERE / "clients" / f"{name}.py", processes) for name in CLIENTS for processes in (2, 1)]
+    tutorials = sorted(path for path in (HERE / "tutorials").glob("*.py") if path.stem != "make_hub")
+    made += [Job(TUTORIALS, path, 1) for path in tutorials]
+    made += [Job(TUTORIALS, path, 2) for path in tutorials if path.stem not in ALONE]
+    wanted = set(chosen)
+    return [job for job in made if job.part in wanted]
+
+
+def probe(apart: Path) -> dict[str, Any]:
+    """What the running Python lacks for each client, and the versions of what it has."""
+    here = list(sys.path)
+    missing, versions = {}, {name: version for name in NAMED if (version := version_of(name))}
+    for name, client in CLIENTS.items():
+        sys.path[:] = [str(apart / name), *here]
+        importlib.invalidate_caches()
+        missing[name] = [one for one in client.modules if importlib.util.find_spec(one) is None]
+        versions |= {one: version for one in client.apart if (version := version_of(one))}
+    sys.path[:] = here
+    return {"missing": missing, "versions": versions | {"machine": platform.machine()}}
+
+
+def version_of(distribution: str) -> str | None:
+    """Its version, None where it is not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def probed(python: str, apart: Path) -> dict[str, Any]:
+    """`probe()` in another Python."""
+    done = subprocess.run(
+        [python, __file__, "--probe", str(apart)], capture_output=True, text=True, check=True, cwd=HERE
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def install(name: str, apart: Path) -> None:
+    """Put what a client needs beside both environments; where that fails, say so and go on."""
+    print(f"installing for {name}: {' '.join(CLIENTS[name].apart)}", flush=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--retries", "1", "--no-deps", "--upgrade"]
+    place = ["--target", str(apart / name), "--constraint", str(CONSTRAINTS)]
+    done = subprocess.run([*pip, *place, *CLIENTS[name].apart], capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"  not installed: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}", flush=True)
+
+
+def missing_modules(
+    sides: Mapping[str, str], chosen: Iterable[str], apart: Path, out: Path
+) -> dict[str, dict[str, list[str]]]:
+    """What each chosen client lacks, by side, after an attempt to install it. Versions go to the sides' folders."""
+    wanted = [name for name in chosen if name in CLIENTS]
+    found = {side: probed(python, apart) for side, python in sides.items()}
+    for name in wanted:
+        if CLIENTS[name].apart and any(one["missing"][name] for one in found.values()):
+            install(name, apart)
+    found = {side: probed(python, apart) for side, python in sides.items()}
+    for side, one in found.items():
+        (out / side).mkdir(parents=True, exist_ok=True)
+        (out / side / "versions.json").write_text(json.dumps(one["versions"]) + "\n")
+    lacking = {name: {side: one["missing"][name] for side, one in found.items()} for name in wanted}
+    return {name: by_side for name, by_side in lacking.items() if any(by_side.values())}
+
+
+class Lane:
+    """Works off a side's jobs, one after another; several lanes may share the jobs."""
+
+    def __init__(self, side: str, python: str, out: Path, work: Path, apart: Path) -> None:
+        self.side, self.python, self.out, self.work, self.apart = side, python, out, work, apart
+        work.mkdir(parents=True)
+        self.env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "HF_EVALUATE_OFFLINE": "1",
+            "ACCELERATE_USE_CPU": "1",
+            "HF_HOME": str(work / "hub"),
+        }
+        self._filled = False
+
+    def work_off(self, left: queue.Queue[Job]) -> None:
+        """Record jobs until none is left."""
+        warm = Warm(self.python, self.env, self.work / "log")
+        try:
+            while True:
+                job = left.get_nowait()
+                started = time.monotonic()
+                done = self.record(warm, job)
+                ended = "failed" if done.failed else f"{time.monotonic() - started:.0f} s"
+                print(f"{self.side} {job.name}: {ended}", flush=True)
+        except queue.Empty:
+            pass
+        finally:
+            warm.close()
+
+    def record(self, warm: Warm, job: Job) -> Done:
+        """Run one job; its recording, or its log where it fails, lies in the side's folder afterwards."""
+        out = self.out / job.file
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for stale in (out, out.with_suffix(".log")):
+            stale.unlink(missing_ok=True)
+        place = self.work / job.file.with_suffix("")
+        place.mkdir(parents=True)
+        argv, path = [str(job.script)], [str(self.apart / job.part)]
+        if job.part == SCRIPTS:
+            argv += ["run", str(out)]
+        elif job.part == TUTORIALS:
+            path = [str(HERE / "tutorials" / "stand_ins")]
+            self.fill_hub(warm)
+        else:
+            argv += [str(place / "run"), str(out)]
+        env = {"PYTHONPATH": os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))}
+        run = self.cold if job.script.stem in COLD else warm.run
+        done = run(place, argv, job.processes, env, LIMIT_S)
+        if done.failed:
+            out.with_suffix(".log").write_text("\n".join((str(done.codes), *done.out, *done.err)))
+        elif job.part == TUTORIALS:
+            out.write_text(done.out[0])
+        return done
+
+    def cold(self, folder: Path, argv: list[str], processes: int, env: Mapping[str, str], limit_s: float) -> Done:
+        """A script in a process of its own."""
+        assert processes == 1, f"{argv[0]}: only scripts on one process start cold"
+        done = subprocess.run(
+            [self.python, *argv],
+            cwd=folder,
+            env={**self.env, **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=limit_s,
+        )
+        return Done([done.returncode], [done.stdout], [done.stderr])
+
+    def fill_hub(self, warm: Warm) -> None:
+        """Make the Hub's cache that tutorials read from."""
+        if not self._filled:
+            made = warm.run(self.work, [str(HERE / "tutorials" / "make_hub.py"), self.env["HF_HOME"]])
+            assert not made.failed, made.err
+            self._filled = True
+
+
+def record(sides: Mapping[str, str], todo: list[Job], out: Path, apart: Path) -> None:
+    """Make every recording of every side, as many at a time as there are processors for."""
+    if not todo:
+        return
+    lanes = min(len(todo), max(1, (os.cpu_count() or 1) // (2 * len(sides))))
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(lanes * len(sides)) as pool:
+        running = []
+        for side, python in sides.items():
+            left: queue.Queue[Job] = queue.Queue()
+            for job in todo:
+                left.put(job)
+            for number in range(lanes):
+                lane = Lane(side, python, out / side, Path(folder, f"{side}{number}"), apart)
+                running.append(pool.submit(lane.work_off, left))
+        for one in running:
+            one.result()
+
+
+def compared(job: Job, out: Path, sides: Iterable[str]) -> Verdict:
+    """How a job's recordings compare."""
+    files = {side: out / side / job.file for side in sides}
+    failed = {f"{side} {job.name}": file.with_suffix(".log") for side, file in files.items() if not file.exists()}
+    if failed:
+        return Verdict(failed=failed)
+    first, second = (file.read_text() for file in files.values())
+    if job.part == TUTORIALS:
+        return Verdict(different=[f"{job.name}: {one}" for one in text_differences(first, second)])
+    read = json.loads(first), json.loads(second)
+    return Verdict(
+        different=[f"{job.name}: {one}" for one in unexplained(job.name, *read)],
+        listed={key: EXPLAINED[job.name][key] for key in listed(job.name, *read)},
+        errors=[key for key, value in read[0].items() if isinstance(value, dict) and value.keys() == {"error"}],
+    )
+
+
+def cell(verdicts: list[Verdict], missing: Mapping[str, list[str]]) -> str:
+    """What the table says about a part on a number of processes."""
+    if missing:
+        modules = sorted({module for found in missing.values() for module in found})
+        return f"not installed: {', '.join(modules)} ({', '.join(side for side, found in missing.items() if found)})"
+    if not verdicts:
+        return "–"
+    if failed := [name for one in verdicts for name in one.failed]:
+        return f"failed: {', '.join(failed)}"
+    if different := sum(len(one.different) for one in verdicts):
+        return f"differs in {different} place{'s' * (different > 1)}"
+    keys = [key for one in verdicts for key in one.listed]
+    errors = [key for one in verdicts for key in one.errors]
+    said = f"equal but for what is listed: {', '.join(keys)}" if keys else "equal"
+    return f"{said}; on both sides an error: {', '.join(errors)}" if errors else said
+
+
+def table(
+    todo: list[Job], verdicts: Mapping[Job, Verdict], missing: Mapping[str, Mapping[str, list[str]]]
+) -> list[str]:
+    """One row for each part, one column for each number of processes, and below it why listed differences are there."""
+    rows = ["| Part | 1 process | 2 processes |", "|---|---|---|"]
+    for part in dict.fromkeys([job.part for job in todo]):
+        cells = [
+            cell([verdicts[job] for job in todo if (job.part, job.processes) == (part, count) and job in verdicts],
+                 dict(missing.get(part, {})))
+            for count in (1, 2)
+        ]  # fmt: skip
+        rows.append(f"| {part} | {' | '.join(cells)} |")
+    reasons = [f"- {job.name}, {key}: {why}" for job, one in verdicts.items() for key, why in one.listed.items()]
+    return rows + (["", *reasons] if reasons else [])
+
+
+def main() -> int:
+    """Record, compare, tell; 1 where a recording failed or differs without being listed."""
+    parts = [SCRIPTS, *CLIENTS, TUTORIALS]
+    parser = argparse.ArgumentParser(description="Record under both packages and compare.")
+    parser.add_argument("folder", type=Path, help="where recordings and the table go")
+    parser.add_argument("--original", required=True, help="the Python that has the original package")
+    parser.add_argument("--dropin", required=True, help="the Python that has the drop-in")
+    parser.add_argument(
+        "--apart", type=Path, required=True, help="where clients outside both environments are installed"
+    )
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts, help="parts to record instead of all")
+    given = parser.parse_args()
+    sides = {"original": os.path.abspath(given.original), "dropin": os.path.abspath(given.dropin)}
+    out, apart, started = given.folder.absolute(), given.apart.absolute(), time.monotonic()
+    missing = missing_modules(sides, given.only, apart, out)
+    todo = jobs(given.only)
+    doable = [job for job in todo if job.part not in missing]
+    record(sides, doable, out, apart)
+    verdicts = {job: compared(job, out, sides) for job in doable}
+    for one in verdicts.values():
+        for line in one.different[:SHOWN]:
+            print(line)
+        if len(one.different) > SHOWN:
+            print(f"  and {len(one.different) - SHOWN} more")
+        for name, log in one.failed.items():
+            print(f"{name} failed, see {log}")
+    told = "\n".join(table(todo, verdicts, missing)) + "\n"
+    (out / "table.md").write_text(told)
+    print(f"\n{told}\n{len(doable)} recordings of each side in {time.monotonic() - started:.0f} s")
+    return int(any(one.failed or one.different for one in verdicts.values()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--probe"]:
+        print(json.dumps(probe(Path(sys.argv[2]))))
+    else:
+        sys.exit(main())
