@@ -40,6 +40,7 @@ class Case:
     host: Host = CPU
     env: Mapping[str, str] = field(default_factory=dict)
     mpi: Mpi | None = None
+    tpu_hosts: int | None = None
 
 
 def slurm_step(node: int, nodes: int, per_node: int, local: int = 0) -> dict[str, str]:
@@ -118,6 +119,15 @@ CASES: Final[dict[str, Case]] = {
     "wrong_tpu_processes": Case("--num_processes 4 train.py", TPU),
     "wrong_tpu_no_name": Case("--tpu --tpu_cluster train.py", TPU),
     "tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod --tpu_zone us-central2-b train.py --lr 3", TPU),
+    "tpu_pod_of_one": Case("--tpu --tpu_cluster --tpu_name one train.py", tpu_hosts=1),
+    "tpu_vm_alone": Case(
+        "--tpu --tpu_cluster --tpu_name pod --vm 1 --env TPU_PROCESS_BOUNDS=1,1,1,B=2 train.py", tpu_hosts=4
+    ),
+    "wrong_tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod train.py", tpu_hosts=4),
+    "wrong_tpu_vms": Case("--tpu --tpu_cluster --tpu_name pod --vm 0,1 train.py"),
+    "wrong_tpu_env": Case("--tpu --tpu_cluster --tpu_name pod --env 1 train.py"),
+    "wrong_tpu_range": Case("--tpu --tpu_cluster --tpu_name pod --vm 0-3 train.py"),
+    "wrong_tpu_slice": Case("--tpu train.py", TPU, tpu_hosts=4),
     "wrong_port_zero": Case("--num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", GPUS),
     "wrong_no_address": Case("--num_machines 2 train.py", GPUS),
     "wrong_too_many": Case("--num_processes 9 train.py", GPUS),
@@ -145,7 +155,12 @@ def plan_text(case: Case) -> str:
         target = Target(words[0], tuple(words[1:]), module=launch.module, no_python=launch.no_python)
         request = Request(resolved.config, target, handoff.pack(resolved))
         plan = make_plan(
-            request, host, flags=tuple(argv[: len(argv) - len(words)]), folder="/home/me/run", installed_mpi=case.mpi
+            request,
+            host,
+            flags=tuple(argv[: len(argv) - len(words)]),
+            folder="/home/me/run",
+            installed_mpi=case.mpi,
+            tpu_hosts=case.tpu_hosts,
         )
     except HastenError as error:
         return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"

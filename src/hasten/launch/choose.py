@@ -21,8 +21,11 @@ def make_plan(
     flags: tuple[str, ...] = (),
     folder: str = ".",
     installed_mpi: mpi.Mpi | None = None,
+    tpu_hosts: int | None = None,
 ) -> LaunchPlan:
     """The plan for `request` on `host`; `flags` are the options as typed, for plans that repeat the command elsewhere.
+
+    `tpu_hosts` is the number of machines of the TPU, where it is known.
 
     Raises: ConfigError for settings that contradict each other or this machine.
     """
@@ -30,7 +33,7 @@ def make_plan(
     if config.launch.submit == "slurm":
         return slurm.plan_submit(request, host, flags, folder)
     if config.launch.tpu and config.xla.tpu_use_cluster:
-        return xla.plan_pod(request, flags)
+        return xla.plan_pod(request, flags, tpu_hosts)
     if uses_mpi(request):
         return mpi.plan(request, host, installed_mpi or mpi.Mpi())
     if _uses_deepspeed(request):
@@ -45,7 +48,7 @@ def make_plan(
         case "task":
             return slurm.plan_task(request, host, shape)
         case "xla":
-            return xla.plan(request, host, shape)
+            return xla.plan(request, host, shape, tpu_hosts)
         case other:
             assert_never(other)
 

@@ -16,6 +16,7 @@ from hasten.config.resolve import Resolved
 from hasten.config.root import Config
 from hasten.config.source import Entry
 from hasten.errors import ConfigError, MissingPackageError
+from hasten.launch import tpu_slice
 from hasten.launch.base import LaunchPlan, Request, Target
 from hasten.launch.choose import make_plan, uses_mpi
 from hasten.launch.host import Host, look
@@ -102,6 +103,7 @@ def prepare(
         flags=_absolute(typed),
         folder=str(Path.cwd()),
         installed_mpi=_installed_mpi(request) if uses_mpi(request) else None,
+        tpu_hosts=tpu_slice.ask(request, host),
     )
     return Job(request, resolved, host, complete(plan, host.env))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, Self, assert_never
 
 from hasten.errors import TopologyError
+from hasten.runtime import tpu_hosts
 from hasten.runtime.nodelist import expand_hosts, expand_tasks
 from hasten.runtime.numbers import companion, contradiction, first, missing, number
 
@@ -291,9 +292,8 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
         return None
     local_rank = number(env, "PJRT_LOCAL_PROCESS_RANK") or 0
     local_world_size = number(env, "PJRT_LOCAL_PROCESS_COUNT") or 1
-    hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
-    node_rank = number(env, "TPU_WORKER_ID") or 0
-    num_hosts = max(len(hosts), 1)
+    node_rank = 0 if tpu_hosts.alone(env) else number(env, "TPU_WORKER_ID") or 0
+    num_hosts = max(len(tpu_hosts.workers(env)), 1)
     if node_rank >= num_hosts:
         raise contradiction(
             env, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "a worker's number is below the number of hosts"

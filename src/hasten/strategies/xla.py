@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ from hasten.config.base import given
 from hasten.config.root import Config
 from hasten.errors import ConfigError, DeviceError, MissingPackageError
 from hasten.optional import check_installed, need
+from hasten.runtime import env, tpu_hosts
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.topology import Topology
 from hasten.strategies.alone import Alone
@@ -41,11 +43,12 @@ def start(config: Config, topology: Topology) -> torch.device:
     refuse_other_torch(torch.__version__)
     check_installed("torch_xla", VERSIONS, _WHY)
     runtime = need("torch_xla.runtime")
+    refuse_hosts(runtime.device_type(), env.snapshot())
     if not runtime.is_spmd():
         runtime.use_spmd()
         need("torch_xla").manual_seed(torch.initial_seed())
     if runtime.process_count() > 1:
-        raise ConfigError(several_hosts(int(runtime.process_count())))
+        raise ConfigError(tpu_hosts.refusal(int(runtime.process_count())))
     device: torch.device = need("torch_xla").device()
     _try_backward(device)
     return device
@@ -67,7 +70,7 @@ def _try_backward(device: torch.device) -> None:
 def refuse_processes(topology: Topology) -> None:
     """Raise where several processes were started: the devices of a host belong to one."""
     if topology.source == "xla" and topology.local_world_size == 1 and topology.world_size > 1:
-        raise ConfigError(several_hosts(topology.world_size))
+        raise ConfigError(tpu_hosts.refusal(topology.world_size))
     if topology.world_size > 1:
         raise ConfigError(
             f"{topology.world_size} processes were started with strategy='xla', where one process drives all devices of a host and they "
@@ -75,12 +78,11 @@ def refuse_processes(topology: Topology) -> None:
         )
 
 
-def several_hosts(count: int) -> str:
-    """Why a slice of several hosts is not trained on."""
-    return (
-        f"this TPU slice has {count} hosts, and strategy='xla' was never run on more than one; what it computed there could not be "
-        "trusted. Use a slice with a single host (such as v5litepod-8), or strategy='fsdp' on GPUs."
-    )
+def refuse_hosts(kind: str | None, variables: Mapping[str, str]) -> None:
+    """Raise on a TPU slice of several hosts, before XLA starts: it would wait for all of them."""
+    hosts = tpu_hosts.count(variables) if kind == "TPU" else None
+    if hosts is not None and hosts > 1:
+        raise ConfigError(tpu_hosts.refusal(hosts))
 
 
 def refuse_other_torch(version: str) -> None:

@@ -1,0 +1,90 @@
+"""The machines of a TPU are counted before anything runs on them: by a stand-in for gcloud, and by this machine's variables."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hasten.cli.launch_cmd import make_parser
+from hasten.errors import ConfigError
+from hasten.launch.host import Host
+from hasten.launch.job import Job, prepare
+from hasten.runtime import tpu_hosts
+
+CLUSTER = "--tpu --tpu_cluster --tpu_name big --tpu_zone z-1"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script to launch, in an empty folder from which programs are started too."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "train.py").touch()
+    return str(tmp_path / "train.py")
+
+
+def gcloud(folder: Path, answer: str, code: int = 0) -> Path:
+    """A program named gcloud that notes how it was called; the file with its notes."""
+    program, notes = folder / "gcloud", folder / "asked"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(notes))}\necho {shlex.quote(answer)}\nexit {code}\n')
+    program.chmod(0o755)
+    return notes
+
+
+def endpoints(count: int) -> str:
+    return json.dumps({"networkEndpoints": [{"ipAddress": f"10.0.0.{n}", "port": 8470} for n in range(count)]})
+
+
+def job(words: str, script: str, host: Host | None = None) -> Job:
+    """The job of a command line, on a machine with gcloud and no TPU unless said otherwise."""
+    typed = shlex.split(words)
+    given = make_parser().parse_args([*typed, script])
+    host = host or Host(programs=frozenset({"gcloud"}))
+    return prepare(given.script, settings=given.settings, typed=typed, host=host)
+
+
+def test_gcloud_is_asked_before_anything_runs_there(script: str, tmp_path: Path) -> None:
+    asked = gcloud(tmp_path, endpoints(4))
+    with pytest.raises(ConfigError, match=r"the TPU 'big' has 4 hosts, .* never run on more than one"):
+        job(CLUSTER, script)
+    assert asked.read_text().splitlines() == [
+        "compute tpus tpu-vm describe big --format json(networkEndpoints) --quiet --zone z-1"
+    ]
+
+
+def test_one_vm_of_several_would_wait_for_the_others(script: str, tmp_path: Path) -> None:
+    gcloud(tmp_path, endpoints(4))
+    with pytest.raises(ConfigError, match="has 4 hosts"):
+        job(f"{CLUSTER} --vm 2", script)
+    with pytest.raises(ConfigError, match="has 4 hosts"):  # each would train by itself
+        job(f"{CLUSTER} --env TPU_PROCESS_BOUNDS=1,1,1", script)
+    plan = job(f"{CLUSTER} --vm 2 --env TPU_PROCESS_BOUNDS=1,1,1", script).plan
+    assert "--worker 2" in " ".join(plan.procs[0].argv)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "words"),
+    [(endpoints(1), 0, "big has 1 host"), ("{}", 0, "could not tell"), ("ERROR: denied", 1, "could not tell")],
+)
+def test_one_host_and_an_unknown_number_go_on(script: str, tmp_path: Path, answer: str, code: int, words: str) -> None:
+    gcloud(tmp_path, answer, code)
+    assert words in " ".join(job(CLUSTER, script).plan.notes)
+
+
+def test_this_machine_of_a_slice_is_refused_before_training(script: str) -> None:
+    env = {"TPU_WORKER_HOSTNAMES": "a,b"}
+    with pytest.raises(ConfigError, match="this TPU slice has 2 hosts"):
+        job("", script, Host(device="tpu", num_devices=4, env=env))
+    alone = Host(device="tpu", num_devices=4, env={**env, "TPU_PROCESS_BOUNDS": "1,1,1"})
+    assert job("", script, alone).plan.launcher == "xla"
+    on_cpu = Host(device="tpu", num_devices=4, env={**env, "PJRT_DEVICE": "CPU"})
+    assert job("", script, on_cpu).plan.launcher == "xla"
+
+
+def test_a_job_without_tpus_is_not_counted(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu_hosts, "count", lambda env: pytest.fail("somebody was asked"))
+    tpu = Host(device="tpu", num_devices=4, env={"TPU_WORKER_HOSTNAMES": "a,b"})
+    assert job("--cpu --num_processes 1", script, tpu).plan.launcher == "single"
+    assert job("", script, Host()).plan.launcher == "single"
