@@ -19,6 +19,8 @@ from hasten.errors import DeviceError, NumbersError, PrecisionError
 from hasten.optional import need
 from hasten.strategies.xla_devices import Devices
 
+pytestmark = pytest.mark.timeout(400)  # compiling takes most of the time: 90 s for a test that gets a seventh of a core
+
 STEPS: Final = 20
 ROWS: Final = 8
 FP32: Final = 2e-6
