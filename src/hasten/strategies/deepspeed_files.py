@@ -94,7 +94,9 @@ class ParameterFiles:
 
         DeepSpeed updates the copy in memory where there is one, and forgets it afterwards.
         """
-        self.remove_partition_and_release_buffers([p for p in self._held.values() if p.ds_status.name == "NOT_AVAILABLE"])
+        self.remove_partition_and_release_buffers(
+            [p for p in self._held.values() if p.ds_status.name == "NOT_AVAILABLE"]
+        )
 
     def _fetch(self, parameter: Any) -> None:
         if id(parameter) not in self._held:
@@ -213,7 +215,9 @@ class ParameterFiles:
             ) from error
 
 
-def place(model: nn.Module, init: Callable[..., Any], config: dict[str, Any], folder: Path, ctx: ProcessContext) -> None:
+def place(
+    model: nn.Module, init: Callable[..., Any], config: dict[str, Any], folder: Path, ctx: ProcessContext
+) -> None:
     """Partition a model with the parts in files of a folder, which goes with them. Ranks: every rank.
 
     `init` is `deepspeed.zero.Init`. Parameters that were partitioned while the model was built come from host memory.

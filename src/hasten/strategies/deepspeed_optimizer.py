@@ -18,9 +18,9 @@ from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
+from hasten.strategies.deepspeed_files import ParameterFiles
 from hasten.strategies.deepspeed_nvme import SwappedState
 from hasten.strategies.deepspeed_order import GradientOrder
-from hasten.strategies.deepspeed_files import ParameterFiles
 from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, own_weights, shards_of
 
 log = logging.getLogger(__name__)
