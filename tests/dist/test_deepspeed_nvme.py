@@ -327,6 +327,7 @@ ONE_BY_ONE: Final = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_siz
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @ranks(1, 2, timeout_s=300)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize(
@@ -390,13 +391,14 @@ WIDE: Final = 270001
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_parameters_on_nvme_are_saved_and_loaded(rank_pool: Pool, tmp_path: Path, precision: str) -> None:
     """On the same number of processes bit for bit, on others, and in host memory."""
-    saved, after = rank_pool.run(save_parameters, 2, tmp_path, precision)[0]
+    saved, after = rank_pool.run(save_parameters, 2, tmp_path, precision, timeout_s=600)[0]
     for world in (2, 1, 3):
-        _, there, exported = rank_pool.run(load_parameters, world, tmp_path, precision, False)[0]
-        for loaded, trained, fresh in rank_pool.run(load_parameters, world, tmp_path, precision, True):
+        _, there, exported = rank_pool.run(load_parameters, world, tmp_path, precision, False, timeout_s=600)[0]
+        for loaded, trained, fresh in rank_pool.run(load_parameters, world, tmp_path, precision, True, timeout_s=600):
             assert_equal(saved, loaded)
             assert_equal(trained, there)
             assert_equal(fresh, exported)
@@ -406,7 +408,7 @@ def test_parameters_on_nvme_are_saved_and_loaded(rank_pool: Pool, tmp_path: Path
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@ranks(2)
+@ranks(2, timeout_s=600)
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_parameters_and_state_on_nvme(ctx: ProcessContext, tmp_path: Path, built: None, precision: str) -> None:
     common: dict[str, Any] = {"mixed_precision": precision}

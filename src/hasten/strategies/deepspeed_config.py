@@ -257,6 +257,8 @@ def _parameters_on_nvme(filling: _Filling, section: dict[str, Any]) -> None:
         )
     if section.pop("buffer_size", None) is not None:
         filling.notes.append(f"{name}.buffer_size: not used (memory for a part is as large as the part)")
+    if "aio" in filling.config:
+        filling.notes.append("aio: for the optimizer's state alone (parameters are read and written by hasten)")
     if "max_in_cpu" not in section:
         section["max_in_cpu"] = 0
         filling.notes.append(f"{name}.max_in_cpu: 0 (DeepSpeed would keep the first 1e9 elements in host memory)")

@@ -197,7 +197,7 @@ class ParameterFiles:
         self._move(param, room, os.O_WRONLY, os.pwritev, "written")
 
     def _move(self, param: Any, room: Tensor, flags: int, move: Callable[..., int], word: str) -> None:
-        part, blocks, done = self._parts[id(param)], memoryview(room.numpy()), 0
+        part, blocks, done = self._parts[id(param)], memoryview(room.numpy().data), 0
         try:
             file = _open(part.path, flags)
             try:
@@ -240,7 +240,7 @@ def place(
     partition = init(config_dict_or_path=config, param_swapper=files)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):
-            parameter.all_gather()  # type: ignore[operator]
+            parameter.all_gather()  # type: ignore[attr-defined]
         parameter.data = parameter.data.to(ctx.device, files.dtype_of(parameter))
         partition._zero_init_param(parameter)
 
