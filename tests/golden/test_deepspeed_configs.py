@@ -171,7 +171,13 @@ def test_the_given_mapping_is_left_as_it_was() -> None:
         ),
         ({"zero_optimization": {"stage": 2, "offload_param": NVME}}, Facts(), "needs stage 3, but the stage is 2"),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": NVME, "offload_optimizer": {**NVME, "fast_init": True}}},
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": NVME,
+                    "offload_optimizer": {**NVME, "fast_init": True},
+                }
+            },
             Facts(),
             "Remove fast_init",
         ),
