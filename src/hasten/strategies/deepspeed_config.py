@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from hasten.config.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
+from hasten.strategies import deepspeed_nvme_config
 
 AUTO: Final = "auto"
 _HALVES: Final = ("fp16", "bf16")
-_KEPT_WHOLE: Final = 2**18 - 1
-"""The largest parameter whose part is smaller than 1 MiB in any precision."""
 _DROPPED: Final = (
     # without the model's hidden size, DeepSpeed's own defaults are better than a guess
     ("zero_optimization", "reduce_bucket_size"),
@@ -117,7 +116,8 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
     _optimizer(filling, facts)
     _scheduler(filling, facts)
     _hidden_size(filling, facts)
-    _kept_whole(filling)
+    if _offload(filling.section("zero_optimization"), "param") == "nvme":
+        deepspeed_nvme_config.keep_small_whole(filling.config, filling.notes)
     _refuse_autos(filling.config)
     return EngineConfig(filling.config, stage, clipping, tuple(filling.notes))
 
@@ -192,7 +192,7 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     for part in ("optimizer", "param"):
         device = _offload(zero, part)
         if device == "nvme":
-            _nvme(filling, part, int(stage))
+            deepspeed_nvme_config.check(filling.config, part, int(stage), filling.notes)
         if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
             needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
             raise ConfigError(
@@ -208,71 +208,6 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
     filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
     return int(stage)
-
-
-def _nvme(filling: _Filling, part: str, stage: int) -> None:
-    """Check offload to NVMe; with the optimizer's state there, give every parameter a sub-group of its own.
-
-    DeepSpeed 0.19 reads gradients into one buffer for the parameters of a sub-group. A read to an address that is not a multiple
-    of the drive's blocks of 512 bytes fails there without an error, and the update uses what the buffer held before.
-    """
-    zero = filling.section("zero_optimization")
-    name = f"zero_optimization.offload_{part}"
-    if stage != 3:
-        raise ConfigError(
-            f"{name}.device='nvme' needs stage 3, but the stage is {stage}, so nothing would be moved to the drive. Set "
-            "zero_optimization.stage to 3, or use device='cpu'."
-        )
-    section = zero[f"offload_{part}"]
-    if not section.get("nvme_path"):
-        what = "the optimizer's state has" if part == "optimizer" else "parameters have"
-        raise ConfigError(
-            f"{name}.device='nvme' has no nvme_path, so {what} no place. Add nvme_path, a folder on the drive."
-        )
-    if part == "param":
-        _parameters_on_nvme(filling, section)
-        return
-    for key in ("pipeline_read", "pipeline_write"):
-        if section.get(key) is True:
-            raise ConfigError(
-                f"{name}.{key}=True cannot be honoured: masters and moments may still be on their way to the drive when a checkpoint "
-                f"reads them. Remove {key}."
-            )
-        section.pop(key, None)
-    if zero.get("sub_group_size") != 1:
-        filling.notes.append(
-            "zero_optimization.sub_group_size: 1 (with several parameters in a sub-group DeepSpeed 0.19 loses gradients on NVMe)"
-        )
-        zero["sub_group_size"] = 1
-
-
-def _parameters_on_nvme(filling: _Filling, section: dict[str, Any]) -> None:
-    """Options of the files that hold parameters, which are hasten's own."""
-    zero = filling.section("zero_optimization")
-    name = "zero_optimization.offload_param"
-    if (zero.get("offload_optimizer") or {}).get("fast_init"):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.fast_init=True cannot be honoured with parameters on NVMe: DeepSpeed would make the "
-            "masters from files of its own, and hasten keeps parameters in others. Remove fast_init."
-        )
-    if section.pop("buffer_size", None) is not None:
-        filling.notes.append(f"{name}.buffer_size: not used (memory for a part is as large as the part)")
-    if "aio" in filling.config:
-        filling.notes.append("aio: for the optimizer's state alone (parameters are read and written by hasten)")
-    if "max_in_cpu" not in section:
-        section["max_in_cpu"] = 0
-        filling.notes.append(f"{name}.max_in_cpu: 0 (DeepSpeed would keep the first 1e9 elements in host memory)")
-
-
-def _kept_whole(filling: _Filling) -> None:
-    """Keep no parameter whole whose part is on NVMe: DeepSpeed cannot write into it there."""
-    zero = filling.section("zero_optimization")
-    kept = zero.get("stage3_param_persistence_threshold", 0)
-    if _offload(zero, "param") == "nvme" and kept > _KEPT_WHOLE:
-        zero["stage3_param_persistence_threshold"] = _KEPT_WHOLE
-        filling.notes.append(
-            f"zero_optimization.stage3_param_persistence_threshold: {_KEPT_WHOLE} (parts of larger parameters may be on NVMe)"
-        )
 
 
 def _offload(zero: dict[str, Any], part: str) -> str:
