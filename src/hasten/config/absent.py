@@ -14,7 +14,6 @@ from hasten.config.source import Entry, Path, shown
 from hasten.errors import ConfigError
 
 _FSDP: Final = "strategy: fsdp shards optimizer, gradients and parameters"
-_HOST: Final = "offload to the cpu"
 _MEGATRON: Final = (
     "tp_degree",
     "pp_degree",
@@ -77,8 +76,6 @@ ABSENT: Final[tuple[Absent, ...]] = (
         "starting a function of the script for each TPU core",
         "one process runs the script and drives all of them; leave it out",
     ),
-    Absent("deepspeed.offload_param_device", "offload of parameters to NVMe", _HOST, values=("nvme",)),
-    Absent("deepspeed.offload_param_nvme_path", "offload of parameters to NVMe", _HOST),
     *(
         Absent(f"megatron.{name}", what, instead)
         for what, instead, names in (

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from hasten.config.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
+from hasten.strategies import deepspeed_nvme_config
 
 AUTO: Final = "auto"
 _HALVES: Final = ("fp16", "bf16")
@@ -115,6 +116,8 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
     _optimizer(filling, facts)
     _scheduler(filling, facts)
     _hidden_size(filling, facts)
+    if _offload(filling.section("zero_optimization"), "param") == "nvme":
+        deepspeed_nvme_config.keep_small_whole(filling.config, filling.notes)
     _refuse_autos(filling.config)
     return EngineConfig(filling.config, stage, clipping, tuple(filling.notes))
 
@@ -140,8 +143,10 @@ def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  
     _hidden_size(filling, facts)
     parts = ("zero_optimization", "aio", *_HALVES)
     config = {name: filling.config[name] for name in parts if name in filling.config}
-    # torch's linear function stays in place until an engine computes
-    config["zero_optimization"]["memory_efficient_linear"] = False
+    zero = config["zero_optimization"]
+    zero["memory_efficient_linear"] = False  # torch's linear function stays in place until an engine computes
+    if _offload(zero, "param") == "nvme":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}  # an engine brings them to the drive
     _refuse_autos(config)
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
@@ -187,7 +192,7 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     for part in ("optimizer", "param"):
         device = _offload(zero, part)
         if device == "nvme":
-            _nvme(filling, part, int(stage))
+            deepspeed_nvme_config.check(filling.config, part, int(stage), filling.notes)
         if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
             needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
             raise ConfigError(
@@ -203,44 +208,6 @@ def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
     filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
     filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
     return int(stage)
-
-
-def _nvme(filling: _Filling, part: str, stage: int) -> None:
-    """Check offload to NVMe, and give every parameter a sub-group of its own.
-
-    DeepSpeed 0.19 reads gradients into one buffer for the parameters of a sub-group. A read to an address that is not a multiple
-    of the drive's blocks of 512 bytes fails there without an error, and the update uses what the buffer held before.
-    """
-    zero = filling.section("zero_optimization")
-    name = f"zero_optimization.offload_{part}"
-    if part == "param":
-        raise ConfigError(
-            f"{name}.device='nvme' cannot be honoured: DeepSpeed 0.19 writes parameters to NVMe in 16 bits on processors without fp16 "
-            "instructions, also in a float32 training, and checkpoints cannot read them there. Use 'cpu' for parameters; "
-            "offload_optimizer.device='nvme' moves masters and moments, which are six times as large under bf16."
-        )
-    if stage != 3:
-        raise ConfigError(
-            f"{name}.device='nvme' needs stage 3, but the stage is {stage}, so nothing would be moved to the drive. Set "
-            "zero_optimization.stage to 3, or use device='cpu'."
-        )
-    section = zero["offload_optimizer"]
-    if not section.get("nvme_path"):
-        raise ConfigError(
-            f"{name}.device='nvme' has no nvme_path, so the optimizer's state has no place. Add nvme_path, a folder on the drive."
-        )
-    for key in ("pipeline_read", "pipeline_write"):
-        if section.get(key) is True:
-            raise ConfigError(
-                f"{name}.{key}=True cannot be honoured: masters and moments may still be on their way to the drive when a checkpoint "
-                f"reads them. Remove {key}."
-            )
-        section.pop(key, None)
-    if zero.get("sub_group_size") != 1:
-        filling.notes.append(
-            "zero_optimization.sub_group_size: 1 (with several parameters in a sub-group DeepSpeed 0.19 loses gradients on NVMe)"
-        )
-        zero["sub_group_size"] = 1
 
 
 def _offload(zero: dict[str, Any], part: str) -> str:

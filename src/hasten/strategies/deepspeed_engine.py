@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from hasten.comm.agreement import agree
 from hasten.config.engines import DeepSpeedPlugin
 from hasten.errors import PrepareError
 from hasten.optim.engine import Placeholder
@@ -23,7 +24,7 @@ from hasten.optional import need
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import stop
-from hasten.strategies import deepspeed_nvme
+from hasten.strategies import deepspeed_files, deepspeed_nvme
 from hasten.strategies.deepspeed_config import EngineConfig
 
 VERSIONS: Final = ">=0.19,<0.20"
@@ -89,11 +90,16 @@ def start(
         warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
         for name, value in _place(ctx).items():
             env.put_default(name, value)
-        folder = deepspeed_nvme.own_folder(made.config["zero_optimization"])
-        with torchs_linear() as own:
+        zero = made.config["zero_optimization"]
+        with agree(ctx.world, "folders on NVMe"):
+            deepspeed_nvme.load_library(zero)
+            state, weights = deepspeed_nvme.own_folder(zero, "optimizer"), deepspeed_nvme.own_folder(zero, "param")
+        with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
+            if weights is not None:
+                deepspeed_files.place(model, deepspeed.zero.Init, made.config, weights, ctx)
             engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
-    if folder is not None:
-        deepspeed_nvme.remove_with(engine, folder)
+    if state is not None:
+        deepspeed_nvme.remove_with(engine, state)
     engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
     return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
         "memory_efficient_linear", True

@@ -1,8 +1,9 @@
-"""Optimizer state on NVMe: DeepSpeed's library for it, a folder for each engine, and the state while it is in memory."""
+"""NVMe: a folder for each engine, DeepSpeed's library for optimizer state, and that state while it is in memory."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import weakref
@@ -10,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import CalledProcessError
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from hasten.optional import need
 log = logging.getLogger(__name__)
 
 INSTALL: Final = "apt-get install libaio-dev g++ ninja-build"
+PLACED: Final = MappingProxyType({"optimizer": "the optimizer's state", "param": "the model"})
+"""What is offloaded by which section."""
 
 
 def build_library() -> None:
@@ -38,31 +42,53 @@ def build_library() -> None:
         ) from error
 
 
-def own_folder(zero: dict[str, Any]) -> str | None:
+def own_folder(zero: dict[str, Any], part: Literal["optimizer", "param"]) -> Path | None:
     """A new folder in `nvme_path` for one engine on this process, written into the settings; None without offload to NVMe.
 
     DeepSpeed names its files by parameter, so that two engines in one folder would write into each other's.
     """
-    section = zero.get("offload_optimizer") or {}
+    section = zero.get(f"offload_{part}") or {}
     if section.get("device") != "nvme":
         return None
-    log.info("loading DeepSpeed's library for NVMe; the first time it is compiled, which takes minutes")
-    build_library()
     given = str(section["nvme_path"])
     try:
         Path(given).mkdir(parents=True, exist_ok=True)
-        section["nvme_path"] = tempfile.mkdtemp(prefix="deepspeed-", dir=given)
+        folder = tempfile.mkdtemp(prefix="deepspeed-", dir=given)
     except OSError as error:
         raise PrepareError(
-            f"zero_optimization.offload_optimizer.nvme_path={given!r} cannot be written ({error}), so the optimizer's state has no "
-            "place. Give a folder on the NVMe drive that this process may write to."
+            f"zero_optimization.offload_{part}.nvme_path={given!r} cannot be written ({error}), so {PLACED[part]} has no place. "
+            "Give a folder on the NVMe drive that this process may write to."
         ) from error
-    return str(section["nvme_path"])
+    section["nvme_path"] = folder
+    return Path(folder)
 
 
-def remove_with(engine: Any, folder: str) -> None:
-    """Remove the folder when the engine goes, or the process ends."""
-    weakref.finalize(engine, shutil.rmtree, folder, ignore_errors=True)
+def load_library(zero: dict[str, Any]) -> None:
+    """Load DeepSpeed's library where the optimizer's state is on NVMe."""
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        log.info("loading DeepSpeed's library for NVMe; the first time it is compiled, which takes minutes")
+        build_library()
+
+
+def remove_with(owner: object, folder: Path) -> None:
+    """Remove the folder when its owner goes, or this process ends."""
+    weakref.finalize(owner, _remove, folder, os.getpid())
+
+
+@contextmanager
+def removed_on_error(folder: Path | None) -> Iterator[None]:
+    """A block after which the folder is gone if it failed."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a process that was forked from it
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class SwappedState:

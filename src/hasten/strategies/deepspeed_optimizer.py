@@ -18,9 +18,10 @@ from hasten.optim import clip
 from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
 from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.deepspeed_config import EngineConfig
+from hasten.strategies.deepspeed_files import ParameterFiles
 from hasten.strategies.deepspeed_nvme import SwappedState
 from hasten.strategies.deepspeed_order import GradientOrder
-from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, shards_of
+from hasten.strategies.deepspeed_shards import MASTER, Shard, gradients_of, own_weights, shards_of
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         )
         self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
         """Where masters and moments are while no step uses them: on NVMe, or None for memory."""
+        self._files: ParameterFiles | None = getattr(groups[0]["params"][0], "nvme_swapper", None)
+        """Where parameters are while nothing uses them; None for memory."""
         self._count_passes()
 
     def __repr__(self) -> str:
@@ -128,6 +131,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         before = self.loss_scale
         if self._swapped is not None:
             self._swapped.move_gradients()
+        if self._files is not None:
+            self._files.settle()
         self.engine.step()
         self._opt_called = True  # what torch's schedulers look for
         applied = bool(self.engine.was_step_applied())
@@ -231,8 +236,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
     # -- state ----------------------------------------------------------------------------------------------------
     @property
     def on_nvme(self) -> bool:
-        """Whether masters and moments are on NVMe between steps."""
-        return self._swapped is not None
+        """Whether parameters, or masters and moments, are on NVMe between steps."""
+        return self._swapped is not None or self._files is not None
 
     def _shards(self) -> dict[int, Shard]:
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
@@ -327,6 +332,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def refresh(self) -> None:
         """Show loaded weights in the parameters that ZeRO-3 keeps whole, or has not let go of since. Ranks: every rank."""
+        if self._files is not None:
+            self._files.settle()
         if not self.stale:
             return
         self.stale = False
@@ -344,10 +351,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
 
     def _weights(self, shard: Shard) -> Tensor:
         """The part of the model's own weights that the shard updates."""
-        parameter: Any = shard.parameter
         if self.stage == 3:
-            found: Tensor = parameter.ds_tensor.narrow(0, 0, shard.size)
-            return found
+            return own_weights(shard.parameter)
         return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)
 
     def _scaler(self) -> Any:

@@ -108,9 +108,23 @@ def own_range(parameter: Any) -> tuple[int, int]:
 
 
 def weight_slice(parameter: Any) -> Slice:
-    """This rank's part of a ZeRO-3 parameter's weights, as checkpoints see it."""
+    """This rank's part of a ZeRO-3 parameter's weights, as checkpoints see it and write into it."""
     offset, size = own_range(parameter)
-    return Slice(parameter.ds_tensor.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
+    files = _files_of(parameter)
+    part: Tensor = parameter.ds_tensor if files is None else files.shown(parameter)
+    return Slice(part.detach().narrow(0, 0, size), (parameter.ds_numel,), (offset,), owned=size > 0)
+
+
+def own_weights(parameter: Any) -> Tensor:
+    """This rank's part of a ZeRO-3 parameter's weights, without padding, to be read."""
+    files = _files_of(parameter)
+    part: Tensor = parameter.ds_tensor if files is None else files.copied(parameter)
+    return part.detach().narrow(0, 0, own_range(parameter)[1])
+
+
+def _files_of(parameter: Any) -> Any:
+    """The `ParameterFiles` that keep a parameter; None where its part stays in memory."""
+    return parameter.nvme_swapper if parameter.ds_tensor.final_location == "nvme" else None
 
 
 def gradients_of(engine: Any, stage: int) -> list[Tensor]:
