@@ -28,7 +28,7 @@ from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.sharding.engines import FollowedEngine
 from accelerate._impl.sharding.followed import FollowedPlugin
-from accelerate._impl.surface import left_out
+from accelerate._impl.sharding.sequences import SplitSequences
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, reduce
@@ -85,6 +85,7 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
         self._engine = FollowedEngine(self, sorted_.deepspeed)
         self._publish(sorted_, given)
+        self._sequences = SplitSequences.of(self, getattr(parallelism_config, "sp_handler", None))
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
 
@@ -125,7 +126,10 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
+        models = [] if self._sequences is None else self._sequences.attach(args)
         prepared = self._preparer.prepare(args, device_placement)
+        if self._sequences is not None and models:
+            self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_data_loader(
@@ -205,8 +209,10 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         return clip.clip_norm(chosen, float("inf"), norm_type)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """A loader that splits sequences."""
-        left_out.refuse("Accelerator.deepspeed_ulysses_dl_adapter", left_out.LONG_SEQUENCES)
+        """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
+        if self._sequences is None:
+            raise ValueError("no processes share sequences. Pass Accelerator(parallelism_config=ParallelismConfig(sp_size=...)).")
+        return self._sequences.split(dl)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
@@ -234,7 +240,8 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple) else found
         if self.num_processes > 1:
-            input_data = ops.gather_ragged(input_data, self.ctx.groups(*BATCH))
+            readers = self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world  # who has samples of its own
+            input_data = ops.gather_ragged(input_data, readers)
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
 
     # -- trackers -------------------------------------------------------------------------------------------------
