@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
