@@ -37,6 +37,29 @@ def make(**settings):
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes, **settings))
 
 
+class Gathered(torch.autograd.Function):
+    """What the documented all_gather does; torch's own has no backward for a part of the world under gloo."""
+
+    @staticmethod
+    def forward(ctx, one, group):
+        ctx.group = group
+        parts = [torch.empty_like(one) for _ in range(SP)]
+        torch.distributed.all_gather(parts, one, group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        summed = torch.stack(grads)
+        torch.distributed.all_reduce(summed, group=ctx.group)
+        return summed[torch.distributed.get_rank(ctx.group)], None
+
+
+def all_gather(one, group):
+    if torch.distributed.get_world_size() == SP:
+        return torch.distributed.nn.functional.all_gather(one, group=group)
+    return Gathered.apply(one, group)
+
+
 def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)  # notices the scale of gradients
 
@@ -73,9 +96,9 @@ def split(accelerator, data, recompute):
             shift_labels = batch["shift_labels"]
             assert shift_labels.shape == (ROWS, LENGTH // SP), shift_labels.shape
             loss = model(**batch, use_cache=False).loss
-            losses = torch.distributed.nn.functional.all_gather(loss, group=group)
+            losses = all_gather(loss, group)
             good = (shift_labels != -100).view(-1).sum()
-            goods = torch.distributed.nn.functional.all_gather(good, group=group)
+            goods = all_gather(good, group)
             total = sum(losses[rank] * goods[rank] for rank in range(SP) if goods[rank] > 0)
             loss = total / max(sum(goods), 1)
             accelerator.backward(loss)
@@ -87,6 +110,7 @@ def split(accelerator, data, recompute):
 
 def check_reading(accelerator, model, reference, loader):
     """Evaluation of whole sequences, of parts, and the position of a loader."""
+    reference.load_state_dict(accelerator.get_state_dict(model))
     whole = accelerator.prepare(DataLoader(rows(7), batch_size=ROWS))
     model.eval()
     reference.eval()
@@ -94,7 +118,7 @@ def check_reading(accelerator, model, reference, loader):
     with torch.no_grad():
         for batch in whole:
             got, expected = model(**batch).logits, reference(**batch).logits
-            assert torch.allclose(got, expected, atol=1e-4), (got - expected).abs().max()
+            assert torch.allclose(got, expected, atol=1e-5), (got - expected).abs().max()
             seen += [accelerator.gather_for_metrics(batch["input_ids"])]
         assert torch.equal(torch.cat(seen), torch.stack([row["input_ids"] for row in rows(7)])), "each sample once"
         for batch in loader:
@@ -103,18 +127,18 @@ def check_reading(accelerator, model, reference, loader):
             mine = parts[accelerator.process_index // SP * SP :][:SP]
             tokens, logits = (torch.cat([part[index] for part in mine], 1) for index in (0, 1))
             expected = reference(input_ids=tokens).logits
-            assert torch.allclose(logits, expected, atol=1e-4), (logits - expected).abs().max()
+            assert torch.allclose(logits, expected, atol=1e-5), (logits - expected).abs().max()
     read = [batch["input_ids"] for batch in loader]
     for skipped in (1, 2, 3):
         left = [batch["input_ids"] for batch in accelerator.skip_first_batches(loader, skipped)]
         assert [one.tolist() for one in left] == [one.tolist() for one in read[skipped:]], skipped
     model.train()
+    said = ""
     try:
         model(input_ids=rows(1)[0]["input_ids"][None])
     except Exception as error:
-        assert "deepspeed_ulysses_dl_adapter" in str(error), error
-    else:
-        raise AssertionError("whole sequences in training were not refused")
+        said = str(error)
+    assert "deepspeed_ulysses_dl_adapter" in said, "whole sequences in training would be joined"
 
 
 def main(stage):

@@ -20,13 +20,13 @@ ENGINE = {
 }
 
 
-def data(size, seed):
+def data(size, seed, prompts=True):
     g = torch.Generator().manual_seed(seed)
     made = []
     for number in range(size):
         tokens = torch.randint(0, 64, (16,), generator=g)
         labels = tokens.clone()
-        labels[: number % 9] = -100
+        labels[: number % 9 if prompts else 0] = -100
         made.append({"input_ids": tokens, "labels": labels, "position_ids": torch.arange(16)})
     return made
 
@@ -52,7 +52,7 @@ def main(folder):
         **SHORT,
         **given,
     )
-    trainer = Trainer(model=model, args=args, train_dataset=data(24, 0), eval_dataset=data(16, 1))
+    trainer = Trainer(model=model, args=args, train_dataset=data(24, 0), eval_dataset=data(16, 1, prompts=False))
     trainer.train()
     return history(trainer, "loss", "grad_norm", "learning_rate", "eval_loss", "step")
 

@@ -26,6 +26,7 @@ from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.other import extract_model_from_parallel
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
+from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.engines import FollowedEngine
 from accelerate._impl.sharding.followed import FollowedPlugin
 from accelerate._impl.sharding.sequences import SplitSequences
@@ -80,12 +81,14 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         sorted_ = sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
+        if parallelism_config is None:
+            given["parallelism_config"] = ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
         self._engine = FollowedEngine(self, sorted_.deepspeed)
         self._publish(sorted_, given)
-        self._sequences = SplitSequences.of(self, getattr(parallelism_config, "sp_handler", None))
+        self._sequences = SplitSequences.of(self, given["parallelism_config"])
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
 
@@ -211,7 +214,9 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
         if self._sequences is None:
-            raise ValueError("no processes share sequences. Pass Accelerator(parallelism_config=ParallelismConfig(sp_size=...)).")
+            raise ValueError(
+                "no processes share sequences. Pass Accelerator(parallelism_config=ParallelismConfig(sp_size=...))."
+            )
         return self._sequences.split(dl)
 
     # -- collectives ----------------------------------------------------------------------------------------------
@@ -240,7 +245,9 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple) else found
         if self.num_processes > 1:
-            readers = self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world  # who has samples of its own
+            readers = (
+                self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
+            )  # who has samples of its own
             input_data = ops.gather_ragged(input_data, readers)
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
 

@@ -44,7 +44,9 @@ class Cut:
         found = dict(batch)
         name = next((name for name in _TOKENS if isinstance(found.get(name), Tensor)), None)
         if name is None:
-            raise ValueError(f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are not known.")
+            raise ValueError(
+                f"a batch with {', '.join(map(str, found))} has no input_ids, so its sequences are not known."
+            )
         length = self._checked_length(found[name], name)
         if found.get("position_ids") is None:
             found["position_ids"] = torch.arange(length).expand(found[name].shape[0], -1)
@@ -55,7 +57,9 @@ class Cut:
         cut = {key: self._chunks(key, value, length) for key, value in found.items() if isinstance(value, Tensor)}
         if "shift_labels" in cut:  # a model computes its loss only if it gets labels, and reads shift_labels then
             cut["labels"] = cut["shift_labels"]
-        return [{key: cut[key][n] if key in cut else found[key] for key in {**found, **cut}} for n in range(self.comm.size)]
+        return [
+            {key: cut[key][n] if key in cut else found[key] for key in {**found, **cut}} for n in range(self.comm.size)
+        ]
 
     def _checked_length(self, tokens: Tensor, name: str) -> int:
         size, length = self.comm.size, tokens.shape[1] if tokens.ndim > 1 else 0
@@ -150,7 +154,9 @@ class PartedSource:
             told = comm.all_gather_object((mine, None if error is None else f"{type(error).__name__}: {error}"))
             if error is not None:
                 raise error
-            if failed := next((f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, told, strict=True) if words), None):
+            if failed := next(
+                (f"rank {rank}: {words}" for rank, (_, words) in zip(comm.ranks, told, strict=True) if words), None
+            ):
                 raise ValueError(f"a batch of another process of these sequences cannot be cut; {failed}")
             given = [parts[comm.rank] for parts, _ in told if parts is not None]
             if not given:

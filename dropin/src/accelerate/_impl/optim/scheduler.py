@@ -56,7 +56,9 @@ class AcceleratedScheduler(PreparedScheduler):
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
         sizes = AMBIENT.whole.get("parallelism_config")
-        return int(ambient.start().world.size) // (1 if sizes is None else sizes.sp_size)  # batches that one update is made of
+        return int(ambient.start().world.size) // (
+            1 if sizes is None else sizes.sp_size
+        )  # batches that one update is made of
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
         """The inner scheduler's words."""

@@ -19,6 +19,7 @@ from accelerate._impl.settings.general import (
 )
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
+from hasten.runtime.axes import MeshSpec
 
 # Any in this file: the Accelerator, which imports this module.
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -54,6 +55,13 @@ class ParallelismConfig:
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
                 setattr(self, f"{axis}_handler", kind())
+
+    @classmethod
+    def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> ParallelismConfig | None:
+        """What the flags of a launch stand for where they split sequences: scripts look for the group of one."""
+        if sizes.sp_size == 1:
+            return None
+        return cls(dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard, sp_size=sizes.sp_size)
 
     def _check_sizes(self) -> None:
         if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:

@@ -14,6 +14,7 @@ from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.loaders.sequences import Cut
 from accelerate._impl.models.sequences import SpannedAttention
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
+from accelerate._impl.settings.parallelism import ParallelismConfig
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.axes import Axis
 
@@ -31,11 +32,10 @@ class SplitSequences:
         self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
 
     @classmethod
-    def of(cls, accelerator: Composed, handler: DeepSpeedSequenceParallelConfig | None) -> SplitSequences | None:
+    def of(cls, accelerator: Composed, sizes: ParallelismConfig | None) -> SplitSequences | None:
         """What an Accelerator needs for its `sp_size`, or None where processes share no sequence."""
-        if accelerator.config.parallelism.sp_size == 1:
-            return None
-        return cls(accelerator, handler or DeepSpeedSequenceParallelConfig())
+        handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
+        return None if handler is None else cls(accelerator, handler)
 
     def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
         """The models among what prepare() is given, which attend over parts from now on."""
