@@ -93,7 +93,7 @@ def test_settings_are_read_from_the_environment_and_checked(monkeypatch: pytest.
     with pytest.raises(ValueError, match="PARALLELISM_CONFIG_SP_SEQ_LENGTH"):
         DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
     with pytest.raises(ValueError, match=r"one of \['deepspeed'\], but got torch"):
-        ParallelismConfig(sp_size=2, sp_backend="torch")  # type: ignore[arg-type]  # what the test is about
+        ParallelismConfig(sp_size=2, sp_backend="torch")
     for name, value in {
         "SIZE": "2",
         "SEQ_LENGTH": "64",
