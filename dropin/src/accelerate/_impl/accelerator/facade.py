@@ -41,6 +41,7 @@ from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_wh
 from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
 from hasten.comm import ops
+from hasten.comm.base import Comm
 from hasten.optim import clip
 from hasten.optim.window import Key
 from hasten.runtime.axes import BATCH
@@ -81,14 +82,11 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         sorted_ = sort_arguments(given)
         hasten.Accelerator.__init__(self, **sorted_.settings)
-        if parallelism_config is None:
-            given["parallelism_config"] = ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         self._show(sorted_, given)
         self._preparer = EstablishedPreparer(self)
         self._sharding = FollowedPlugin(self, sorted_.fsdp)
         self._engine = FollowedEngine(self, sorted_.deepspeed)
         self._publish(sorted_, given)
-        self._sequences = SplitSequences.of(self, given["parallelism_config"])
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(self)
 
@@ -113,7 +111,9 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         ambient.adopt(self.ctx)
         AMBIENT.clock = self.clock
         fill_partial(self.config.cpu, strategy=self.strategy.name)
-        plugins = {name: given[name] for name in ("torch_tp_plugin", "parallelism_config")}
+        sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
+        self._sequences = SplitSequences.of(self, sizes)
+        plugins = {"torch_tp_plugin": given["torch_tp_plugin"], "parallelism_config": sizes}
         fsdp = {"fsdp_plugin": self._sharding.plugin} if self._sharding.plugin is not None else {}
         engine, precision = self._engine.plugins, self.config.mixed_precision
         fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
@@ -245,11 +245,12 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple) else found
         if self.num_processes > 1:
-            readers = (
-                self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
-            )  # who has samples of its own
-            input_data = ops.gather_ragged(input_data, readers)
+            input_data = ops.gather_ragged(input_data, self._readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
+
+    def _readers(self) -> Comm:
+        """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
+        return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:

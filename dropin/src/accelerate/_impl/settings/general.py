@@ -101,6 +101,9 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_seq_length_is_variable = parse_flag_from_env("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", True)
         if self.sp_attn_implementation is None:
             self.sp_attn_implementation = given.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION") or None
+        self._check()
+
+    def _check(self) -> None:
         if self.sp_attn_implementation in ("eager", "flex_attention"):
             raise ValueError(
                 f"Invalid sp_attn_implementation: {self.sp_attn_implementation}. 'eager' and 'flex_attention' are not supported "
