@@ -26,9 +26,10 @@ from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.other import extract_model_from_parallel
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
+from accelerate._impl.settings.parallelism import ParallelismConfig
 from accelerate._impl.sharding.engines import FollowedEngine
 from accelerate._impl.sharding.followed import FollowedPlugin
-from accelerate._impl.surface import left_out
+from accelerate._impl.sharding.sequences import SplitSequences
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, reduce
@@ -40,6 +41,7 @@ from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_wh
 from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
 from hasten.comm import ops
+from hasten.comm.base import Comm
 from hasten.optim import clip
 from hasten.optim.window import Key
 from hasten.runtime.axes import BATCH
@@ -109,7 +111,9 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         ambient.adopt(self.ctx)
         AMBIENT.clock = self.clock
         fill_partial(self.config.cpu, strategy=self.strategy.name)
-        plugins = {name: given[name] for name in ("torch_tp_plugin", "parallelism_config")}
+        sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
+        self._sequences = SplitSequences.of(self, sizes)
+        plugins = {"torch_tp_plugin": given["torch_tp_plugin"], "parallelism_config": sizes}
         fsdp = {"fsdp_plugin": self._sharding.plugin} if self._sharding.plugin is not None else {}
         engine, precision = self._engine.plugins, self.config.mixed_precision
         fill_whole(precision, deepspeed_plugins=engine, dynamo_plugin=sorted_.dynamo, **plugins, **fsdp)
@@ -125,7 +129,10 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Models, optimizers, schedulers and loaders ready for this run, in the order given; the rest as it is."""
+        models = [] if self._sequences is None else self._sequences.attach(args)
         prepared = self._preparer.prepare(args, device_placement)
+        if self._sequences is not None and models:
+            self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_data_loader(
@@ -205,8 +212,12 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         return clip.clip_norm(chosen, float("inf"), norm_type)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """A loader that splits sequences."""
-        left_out.refuse("Accelerator.deepspeed_ulysses_dl_adapter", left_out.LONG_SEQUENCES)
+        """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
+        if self._sequences is None:
+            raise ValueError(
+                "no processes share sequences. Pass Accelerator(parallelism_config=ParallelismConfig(sp_size=...))."
+            )
+        return self._sequences.split(dl)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Any) -> Any:  # type: ignore[override]  # no axes here
@@ -234,8 +245,12 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple) else found
         if self.num_processes > 1:
-            input_data = ops.gather_ragged(input_data, self.ctx.groups(*BATCH))
+            input_data = ops.gather_ragged(input_data, self._readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
+
+    def _readers(self) -> Comm:
+        """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
+        return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:

@@ -23,6 +23,7 @@ from hasten.data.prefetch import OneAhead
 from hasten.data.source import Source
 from hasten.data.torch_source import TorchSource
 from hasten.optim.clock import LoaderCursor, StepClock
+from hasten.strategies.context_parts import Cut, PartedSource
 
 # Any in this file: batches, datasets and samplers are the user's own.
 
@@ -90,7 +91,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     """hasten's loader with the original's constructor and attributes, read through torch's own iteration."""
 
-    belongs_to_run = ("clock", "_iterator")
+    belongs_to_run = ("clock", "_iterator", "cut")
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         self.skip_batches, self._drop_last, self._non_blocking = skip_batches, _drop_last, _non_blocking
         self.track, self.place_in_epoch = Track(Position(epoch=iteration)), LoaderCursor(nests=True)
         self.clock: StepClock | None = None
+        self.cut: Cut | None = None  # how sequences are cut, where processes share them
         self.num_processes, self.process_index = 1, 0
         self.split_batches, self.even_batches = False, True
 
@@ -118,7 +120,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def parts(self) -> Parts:  # type: ignore[override]  # put together of attributes, which clients change
         """What hasten's loader is put together from."""
         return Parts(
-            source=self.source(),
+            source=self.source() if self.cut is None else PartedSource(self.source(), self.cut),
             clock=self.clock or ambient.clock(),
             track=self.track,
             move=self.move(),
@@ -143,6 +145,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def rejoin(self) -> None:
         """Be watched by the clock that the loader copied is watched by, or by the latest Accelerator's."""
         vars(self).setdefault("clock", None)
+        vars(self).setdefault("cut", None)
         vars(self)["_iterator"] = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its private iterator class
@@ -193,7 +196,8 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def total_batch_size(self) -> int:
         """Samples that all processes together take in one step."""
         size = getattr(self.batch_sampler, "batch_size", None) or self.batch_size or 1
-        return int(size if self.split_batches else size * self.num_processes)
+        together = 1 if self.cut is None else self.cut.comm.size  # processes that share a batch
+        return int(size if self.split_batches else size * self.num_processes // together)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop stands."""
@@ -210,7 +214,7 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def skipping(self, num_batches: int) -> Any:
         """The same loader without its first batches; it shares this loader's position."""
         loader = copy.copy(self)
-        loader.__dict__.update(clock=self.clock, skip_batches=self.skip_batches + num_batches)
+        loader.__dict__.update(clock=self.clock, cut=self.cut, skip_batches=self.skip_batches + num_batches)
         return loader
 
     @contextmanager

@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from accelerate._impl import ambient
+from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
@@ -54,7 +55,10 @@ class AcceleratedScheduler(PreparedScheduler):
     def _times(self) -> int:
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
-        return ambient.start().world.size
+        sizes = AMBIENT.whole.get("parallelism_config")
+        return int(ambient.start().world.size) // (
+            1 if sizes is None else sizes.sp_size
+        )  # batches that one update is made of
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
         """The inner scheduler's words."""

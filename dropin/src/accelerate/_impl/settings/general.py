@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerate._impl.environment.variables import parse_choice_from_env
+from accelerate._impl.environment.variables import environment, parse_choice_from_env, parse_flag_from_env
 from accelerate._impl.surface.homes import settle
 
 # Any in this file: the values of settings, and foreign configuration objects.
@@ -92,6 +92,28 @@ class DeepSpeedSequenceParallelConfig:
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None
     sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        given = environment()
+        if self.sp_seq_length is None and (length := given.get("PARALLELISM_CONFIG_SP_SEQ_LENGTH")):
+            self.sp_seq_length = int(length)
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = parse_flag_from_env("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", True)
+        if self.sp_attn_implementation is None:
+            self.sp_attn_implementation = given.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION") or None
+        self._check()
+
+    def _check(self) -> None:
+        if self.sp_attn_implementation in ("eager", "flex_attention"):
+            raise ValueError(
+                f"Invalid sp_attn_implementation: {self.sp_attn_implementation}. 'eager' and 'flex_attention' are not supported "
+                "with sequence parallelism."
+            )
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ValueError(
+                "sp_seq_length_is_variable=False says that all sequences have one length; give it as sp_seq_length, or in the "
+                "variable PARALLELISM_CONFIG_SP_SEQ_LENGTH."
+            )
 
 
 settle(__name__, "accelerate.utils.dataclasses")

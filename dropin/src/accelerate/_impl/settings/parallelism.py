@@ -17,9 +17,9 @@ from accelerate._impl.settings.general import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accelerate._impl.surface import left_out
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
+from hasten.runtime.axes import MeshSpec
 
 # Any in this file: the Accelerator, which imports this module.
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -49,17 +49,27 @@ class ParallelismConfig:
         for axis in _AXES:
             if getattr(self, f"{axis}_size") is None:
                 setattr(self, f"{axis}_size", int(environment().get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1")))
-        self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or "deepspeed"
+        given = environment().get("PARALLELISM_CONFIG_SP_BACKEND") or "deepspeed"
+        self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or given  # type: ignore[assignment]  # checked below
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
                 setattr(self, f"{axis}_handler", kind())
+
+    @classmethod
+    def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> ParallelismConfig | None:
+        """What the flags of a launch stand for where they split sequences: scripts look for the group of one."""
+        if sizes.sp_size == 1:
+            return None
+        return cls(dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard, sp_size=sizes.sp_size)
 
     def _check_sizes(self) -> None:
         if wrong := [axis for axis in _AXES if getattr(self, f"{axis}_size") < 1]:
             raise ValueError(f"{wrong[0]}_size must be at least 1, but got {getattr(self, f'{wrong[0]}_size')}")
         if self.cp_enabled and self.sp_enabled:
             raise ValueError("cp_size and sp_size cannot both be larger than 1")
+        if self.sp_backend != "deepspeed":
+            raise ValueError(f"sp_backend must be one of ['deepspeed'], but got {self.sp_backend}")
         if self.tp_enabled and self.dp_replicate_enabled and not self.dp_shard_enabled:
             raise ValueError(
                 "Tensor/Context parallelism (tp/cp_size > 1) cannot be used with pure data parallelism "
@@ -149,9 +159,7 @@ class ParallelismConfig:
             )
 
     def to_hasten(self) -> hasten.ParallelismConfig:
-        """The same in hasten's terms; sizes of 1 are left to be filled. Raises: NotImplementedError for `sp_size`."""
-        if self.sp_enabled:
-            left_out.refuse(f"ParallelismConfig(sp_size={self.sp_size})", left_out.LONG_SEQUENCES)
+        """The same in hasten's terms; sizes of 1 are left to be filled."""
         sizes: dict[str, Any] = {f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)}
         return hasten.ParallelismConfig(**sizes)
 

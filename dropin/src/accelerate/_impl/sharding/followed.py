@@ -15,7 +15,8 @@ class FollowedPlugin:
     def __init__(self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None) -> None:
         self._accelerator = accelerator
         self.plugin = given
-        if given is None and accelerator.strategy.caps.sharded_state:
+        caps = accelerator.strategy.caps
+        if given is None and caps.sharded_state and not caps.owns_precision:  # engines shard without FSDP
             self.plugin = FullyShardedDataParallelPlugin.of(accelerator.config.fsdp)
         self._taken = None if self.plugin is None else self.plugin.to_hasten(say=False)
 

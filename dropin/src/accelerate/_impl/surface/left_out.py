@@ -8,11 +8,6 @@ MEGATRON_STEPS: Final = (
     "inner steps of the original's Megatron engine; Accelerator(megatron_lm_plugin=...) trains GPT-2, Llama, Mixtral, BERT and T5 models of "
     "transformers as they are"
 )
-LONG_SEQUENCES: Final = (
-    "scripts for it expect prepare() to wrap the loader in DeepSpeed's adapter, which hands each process its part of every process's "
-    "sequences with shift_labels beside them, and there is no such loader here. Set ParallelismConfig(cp_size=...) and enter "
-    "maybe_context_parallel(), or import hasten, whose ParallelismConfig(sp_size=...) splits sequences by Ulysses in context_parallel()"
-)
 MARK: Final = "__left_out__"
 
 

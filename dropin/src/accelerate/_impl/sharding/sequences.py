@@ -1,0 +1,85 @@
+"""Sequence parallelism of an Accelerator: its models attend over parts, its loaders hand them out, DeepSpeed knows the group."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from accelerate._impl.ambient import AMBIENT
+from accelerate._impl.composed import Composed
+from accelerate._impl.loaders.base import PreparedLoader
+from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
+from accelerate._impl.settings.parallelism import ParallelismConfig
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.runtime.axes import Axis
+from hasten.strategies.context_parts import Cut
+from hasten.strategies.context_transformers import SpannedAttention
+
+# Any in this file: the user's objects, and DeepSpeed.
+
+
+class SplitSequences:
+    """What prepare() does beside the rest where `sp_size` processes share a sequence."""
+
+    def __init__(self, accelerator: Composed, handler: DeepSpeedSequenceParallelConfig) -> None:
+        comm = accelerator.ctx.groups(Axis.CP)
+        assert isinstance(comm, ProcessGroupComm), "several processes have a process group"
+        self._accelerator, self._handler, self._comm = accelerator, handler, comm
+        self._cut = Cut(comm, None if handler.sp_seq_length_is_variable else handler.sp_seq_length)
+        self._attention = SpannedAttention(comm, self._cut.lengths, _reading_parts)
+
+    @classmethod
+    def of(cls, accelerator: Composed, sizes: ParallelismConfig | None) -> SplitSequences | None:
+        """What an Accelerator needs for its `sp_size`, or None where processes share no sequence."""
+        handler = sizes.sp_handler if sizes is not None and sizes.sp_enabled else None
+        return None if handler is None else cls(accelerator, handler)
+
+    def attach(self, given: tuple[Any, ...]) -> list[nn.Module]:
+        """The models among what prepare() is given, which attend over parts from now on."""
+        known = {id(one) for one in self._accelerator.prepared.models}
+        models = [one for one in given if isinstance(one, nn.Module)]
+        for model in models:
+            if id(model) not in known:
+                self._attention.attach(model, self._handler.sp_attn_implementation)
+        return models
+
+    def join(self, prepared: tuple[Any, ...]) -> None:
+        """Let loaders that were prepared with a model hand out parts."""
+        self._tell_deepspeed()
+        for one in prepared:
+            if isinstance(one, PreparedLoader):
+                self.split(one)
+
+    def split(self, loader: Any) -> Any:
+        """The loader, handing out parts from its next iteration on."""
+        if not isinstance(loader, PreparedLoader):
+            raise ValueError(
+                f"a {type(loader).__name__} that was not prepared does not read a share of its own on every process, so "
+                "parts of its sequences cannot be handed out. Pass accelerator.prepare(loader)."
+            )
+        loader.cut = self._cut
+        return loader
+
+    def _tell_deepspeed(self) -> None:
+        """Make DeepSpeed name the group of a sequence, which libraries ask it for; it averages over all processes as before."""
+        deepspeed = sys.modules.get("deepspeed")
+        if deepspeed is None or self._accelerator.strategy.name != "deepspeed":
+            return
+        groups, group, size = deepspeed.utils.groups, self._comm.group, self._accelerator.ctx.world.size
+        groups.mpu = None
+        everyone = groups._get_data_parallel_group()
+        groups.mpu = SimpleNamespace(
+            get_sequence_parallel_group=lambda: group,
+            get_data_parallel_group=lambda: everyone,
+            get_data_parallel_world_size=lambda: size,
+            get_data_parallel_group_ranks=lambda: range(size),
+            get_model_parallel_world_size=lambda: 1,
+        )
+
+
+def _reading_parts() -> bool:
+    """Whether the innermost loader that is being iterated hands out parts."""
+    return bool(AMBIENT.loaders) and getattr(AMBIENT.loaders[-1], "cut", None) is not None
