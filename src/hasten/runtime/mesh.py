@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import math
 from dataclasses import replace
 
 import torch
@@ -112,3 +113,11 @@ def stop() -> None:
     if dist.is_initialized():
         gc.collect()  # reducers and meshes hold on to the group
         dist.destroy_process_group()
+
+
+def readers_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """How many ranks of torch's mesh have samples of their own, and which this is: those of one model or sequence read the same."""
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    kept = [at for at, name in enumerate(names) if name not in (Axis.TP, Axis.CP)]
+    sizes, places = [mesh.size(at) for at in kept], [mesh.get_local_rank(at) for at in kept]
+    return math.prod(sizes), sum(place * math.prod(sizes[at + 1 :]) for at, place in enumerate(places))

@@ -76,6 +76,20 @@ class Linear:
             self.leave()
 
 
+def name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
+    """Let DeepSpeed name the group that shares a sequence, which libraries ask it for; it averages over all processes as before."""
+    groups = need("deepspeed").utils.groups
+    groups.mpu = None
+    everyone = groups._get_data_parallel_group()
+    groups.mpu = SimpleNamespace(
+        get_sequence_parallel_group=lambda: group,
+        get_data_parallel_group=lambda: everyone,
+        get_data_parallel_world_size=lambda: world_size,
+        get_data_parallel_group_ranks=lambda: range(world_size),
+        get_model_parallel_world_size=lambda: 1,
+    )
+
+
 def start(
     model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from hasten.accelerator.preparing import Prepared
 from hasten.accelerator.rehearsal import Rehearsal
 from hasten.accelerator.saving import Saving
+from hasten.comm.base import Comm
 from hasten.config.root import Config
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -31,6 +32,10 @@ class Composed(Protocol):
 
     def reconfigure(self, **sections: Any) -> None:  # Any: sections of every type
         """Replace sections of the settings before the first model is prepared."""
+        ...
+
+    def readers(self) -> Comm:
+        """The processes that have samples of their own."""
         ...
 
     def follow_plugins(self) -> None:

@@ -110,8 +110,8 @@ class EstablishedPreparer(Preparer):
         prepared = prepare_data_loader(
             loader,
             self._ctx.device,
-            num_processes=self._ctx.world.size,
-            process_index=self._ctx.rank,
+            num_processes=self._accelerator.readers().size,
+            process_index=self._accelerator.readers().rank,
             split_batches=config.split_batches,
             put_on_device=place,
             rng_types=list(self._accelerator.rng_types),

@@ -245,10 +245,10 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
             found = gather_object(input_data)
             return found[:left] if isinstance(found, list | tuple) else found
         if self.num_processes > 1:
-            input_data = ops.gather_ragged(input_data, self._readers())
+            input_data = ops.gather_ragged(input_data, self.readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
 
-    def _readers(self) -> Comm:
+    def readers(self) -> Comm:
         """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
         return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 

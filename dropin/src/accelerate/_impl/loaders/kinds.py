@@ -22,6 +22,7 @@ from hasten.data.skip import SkippingLoader
 from hasten.data.source import Item, Source
 from hasten.data.torch_source import TorchSource
 from hasten.optional import need
+from hasten.runtime.axes import BATCH
 
 # Any in this file: batches, datasets and samplers are the user's own.
 
@@ -63,6 +64,12 @@ class Dealt(BatchReader):
         return [(item[0], None) for item in group]
 
 
+def _seats(readers: int) -> Seats:
+    here, every = ambient.start(), range(ambient.start().world.size)
+    shards = tuple(every if readers == len(every) else (here.mesh.index(rank, *BATCH) for rank in every))
+    return Seats(shards[here.rank], readers, shards)
+
+
 class DataLoaderDispatcher(PreparedLoader):
     """A loader whose batches are read by the main process and handed out."""
 
@@ -85,10 +92,9 @@ class DataLoaderDispatcher(PreparedLoader):
         inner = TorchSource(self, None, self.followers(), reads=world.rank == 0)
         if world.size == 1:
             return inner
-        reader = Dealt(
-            world.size, self.split_batches, self.even_batches, self._drop_last, self._cut, self.slice_fn is not None
-        )
-        return DispatchSource(inner, reader, world, Seats(world.rank, world.size, tuple(range(world.size))))
+        size, joins = self.num_processes, self.slice_fn is not None
+        reader = Dealt(size, self.split_batches, self.even_batches, self._drop_last, self._cut, joins)
+        return DispatchSource(inner, reader, world, _seats(self.num_processes))
 
     def move(self) -> Move | None:
         """What brings batches to the device; those that are dealt out have been read ahead already."""

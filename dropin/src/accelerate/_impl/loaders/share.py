@@ -22,6 +22,7 @@ from accelerate._impl.loaders.samplers import (
 from accelerate._impl.surface.homes import settle
 from accelerate._impl.views.logging import get_logger
 from hasten.data.skip import skip_first_batches as skip_plain
+from hasten.runtime.mesh import readers_of
 
 logger = get_logger("accelerate.data_loader")
 # Any in this file: batches, datasets and samplers are the user's own.
@@ -36,6 +37,12 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, PreparedLoader):
         return dataloader.skipping(num_batches)
     return skip_plain(dataloader, num_batches)
+
+
+def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
+    world = ambient.start().world
+    readers, reader = (world.size, world.rank) if mesh is None else readers_of(mesh)
+    return readers if size is None else size, reader if index is None else index
 
 
 def prepare_data_loader(
@@ -60,12 +67,10 @@ def prepare_data_loader(
         dispatch_batches = put_on_device and isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches and not put_on_device:
         raise ValueError("Using `dispatch_batches=True` requires `put_on_device=True`.")
-    world, place = ambient.start().world, device if put_on_device else None
-    size = world.size if num_processes is None else num_processes
-    index = world.rank if process_index is None else process_index
+    size, index = _place(torch_device_mesh, num_processes, process_index)
     share = Share(dataloader, size, index, split_batches, even_batches, bool(dispatch_batches), use_stateful_dataloader)
     order = share.order(data_seed, use_seedable_sampler)
-    return share.loader(order, place, rng_types, slice_fn_for_dispatch, non_blocking)
+    return share.loader(order, device if put_on_device else None, rng_types, slice_fn_for_dispatch, non_blocking)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +122,7 @@ class Share:
         if self.stream or not isinstance(sampler, RandomSampler):
             found = getattr(self.plain.dataset if self.stream else sampler, "generator", None)
             return found if isinstance(found, torch.Generator) else None
-        if sampler.generator is None and (self.size > 1 or self.stateful):
+        if sampler.generator is None and (max(self.size, ambient.start().world.size) > 1 or self.stateful):
             sampler.generator = torch.Generator(device=torch.get_default_device())
             sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         generator: torch.Generator | None = sampler.generator

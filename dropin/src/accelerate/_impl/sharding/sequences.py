@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -17,6 +15,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.axes import Axis
 from hasten.strategies.context_parts import Cut
 from hasten.strategies.context_transformers import SpannedAttention
+from hasten.strategies.deepspeed_engine import name_sequence_group
 
 # Any in this file: the user's objects, and DeepSpeed.
 
@@ -48,7 +47,8 @@ class SplitSequences:
 
     def join(self, prepared: tuple[Any, ...]) -> None:
         """Let loaders that were prepared with a model hand out parts."""
-        self._tell_deepspeed()
+        if self._accelerator.strategy.name == "deepspeed":
+            name_sequence_group(self._comm.group, self._accelerator.ctx.world.size)
         for one in prepared:
             if isinstance(one, PreparedLoader):
                 self.split(one)
@@ -62,22 +62,6 @@ class SplitSequences:
             )
         loader.cut = self._cut
         return loader
-
-    def _tell_deepspeed(self) -> None:
-        """Make DeepSpeed name the group of a sequence, which libraries ask it for; it averages over all processes as before."""
-        deepspeed = sys.modules.get("deepspeed")
-        if deepspeed is None or self._accelerator.strategy.name != "deepspeed":
-            return
-        groups, group, size = deepspeed.utils.groups, self._comm.group, self._accelerator.ctx.world.size
-        groups.mpu = None
-        everyone = groups._get_data_parallel_group()
-        groups.mpu = SimpleNamespace(
-            get_sequence_parallel_group=lambda: group,
-            get_data_parallel_group=lambda: everyone,
-            get_data_parallel_world_size=lambda: size,
-            get_data_parallel_group_ranks=lambda: range(size),
-            get_model_parallel_world_size=lambda: 1,
-        )
 
 
 def _reading_parts() -> bool:
