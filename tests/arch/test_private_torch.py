@@ -35,10 +35,13 @@ NOT_TORCH: Final = frozenset(
         "_option_string_actions",
         "_asdict",
         "_hf_hook",  # transformers and accelerate
+        "_attn_implementation",
         "_no_split_modules",
+        "_supports_attention_backend",
         "_starting_state_dict",  # datasets
         "_backward_epilogue",  # DeepSpeed, whose versions are bounded in pyproject.toml
         "_backward_prologue",
+        "_get_data_parallel_group",
         "_hp_mapping",
         "_hp_optimizer_states_linked",
         "_lazy_init_hp_params_optimizer_state",

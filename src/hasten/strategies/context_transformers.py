@@ -51,8 +51,8 @@ class SpannedAttention:
         if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", NAME):
             raise PrepareError(
                 f"attention by {kind!r} was asked for with sp_size={self._ranks}, and sequences are attended to by torch's "
-                "scaled_dot_product_attention here, which has flash kernels of its own. Set "
-                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='sdpa')."
+                "scaled_dot_product_attention here, which has flash kernels of its own. Ask for "
+                "'sdpa': attn_implementation='sdpa' where the model is loaded, or sp_attn_implementation='sdpa' beside sp_size."
             )
         transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
         transformers.AttentionInterface.register(NAME, self)
@@ -89,7 +89,7 @@ class SpannedAttention:
             raise StepError(
                 f"the model got sequences of {length} tokens, and no loader has handed out parts of that length "
                 f"(sp_size={self._ranks}): whole sequences of different processes would be joined into one. Pass the loader "
-                "to prepare() in the call that prepares the model, or through accelerator.deepspeed_ulysses_dl_adapter()."
+                "to prepare() in the call that prepares the model."
             )
         if window is not None and window < length * self._ranks:
             raise StepError(
