@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+from accelerate._impl.commands import launch
+from accelerate._impl.commands.launch_variables import variables_for
+from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, patch_environment
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available
 from hasten.strategies.context_parts import Cut
@@ -103,6 +105,42 @@ def test_settings_are_read_from_the_environment_and_checked(monkeypatch: pytest.
         monkeypatch.setenv(f"PARALLELISM_CONFIG_SP_{name}", value)
     handler = ParallelismConfig().sp_handler
     assert handler == DeepSpeedSequenceParallelConfig(64, False, "sdpa")
+
+
+OPTIONS = {"sp_seq_length": 256, "sp_seq_length_is_variable": False, "sp_attn_implementation": "flash_attention_2"}
+SHOW = """
+from accelerate import Accelerator
+options = Accelerator(cpu=True).parallelism_config.sp_handler
+print("found", options.sp_seq_length, options.sp_seq_length_is_variable, options.sp_attn_implementation)
+"""
+
+
+@pytest.mark.parametrize("way", ["flags", pytest.param("file", marks=pytest.mark.exhaustive)])
+def test_a_launch_passes_the_options_of_sequences_to_its_workers(
+    tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script, file = tmp_path / "show.py", tmp_path / "settings.yaml"
+    script.write_text(SHOW)
+    given = {f"parallelism_config_{name}": value for name, value in {"sp_size": 2, **OPTIONS}.items()}
+    file.write_text(json.dumps({"parallelism_config": given}))  # JSON is YAML, too
+    flags = [f"--{name}={value}" for name, value in given.items()]
+    words = flags if way == "flags" else ["--config_file", str(file)]
+    assert launch.run(["--cpu", "--num_processes=2", *words, str(script)]) == 0
+    assert capfd.readouterr().out.count("found 256 False flash_attention_2") == 2
+
+
+def test_variables_of_a_launch_name_the_options_of_sequences() -> None:
+    """As Accelerate 1.15 spells them; a length that was not given stands there as None, which is read, too."""
+    words = ["--cpu", "--num_processes=2", "--parallelism_config_sp_size=2", "x.py"]
+    found = {name: value for name, value in variables_for(words).items() if name.startswith("PARALLELISM")}
+    assert found == {
+        "PARALLELISM_CONFIG_SP_SIZE": "2",
+        "PARALLELISM_CONFIG_SP_BACKEND": "deepspeed",
+        "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": "True",
+        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
+    }
+    with patch_environment(**found, PARALLELISM_CONFIG_SP_SEQ_LENGTH="None"):
+        assert ParallelismConfig().sp_handler == DeepSpeedSequenceParallelConfig(None, True, "sdpa")
 
 
 @needs_transformers

@@ -16,12 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accelerate._impl.commands.launch_variables import variables_for
+from accelerate._impl.commands.launch_variables import settings_for, variables_for
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate.commands import config, merge
 from accelerate.utils.environment import patch_environment
 from accelerate.utils.fsdp_utils import merge_fsdp_weights
 from hasten.cli.launch_cmd import make_parser
+from hasten.config.effective import effective
 from hasten.errors import ConfigError
 from hasten.launch.job import prepare
 
@@ -168,3 +169,26 @@ def test_flags_become_the_variables_that_libraries_read() -> None:
     assert found["ACCELERATE_USE_FSDP"] == found["FSDP_OFFLOAD_PARAMS"] == "true"
     assert (found["FSDP_TRANSFORMER_CLS_TO_WRAP"], found["ACCELERATE_MIXED_PRECISION"]) == ("Block", "bf16")
     assert not any(name.startswith("FSDP") for name in variables_for(["--cpu", "x.py"]))
+
+
+def test_variables_of_a_launch_are_read_as_the_settings_they_stand_for() -> None:
+    """Whatever hasten reads of a section's variables, a launch writes: none is forgotten between the two."""
+    fsdp = [
+        "--use_fsdp",
+        "--fsdp_min_num_params=12",
+        "--fsdp_sync_module_states=false",
+        "--fsdp_reshard_after_forward=4",
+    ]
+    nvme = [
+        "--use_deepspeed",
+        "--zero_stage=3",
+        "--offload_param_device=nvme",
+        "--offload_param_nvme_path=/x",
+        "--debug",
+    ]
+    for words in (
+        [*fsdp, "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP", "x.py"],
+        [*nvme, "--zero3_save_16bit_model=true", "x.py"],
+    ):
+        given = settings_for(words)
+        assert effective(variables_for(words), None, ()).config == given

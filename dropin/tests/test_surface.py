@@ -40,6 +40,21 @@ def test_no_name_is_missing_and_the_table_is_committed() -> None:
     )
 
 
+@pytest.mark.parametrize("package", ["accelerate.utils", "accelerate.test_utils"])
+def test_packages_show_what_their_modules_have(package: str) -> None:
+    """Whichever module a name is found in, it is the one that the original's module of that name has."""
+    names = json.loads((HERE / "golden" / "names.json").read_text())
+    shown = importlib.import_module(package)
+    homes = [(home, name) for home in names if home.rpartition(".")[0] == package for name in names[home]]
+    both = [(importlib.import_module(home), name) for home, name in homes if name in names[package]]
+    assert len(both) > 40
+    assert [name for home, name in both if getattr(shown, name) is not getattr(home, name)] == []
+    assert {name for _, name in both} - set(shown.__all__) == set()
+    space: dict[str, object] = {}
+    exec(f"from {package} import *", space)  # names of modules stay the standard library's
+    assert {name for _, name in both} <= space.keys() and "random" not in space
+
+
 def test_what_is_left_out_says_why() -> None:
     from accelerate.utils.megatron_lm import GPTTrainStep, initialize
 

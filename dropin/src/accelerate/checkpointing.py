@@ -1,11 +1,4 @@
 """Reading and writing the parts of a run's state by hand, and reading checkpoints the original package wrote."""
 
 from accelerate._impl.checkpoints.by_hand import *
-from accelerate._impl.environment.constants import (
-    MODEL_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAMPLER_NAME,
-    WEIGHTS_NAME,
-)
+from accelerate._impl.environment.constants import *

@@ -1,5 +1,6 @@
 """sentence-transformers' trainer for a few steps. Usage: sentences.py FOLDER OUT.json"""
 
+import os
 import random
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def data():
 
 
 def main(folder):
-    made = model(str(Path(folder) / "model"))
+    made = model(str(Path(folder) / f"model_{os.environ.get('RANK', '0')}"))  # each process writes and reads its own
     args = SentenceTransformerTrainingArguments(
         folder, num_train_epochs=1, learning_rate=1e-3, save_strategy="no", **SHORT
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hasten.accelerator.process import Process
+from accelerate._impl.process import EstablishedProcess
 from hasten.optim.clock import StepClock
 from hasten.runtime import bootstrap, env
 from hasten.runtime.bootstrap import GroupSettings
@@ -26,7 +26,7 @@ class Ambient:
     partial: dict[str, Any] = field(default_factory=dict)  # Any: the attributes of PartialState
     whole: dict[str, Any] = field(default_factory=dict)  # Any: the attributes of AcceleratorState
     context: ProcessContext | None = None
-    process: Process | None = None
+    process: EstablishedProcess | None = None
     clock: StepClock | None = None
     loaders: list[Any] = field(default_factory=list)  # Any: loaders being iterated, innermost last
     plugin_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -52,10 +52,10 @@ def start(cpu: bool = False, settings: GroupSettings | None = None) -> ProcessCo
 def adopt(context: ProcessContext) -> None:
     """Make this the context the views show."""
     AMBIENT.context = context
-    AMBIENT.process = Process(context)
+    AMBIENT.process = EstablishedProcess(context)
 
 
-def process() -> Process:
+def process() -> EstablishedProcess:
     """The helpers of this process."""
     if AMBIENT.process is None:
         start()
@@ -83,7 +83,6 @@ def forget_process() -> None:
 
 def forget_loader(loader: object) -> None:
     """Take a loader off those being iterated, the innermost where it is there twice."""
-    for index in range(len(AMBIENT.loaders) - 1, -1, -1):
-        if AMBIENT.loaders[index] is loader:
-            del AMBIENT.loaders[index]
-            return
+    places = [index for index, one in enumerate(AMBIENT.loaders) if one is loader]
+    if places:
+        del AMBIENT.loaders[places[-1]]

@@ -9,37 +9,24 @@ import hasten
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import PrecisionType
 from accelerate._impl.environment.variables import environment
-from accelerate._impl.settings.deepspeed_plugin import DeepSpeedPlugin
+from accelerate._impl.settings import kwargs_handlers as kinds
+from accelerate._impl.settings.deepspeed_plugin import Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectConfiguration
-from accelerate._impl.settings.kwargs_handlers import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    MSAMPRecipeKwargs,
-    ProfileKwargs,
-    TERecipeKwargs,
-    TorchDynamoPlugin,
-)
-from accelerate._impl.sharding import engines
+from accelerate._impl.sharding.followed import chosen_plugins
 from accelerate._impl.views.state import AcceleratorState
 
 # Any in this file: arguments of every type.
 HANDLERS: dict[type, str] = {
-    DistributedDataParallelKwargs: "ddp_handler",
-    GradScalerKwargs: "scaler_handler",
-    InitProcessGroupKwargs: "init_handler",
-    FP8RecipeKwargs: "fp8_recipe_handler",
-    AutocastKwargs: "autocast_handler",
-    ProfileKwargs: "profile_handler",
-    AORecipeKwargs: "ao_recipe_handler",
-    TERecipeKwargs: "te_recipe_handler",
-    MSAMPRecipeKwargs: "msamp_recipe_handler",
+    kinds.DistributedDataParallelKwargs: "ddp_handler",
+    kinds.GradScalerKwargs: "scaler_handler",
+    kinds.InitProcessGroupKwargs: "init_handler",
+    kinds.FP8RecipeKwargs: "fp8_recipe_handler",
+    kinds.AutocastKwargs: "autocast_handler",
+    kinds.ProfileKwargs: "profile_handler",
+    kinds.AORecipeKwargs: "ao_recipe_handler",
+    kinds.TERecipeKwargs: "te_recipe_handler",
+    kinds.MSAMPRecipeKwargs: "msamp_recipe_handler",
 }
 UNSET: Any = object()
 
@@ -52,10 +39,10 @@ class Arguments:
     handlers: dict[str, Any] = field(default_factory=dict)
     data: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
-    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    accumulation: kinds.GradientAccumulationPlugin = field(default_factory=kinds.GradientAccumulationPlugin)
     fsdp: FullyShardedDataParallelPlugin | None = None
-    deepspeed: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None
-    dynamo: TorchDynamoPlugin = field(default_factory=TorchDynamoPlugin)
+    deepspeed: Plugins = None
+    dynamo: kinds.TorchDynamoPlugin = field(default_factory=kinds.TorchDynamoPlugin)
 
 
 def sort_arguments(given: dict[str, Any]) -> Arguments:
@@ -70,12 +57,8 @@ def sort_arguments(given: dict[str, Any]) -> Arguments:
         found.data = given["dataloader_config"]
     if given["split_batches"] is not UNSET:
         found.data.split_batches = bool(given["split_batches"])
-    _engine(
-        found,
-        given["deepspeed_plugin"],
-        given["deepspeed_plugins"],
-        given["gradient_accumulation_plugin"] is not None,
-    )
+    explicit = given["gradient_accumulation_plugin"] is not None
+    _engine(found, given["deepspeed_plugin"], given["deepspeed_plugins"], explicit)
     if given["megatron_lm_plugin"] is not None:
         settings["strategy"], settings["megatron_lm_plugin"] = "megatron", given["megatron_lm_plugin"].to_hasten()
     _sharding(found, given["fsdp_plugin"])
@@ -111,7 +94,7 @@ def _precision(settings: dict[str, Any], mixed_precision: Any, cpu: bool) -> Non
 def _handlers(found: Arguments, handlers: Any) -> None:
     made = []
     for handler in handlers or ():
-        assert isinstance(handler, KwargsHandler), (
+        assert isinstance(handler, kinds.KwargsHandler), (
             f"Unsupported kwargs handler passed: {handler}, must be one that inherits `accelerate.utils.KwargsHandler`."
         )
         name = next((name for kind, name in HANDLERS.items() if type(handler) is kind), None)
@@ -129,16 +112,13 @@ def _project(found: Arguments, project_dir: Any, config: ProjectConfiguration | 
     project = found.project = config if config is not None else ProjectConfiguration(project_dir=project_dir)
     if project_dir is not None and project.project_dir is None:
         project.set_directories(str(project_dir))
-    found.settings["project_config"] = hasten.ProjectConfiguration(
-        project_dir=None if project.project_dir is None else str(project.project_dir),
-        logging_dir=None if project.logging_dir is None else str(project.logging_dir),
-        total_limit=project.total_limit,
-        iteration=project.iteration,
-        save_on_each_node=project.save_on_each_node,
-    )
+    names = ("project_dir", "logging_dir", "total_limit", "iteration", "save_on_each_node")
+    values: dict[str, Any] = {name: getattr(project, name) for name in names}
+    values |= {name: str(values[name]) for name in names[:2] if values[name] is not None}
+    found.settings["project_config"] = hasten.ProjectConfiguration(**values)
 
 
-def _accumulation(found: Arguments, steps: int, plugin: GradientAccumulationPlugin | None) -> None:
+def _accumulation(found: Arguments, steps: int, plugin: kinds.GradientAccumulationPlugin | None) -> None:
     if plugin is not None:
         if steps != 1:
             raise ValueError(
@@ -148,10 +128,10 @@ def _accumulation(found: Arguments, steps: int, plugin: GradientAccumulationPlug
         found.accumulation = plugin
     else:
         given = environment().get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-        found.accumulation = GradientAccumulationPlugin(
+        found.accumulation = kinds.GradientAccumulationPlugin(
             num_steps=int(given) if given.isdigit() and int(given) > 1 else int(steps)
         )
-    if found.accumulation.num_steps is not None or found.accumulation != GradientAccumulationPlugin():
+    if found.accumulation.num_steps is not None or found.accumulation != kinds.GradientAccumulationPlugin():
         found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 
 
@@ -166,10 +146,9 @@ def _sharding(found: Arguments, plugin: FullyShardedDataParallelPlugin | None) -
 
 
 def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None:
-    found.deepspeed = engines.chosen(
-        plugin, AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
-    )
-    active = engines.active(found.deepspeed)
+    earlier = AMBIENT.whole.get("deepspeed_plugins") if plugins is plugin is None else plugins
+    found.deepspeed = chosen_plugins(plugin, earlier)
+    active = active_plugin(found.deepspeed)
     if active is None:
         return
     found.settings["strategy"] = "deepspeed"
@@ -183,15 +162,15 @@ def _engine(found: Arguments, plugin: Any, plugins: Any, explicit: bool) -> None
             f"gradient_accumulation_steps is {found.accumulation.num_steps} in Accelerator() and {steps} in the DeepSpeed "
             'configuration, so it is not clear when to update. Give one of them, or write "auto" in the configuration.'
         )
-    found.accumulation = GradientAccumulationPlugin(num_steps=steps)
+    found.accumulation = kinds.GradientAccumulationPlugin(num_steps=steps)
     found.settings["gradient_accumulation_plugin"] = found.accumulation.to_hasten()
 
 
-def _compiling(found: Arguments, plugin: TorchDynamoPlugin | None, backend: Any) -> None:
+def _compiling(found: Arguments, plugin: kinds.TorchDynamoPlugin | None, backend: Any) -> None:
     if plugin is not None and backend is not None:
         raise ValueError("You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one.")
     if backend is not None:
-        plugin = TorchDynamoPlugin(backend=backend)
-    found.dynamo = plugin or AMBIENT.whole.get("dynamo_plugin") or TorchDynamoPlugin()
+        plugin = kinds.TorchDynamoPlugin(backend=backend)
+    found.dynamo = plugin or AMBIENT.whole.get("dynamo_plugin") or kinds.TorchDynamoPlugin()
     if str(found.dynamo.backend).lower() != "no":
         found.settings["dynamo_plugin"] = found.dynamo.to_hasten()

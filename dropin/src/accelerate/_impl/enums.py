@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from accelerate._impl.surface.homes import settle
+Member = TypeVar("Member")
+# Any in this file: the values of members.
 
 
 class EnumWithContains(enum.EnumMeta):
-    """Lets `"fp16" in PrecisionType` ask for a value."""
+    """Lets `"fp16" in PrecisionType` ask for a value. `words` are the values: members are called so in capitals."""
+
+    @classmethod
+    def __prepare__(cls, name: str, bases: tuple[type, ...], words: str = "", **kwargs: Any) -> Any:  # type: ignore[override]  # enum's own mapping
+        members = super().__prepare__(name, bases, **kwargs)
+        for word in words.split():
+            members["COMETML" if word == "comet_ml" else word.upper()] = word
+        return members
+
+    def __new__(metacls, name: str, bases: Any, members: Any, words: str = "", **kwargs: Any) -> EnumWithContains:
+        return super().__new__(metacls, name, bases, members, **kwargs)
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -17,6 +28,10 @@ class EnumWithContains(enum.EnumMeta):
         except ValueError:
             return False
         return True
+
+    if TYPE_CHECKING:  # members are no attributes that a type checker sees
+
+        def __getattr__(cls: type[Member], name: str) -> Member: ...
 
 
 class BaseEnum(enum.Enum, metaclass=EnumWithContains):
@@ -26,131 +41,59 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
         return str(self.value)
 
     @classmethod
-    def list(cls) -> list[Any]:  # Any: the values
+    def list(cls) -> list[Any]:
         """Every value."""
         return [member.value for member in cls]
 
 
-class DistributedType(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
+class _Named(str, enum.Enum, metaclass=EnumWithContains):  # noqa: UP042  str() has always given the member's name
+    """An enum of words that equal their members."""
+
+
+class DistributedType(
+    _Named,
+    words="NO MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU DEEPSPEED FSDP XLA MEGATRON_LM "
+    "MULTI_HPU MULTI_NEURON",
+):
     """How processes work together."""
 
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_SDAA = "MULTI_SDAA"
-    MULTI_MUSA = "MULTI_MUSA"
-    MULTI_XPU = "MULTI_XPU"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-    MULTI_HPU = "MULTI_HPU"
-    MULTI_NEURON = "MULTI_NEURON"
 
-
-class SageMakerDistributedType(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
+class SageMakerDistributedType(_Named, words="NO DATA_PARALLEL MODEL_PARALLEL"):
     """How SageMaker trains."""
 
-    NO = "NO"
-    DATA_PARALLEL = "DATA_PARALLEL"
-    MODEL_PARALLEL = "MODEL_PARALLEL"
 
-
-class FP8BackendType(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
+class FP8BackendType(_Named, words="NO TE MSAMP AO"):
     """What computes in fp8."""
 
-    NO = "NO"
-    TE = "TE"
-    MSAMP = "MSAMP"
-    AO = "AO"
 
-
-class ComputeEnvironment(str, enum.Enum):  # noqa: UP042  str() has always given the member's name
+class ComputeEnvironment(_Named, words="LOCAL_MACHINE AMAZON_SAGEMAKER"):
     """Where processes are started."""
 
-    LOCAL_MACHINE = "LOCAL_MACHINE"
-    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
-
-class CustomDtype(enum.Enum):
+class CustomDtype(enum.Enum, metaclass=EnumWithContains, words="fp8 int4 int2"):
     """Number formats torch has no dtype for."""
 
-    FP8 = "fp8"
-    INT4 = "int4"
-    INT2 = "int2"
 
-
-class DDPCommunicationHookType(BaseEnum):
+class DDPCommunicationHookType(BaseEnum, words="no fp16 bf16 power_sgd batched_power_sgd"):
     """How gradients travel."""
 
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
 
-
-class DynamoBackend(str, BaseEnum):
+class DynamoBackend(
+    str,
+    BaseEnum,
+    words="NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
+    "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON",
+):
     """Compilers of torch.compile."""
 
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    TVM = "TVM"
-    HPU_BACKEND = "HPU_BACKEND"
-    NEURON = "NEURON"
 
-
-class LoggerType(BaseEnum):
+class LoggerType(BaseEnum, words="all aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab"):
     """Trackers by name."""
 
-    ALL = "all"
-    AIM = "aim"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
 
-
-class PrecisionType(str, BaseEnum):
+class PrecisionType(str, BaseEnum, words="no fp8 fp16 bf16"):
     """Numbers of forward and backward."""
 
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
 
-
-class RNGType(BaseEnum):
+class RNGType(BaseEnum, words="torch cuda mlu sdaa musa npu xla xpu hpu neuron generator"):
     """Random number generators."""
-
-    TORCH = "torch"
-    CUDA = "cuda"
-    MLU = "mlu"
-    SDAA = "sdaa"
-    MUSA = "musa"
-    NPU = "npu"
-    XLA = "xla"
-    XPU = "xpu"
-    HPU = "hpu"
-    NEURON = "neuron"
-    GENERATOR = "generator"
-
-
-settle(__name__, "accelerate.utils.dataclasses")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from accelerate._impl.loaders.share import prepare_data_loader
 from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
+from accelerate._impl.settings.general import DataLoaderConfiguration
 from hasten import bundle
 from hasten.accelerator.preparing import Preparer
 from hasten.bundle import Item
@@ -112,16 +114,10 @@ class EstablishedPreparer(Preparer):
             self._ctx.device,
             num_processes=self._accelerator.readers().size,
             process_index=self._accelerator.readers().rank,
-            split_batches=config.split_batches,
             put_on_device=place,
             rng_types=list(self._accelerator.rng_types),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
             slice_fn_for_dispatch=slice_fn,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
+            **{one.name: getattr(config, one.name) for one in fields(DataLoaderConfiguration)},
         )
         prepared.clock = self._clock
         setattr(prepared, PREPARED, True)
@@ -132,8 +128,6 @@ class EstablishedPreparer(Preparer):
 def _stranger(value: Any) -> bool:
     # quirk: STRANGERS_PASS
     try:
-        return bundle.kind_of(value) == "nothing" or (
-            isinstance(value, type) and not isinstance(value, torch.nn.Module)
-        )
+        return isinstance(value, type) or bundle.kind_of(value) == "nothing"
     except PrepareError:
         return True

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from accelerate._impl import ambient
 from accelerate._impl.settings.general import TensorInformation
-from accelerate._impl.surface.homes import settle
 from hasten import trees
 from hasten.comm import ops
 from hasten.errors import MismatchError
@@ -123,12 +122,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def listify(data: Any) -> Any:
     """Tensors as lists of numbers."""
-
-    def listed(tensor: Tensor) -> Any:
-        tensor = tensor.detach().cpu()
-        return (tensor.to(torch.float32) if tensor.dtype == torch.bfloat16 else tensor).tolist()
-
-    return recursively_apply(listed, data)
+    return recursively_apply(lambda tensor: tensor.detach().cpu().tolist(), data)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -139,14 +133,10 @@ def find_device(data: Any) -> torch.device | None:
 
 def concatenate(data: Any, dim: int = 0) -> Any:
     """Equally nested tensors joined along `dim`."""
-    first = data[0]
-    if isinstance(first, tuple | list):
-        return honor_type(first, (concatenate([one[index] for one in data], dim) for index in range(len(first))))
-    if isinstance(first, Mapping):
-        return type(first)({key: concatenate([one[key] for one in data], dim) for key in first})  # type: ignore[call-arg]  # a mapping's class is expected to take one
-    if not isinstance(first, Tensor):
-        raise TypeError(f"Can only concatenate tensors but got {type(first)}")
-    return torch.cat(data, dim=dim)
+    strangers = [one for one in trees.leaves(data[0]) if not isinstance(one, Tensor)]
+    if strangers:
+        raise TypeError(f"Can only concatenate tensors but got {type(strangers[0])}")
+    return trees.concat(data, dim)
 
 
 def slice_tensors(data: Any, tensor_slice: slice, process_index: Any = None, num_processes: Any = None) -> Any:
@@ -179,7 +169,6 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return convert(*args, **kwargs)
 
-    forward.__wrapped__ = model_forward
     return forward
 
 
@@ -288,6 +277,3 @@ def GatheredParameters(  # noqa: N802  the established name
 ) -> Iterator[None]:
     """A block in which ZeRO-3 parameters are whole; nothing needs doing without DeepSpeed."""
     yield
-
-
-settle(__name__, "accelerate.utils.operations")

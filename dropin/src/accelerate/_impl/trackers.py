@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from accelerate._impl.ambient import AMBIENT, process
+from accelerate._impl.ambient import process
 from accelerate._impl.enums import LoggerType
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
 from hasten.tracking import registry
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry
@@ -107,17 +107,7 @@ class _Backend(GeneralTracker):
             )
         return self._run
 
-    @property
-    def tracker(self) -> Any:
-        """The package's own run or writer."""
-        return self._open().native
-
-    @property
-    def run(self) -> Any:
-        """The package's own run."""
-        return self.tracker
-
-    writer = run
+    tracker = run = writer = shown(lambda self: self._open().native, "The package's own run or writer.")
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -235,10 +225,7 @@ AimTracker = _backend("AimTracker", "Aim", "aim", requires_logging_directory=Tru
 ClearMLTracker = _backend("ClearMLTracker", "ClearML", "clearml")
 DVCLiveTracker = _backend("DVCLiveTracker", "DVCLive", "dvclive")
 SwanLabTracker = _backend("SwanLabTracker", "SwanLab", "swanlab", takes_any_value=True)
-_SHIPPED = (AimTracker, CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker, ClearMLTracker, DVCLiveTracker)
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    tracker.name: tracker for tracker in (*_SHIPPED, SwanLabTracker, TrackioTracker)
-}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {shipped.name: shipped for shipped in _Backend.__subclasses__()}
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
@@ -294,23 +281,15 @@ def begin(
     """The trackers of a run, begun and told its settings. Ranks: every rank."""
     started: list[GeneralTracker] = []
     for kind in kinds:
-        tracker = kind if isinstance(kind, GeneralTracker) else _made(str(kind), project, init_kwargs, logging_dir)
-        if tracker is None or (getattr(tracker, "main_process_only", True) and not process().is_main_process):
+        own = isinstance(kind, GeneralTracker)
+        tracker: Any = kind if own else LOGGER_TYPE_TO_CLASS[str(kind)]
+        if getattr(tracker, "main_process_only", True) and not process().is_main_process:
             continue
+        if not own:
+            place = {"logging_dir": logging_dir} if getattr(tracker, "requires_logging_directory", False) else {}
+            tracker = tracker(project, **{**init_kwargs.get(str(kind), {}), **place})
         tracker.start()
         if config is not None:
             tracker.store_init_configuration(config)
         started.append(tracker)
     return started
-
-
-def _made(name: str, project: str, init_kwargs: dict[str, Any], logging_dir: Any) -> Any:
-    """A tracker by its name; None on a process that has none of its own."""
-    kind: Any = LOGGER_TYPE_TO_CLASS[name]
-    if getattr(kind, "main_process_only", True) and AMBIENT.context is not None and not AMBIENT.context.is_main:
-        return None
-    place = {"logging_dir": logging_dir} if getattr(kind, "requires_logging_directory", False) else {}
-    return kind(project, **{**init_kwargs.get(name, {}), **place})
-
-
-settle(__name__, "accelerate.tracking")

@@ -1,3 +1,3 @@
 """fp8 through torchao, as functions on a model."""
 
-from accelerate._impl.models.ao import *
+from accelerate._impl.models.fp8 import *

@@ -1,7 +1,6 @@
 """Looking at models, placing and loading them: hasten's own ways under the established names."""
 
 from accelerate._impl.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
-from accelerate._impl.models.allocation import fallback_allocate, get_module_size_with_ties
 from accelerate._impl.models.modeling import *
 from hasten.bigmodel.budget import get_max_memory
 from hasten.bigmodel.ties import find_tied_parameters, retie_parameters

@@ -1,3 +1,3 @@
 """Installing PyTorch/XLA in a notebook."""
 
-from accelerate._impl.environment.torch_xla import *
+from accelerate._impl.environment.versions import install_xla

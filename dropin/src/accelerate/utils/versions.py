@@ -1,3 +1,3 @@
 """Comparing versions."""
 
-from accelerate._impl.environment.versions import *
+from accelerate._impl.environment.versions import compare_versions, is_torch_version, torch_version

@@ -1,13 +1,11 @@
 """The Accelerator with the established constructor and attributes, on top of hasten's."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,41 +14,33 @@ from torch.nn.parallel import DistributedDataParallel
 import hasten
 from accelerate._impl import ambient
 from accelerate._impl import trackers as tracking
-from accelerate._impl.accelerator.mirrors import Mirrors
 from accelerate._impl.ambient import AMBIENT
-from accelerate._impl.checkpoints.hooks import StateHooks
 from accelerate._impl.checkpoints.saving import SavingFace
 from accelerate._impl.constructing import HANDLERS, UNSET, Arguments, sort_arguments
 from accelerate._impl.environment.constants import PROFILE_PATTERN_NAME
-from accelerate._impl.loaders.share import skip_first_batches
 from accelerate._impl.models.other import extract_model_from_parallel
 from accelerate._impl.preparing import EstablishedPreparer
 from accelerate._impl.settings.kwargs_handlers import AutocastKwargs, ProfileKwargs
 from accelerate._impl.settings.parallelism import ParallelismConfig
-from accelerate._impl.sharding.engines import FollowedEngine
-from accelerate._impl.sharding.followed import FollowedPlugin
+from accelerate._impl.sharding.followed import FollowedEngine, FollowedPlugin
 from accelerate._impl.sharding.sequences import SplitSequences
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.tensors import gather, gather_object, reduce
 from accelerate._impl.trackers import GeneralTracker
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.logging import get_logger
-from accelerate._impl.views.process_blocks import ProcessMethods
 from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_whole
 from hasten import trees
 from hasten.accelerator.accumulation import Accumulation
 from hasten.comm import ops
-from hasten.comm.base import Comm
 from hasten.optim import clip
 from hasten.optim.window import Key
-from hasten.runtime.axes import BATCH
 
 logger = get_logger("accelerate.accelerator")
 # Any in this file: the user's objects, and settings of every type.
 
 
-class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
+class Accelerator(SavingFace):
     """Runs a plain training loop on any number of processes and devices."""
 
     profile_handler: ProfileKwargs | None
@@ -96,20 +86,20 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         self.project_configuration = sorted_.project
         self.step_scheduler_with_optimizer = given["step_scheduler_with_optimizer"]
         types = given["rng_types"]
-        self.rng_types: list[str] = [str(kind) for kind in (types if types is not None else ["generator"])]
+        self.rng_types = [str(kind) for kind in (types if types is not None else ["generator"])]
         for name in HANDLERS.values():
             setattr(self, name, sorted_.handlers.get(name))
-        self.flag_tensor, self.delayed_fp8_autocast, self._hooks = None, False, StateHooks()
+        self.flag_tensor, self.delayed_fp8_autocast = None, False
         self._trackers: list[Any] = []  # Any: users' own classes among them
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another Accelerator over the same run: process groups, clocks and what was prepared exist once."""
         return copy.copy(self)
 
     def _publish(self, sorted_: Arguments, given: dict[str, Any]) -> None:
         """Make this Accelerator what the process-wide views show."""
         ambient.adopt(self.ctx)
-        AMBIENT.clock = self.clock
+        self.process, AMBIENT.clock = ambient.process(), self.clock
         fill_partial(self.config.cpu, strategy=self.strategy.name)
         sizes = given["parallelism_config"] or ParallelismConfig.launched(self.config.parallelism, self.ctx.mesh)
         self._sequences = SplitSequences.of(self, sizes)
@@ -120,11 +110,6 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         self.state, self.gradient_state = AcceleratorState(), GradientState(sorted_.accumulation)
         AMBIENT.plugin_kwargs.setdefault("num_steps", self.clock.every)
         self.log_with = tracking.chosen(given["log_with"], self.logging_dir)
-
-    def follow_plugins(self) -> None:
-        """Take over what was changed in plugins since the last prepare()."""
-        self._sharding.follow()
-        self._engine.follow()
 
     # -- preparing ------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
@@ -141,10 +126,6 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         """The loader, reading this process's share."""
         place = self.device_placement if device_placement is None else device_placement
         return self._preparer.loader(data_loader, place, 0, slice_fn_for_dispatch)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader without its first batches."""
-        return skip_first_batches(dataloader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: Any) -> Accumulation:  # type: ignore[override] # the original names no loader
@@ -189,15 +170,16 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         """Backward fused with the update, by an optimizer that has one (LOMO)."""
         if learning_rate is None:
             raise ValueError("A learning rate must be passed in order to call backward pass with LOMO optimizers.")
-        for one in self.prepared.optimizers:
-            fused: Any = getattr(one.optimizer, "fused_backward", None)
-            if fused is not None:
-                fused(loss, learning_rate)
+        for fused in self._fused_backwards():
+            fused(loss, learning_rate)
 
-    @property
-    def has_lomo_optimizer(self) -> bool:
-        """Whether an optimizer updates inside of backward."""
-        return any(hasattr(one.optimizer, "fused_backward") for one in self.prepared.optimizers)
+    def _fused_backwards(self) -> list[Any]:
+        inner = [one.optimizer for one in self.prepared.optimizers]
+        return [one.fused_backward for one in inner if hasattr(one, "fused_backward")]
+
+    has_lomo_optimizer = shown(
+        lambda self: bool(self._fused_backwards()), "Whether an optimizer updates inside of backward."
+    )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]  # this package's class
         """A block that computes in this run's precision."""
@@ -207,9 +189,7 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         """Clip gradients to a global norm where the window ends; inside it, only tell the norm."""
         chosen = clip.as_list(parameters)
         norm = super().clip_grad_norm_(chosen, max_norm, norm_type)
-        if norm is not None:
-            return norm
-        return clip.clip_norm(chosen, float("inf"), norm_type)
+        return clip.clip_norm(chosen, float("inf"), norm_type) if norm is None else norm
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The prepared loader, handing each process its part of the sequences of all that share them (`sp_size`)."""
@@ -247,10 +227,6 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
         if self.num_processes > 1:
             input_data = ops.gather_ragged(input_data, self.readers())
         return trees.map_tensors(lambda one: one[:left] if one.ndim and cut else one, input_data) if cut else input_data
-
-    def readers(self) -> Comm:
-        """The processes that have samples of their own; those of one sequence do, too, where they take turns (`sp_size`)."""
-        return self.ctx.groups(*BATCH) if self._sequences is None else self.ctx.world
 
     # -- trackers -------------------------------------------------------------------------------------------------
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
@@ -318,6 +294,3 @@ class Accelerator(ProcessMethods, SavingFace, Mirrors, hasten.Accelerator):
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether the model was spread over devices by a device map."""
         return any(len(getattr(part, "hf_device_map", {})) > 1 for part in model.modules())
-
-
-settle(__name__, "accelerate.accelerator")

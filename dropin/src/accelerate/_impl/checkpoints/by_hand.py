@@ -10,15 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accelerate._impl.environment.constants import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-)
-from accelerate._impl.models.modeling import load_state_dict
+from accelerate._impl.environment import constants
 from accelerate._impl.models.other import load, save
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import read_model
@@ -30,6 +22,11 @@ logger = get_logger("accelerate.checkpointing")
 
 def _numbered(stem: str, index: int, suffix: str = "bin") -> str:
     return f"{stem}.{suffix}" if index == 0 else f"{stem}_{index}.{suffix}"
+
+
+def _model_files(index: int) -> tuple[str, str]:
+    """How a model's file is called, in safetensors and in torch's format."""
+    return _numbered(constants.SAFE_MODEL_NAME, index, "safetensors"), _numbered(constants.MODEL_NAME, index)
 
 
 def save_custom_state(obj: Any, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
@@ -58,11 +55,11 @@ def save_accelerator_state(
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for index, state in enumerate(model_states):
-        name = _numbered(SAFE_MODEL_NAME, index, "safetensors") if safe_serialization else _numbered(MODEL_NAME, index)
-        save(state, folder / name, save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-    rest = [(_numbered(OPTIMIZER_NAME, index), one) for index, one in enumerate(optimizers)]
-    rest += [(_numbered(SCHEDULER_NAME, index), one) for index, one in enumerate(schedulers)]
-    for name, thing in [*rest, *([] if scaler is None else [(SCALER_NAME, scaler)])]:
+        safe, plain = _model_files(index)
+        save(state, folder / (safe if safe_serialization else plain), save_on_each_node, safe_serialization)
+    rest = [(_numbered(constants.OPTIMIZER_NAME, index), one) for index, one in enumerate(optimizers)]
+    rest += [(_numbered(constants.SCHEDULER_NAME, index), one) for index, one in enumerate(schedulers)]
+    for name, thing in [*rest, *([] if scaler is None else [(constants.SCALER_NAME, scaler)])]:
         save(thing.state_dict(), folder / name, save_on_each_node=save_on_each_node)
     return folder
 
@@ -82,20 +79,14 @@ def load_accelerator_state(
     """Load states from single files, as the original package writes them; what was not there is said in the log."""
     folder = Path(input_dir)
     for index, model in enumerate(models):
-        model.load_state_dict(_weights(folder, index), **load_model_func_kwargs)
-    for stem, things in ((OPTIMIZER_NAME, optimizers), (SCHEDULER_NAME, schedulers)):
+        single = [folder / name for name in _model_files(index) if (folder / name).exists()]
+        model.load_state_dict(read_model(single[0] if single else folder), **load_model_func_kwargs)
+    for stem, things in ((constants.OPTIMIZER_NAME, optimizers), (constants.SCHEDULER_NAME, schedulers)):
         for index, thing in enumerate(things):
             thing.load_state_dict(load(folder / _numbered(stem, index)))
-    if scaler is not None and (folder / SCALER_NAME).exists():
-        scaler.load_state_dict(load(folder / SCALER_NAME))
-    return _random_states(folder / f"{RNG_STATE_NAME}_{process_index}.pkl")
-
-
-def _weights(folder: Path, index: int) -> dict[str, Any]:
-    for name in (_numbered(SAFE_MODEL_NAME, index, "safetensors"), _numbered(MODEL_NAME, index)):
-        if (folder / name).exists():
-            return load_state_dict(folder / name)
-    return read_model(folder)
+    if scaler is not None and (folder / constants.SCALER_NAME).exists():
+        scaler.load_state_dict(load(folder / constants.SCALER_NAME))
+    return _random_states(folder / f"{constants.RNG_STATE_NAME}_{process_index}.pkl")
 
 
 def _random_states(file: Path) -> dict[str, Any]:

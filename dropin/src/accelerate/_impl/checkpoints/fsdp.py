@@ -1,24 +1,33 @@
-"""Sharded models: saving and loading them by hand, names, and helpers other libraries call."""
+"""Sharded models: saving and loading them by hand, names, and helpers other libraries call.
+
+Whole: `pytorch_model_fsdp.bin` and `optimizer.bin`. Shards: the folders `pytorch_model_fsdp_0` and `optimizer_0`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.nn.modules.module import _IncompatibleKeys
 
-from accelerate._impl.views.logging import get_logger
+from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accelerate._impl.models.modeling import is_peft_model
+from hasten.checkpoint import parts
+from hasten.checkpoint.parts import Part
+from hasten.checkpoint.weights import load_weights
+from hasten.modules.names import plain_name
 from hasten.strategies.base import Wish
 from hasten.strategies.recompute import Recompute
 from hasten.strategies.wrapping import blocks_to_recompute, blocks_to_shard
 
-logger = get_logger("accelerate.utils.fsdp_utils")
-# Any in this file: plugins, models and optimizers of either package's making.
+# Any in this file: plugins, accelerators, models and optimizers of either package's making.
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -33,13 +42,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 def fsdp2_canonicalize_names(named_params: dict[str, Any]) -> dict[str, Any]:
     """Names without what wrappers put into them."""
-    wrappers = ("._checkpoint_wrapped_module", "_orig_mod.", "._orig_mod")
-    clean = {}
-    for name, value in named_params.items():
-        for part in wrappers:
-            name = name.replace(part, "")
-        clean[name] = value
-    return clean
+    return {plain_name(name): value for name, value in named_params.items()}
 
 
 def get_parameters_from_modules(modules: Any, model: nn.Module, device: Any) -> set[nn.Parameter]:
@@ -112,3 +115,105 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     """A loss scaler that sees overflows in any rank's shard."""
     return torch.amp.GradScaler(**kwargs)
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    output_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write a sharded model's weights, as the plugin's state_dict_type says. Ranks: every rank."""
+    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
+    part = _part("model", output_dir, model_index)
+    parts.save_model(module, part, world, fsdp_plugin.whole_checkpoints, _adapter_names(module, adapter_only))
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: Any,
+    input_dir: Any,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> _IncompatibleKeys:
+    """Fill a sharded model from what `save_fsdp_model` wrote; in torch's form, that nothing was amiss. Ranks: every rank.
+
+    Raises: CheckpointError naming what is missing or unexpected.
+    """
+    module, part = accelerator.unwrap_model(model), _part("model", input_dir, model_index)
+    parts.load_model(module, part, accelerator.ctx.world, _adapter_names(module, adapter_only))
+    return _IncompatibleKeys([], [])
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Any,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write a sharded optimizer's state by parameter name, as the plugin's state_dict_type says. Ranks: every rank."""
+    module, world = accelerator.unwrap_model(model), accelerator.ctx.world
+    part = _part("optimizer", output_dir, optimizer_index)
+    parts.save_optimizer(optimizer, module, part, world, fsdp_plugin.whole_checkpoints)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Any,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Fill a sharded optimizer from what `save_fsdp_optimizer` wrote. Ranks: every rank.
+
+    Raises: CheckpointError when groups, names or shapes differ.
+    """
+    part = _part("optimizer", input_dir, optimizer_index)
+    parts.load_optimizer(optimizer, accelerator.unwrap_model(model), part, accelerator.ctx.world)
+
+
+def load_original_parts(accelerator: Any, folder: Path, wanted: Sequence[nn.Module]) -> None:
+    """Fill sharded models and optimizers from a folder of the original package, sharded or whole. Ranks: every rank.
+
+    `wanted` are the models that no hook has loaded already.
+    """
+    plugin, done = accelerator.state.fsdp_plugin, accelerator.prepared
+    for index, model in enumerate(done.models):
+        if not any(accelerator.unwrap_model(model) is one for one in wanted):
+            continue
+        if _part("model", folder, index).exists:
+            load_fsdp_model(plugin, accelerator, model, folder, index)
+        else:
+            numbered = folder / f"model_{index}.safetensors"
+            load_weights(accelerator.unwrap_model(model), numbered if index else folder)
+    for index, optimizer in enumerate(done.optimizers):
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        owner = next((m for m in done.models if any(id(p) in held for p in m.parameters())), done.models[0])
+        load_fsdp_optimizer(plugin, accelerator, optimizer, owner, folder, index)
+
+
+def _part(kind: Literal["model", "optimizer"], folder: Any, index: int) -> Part:
+    """A model or an optimizer in a folder: its shards, whose folder the given one itself may be, or a file of whole tensors."""
+    place, stem = Path(folder), {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}[kind]
+    given = place.name.startswith(stem) and place.is_dir()
+    shards = place if given else place / f"{stem}_{index}"
+    return Part(kind, shards, place / (f"{stem}_{index}.bin" if index else f"{stem}.bin"))
+
+
+def _adapter_names(module: nn.Module, adapter_only: bool) -> set[str] | None:
+    """The names that belong to peft's adapters, where only those are wanted: peft puts the adapter's name into them."""
+    if not adapter_only or not is_peft_model(module):
+        return None
+    adapters: Any = module.peft_config
+    return {name for key in module.state_dict() if set((name := plain_name(key)).split(".")) & set(adapters)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,6 @@ def _shards_in(source: str) -> Path:
     return places[0]
 
 
-def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate merge-weights`."""
-    about = "Merge the weights of a sharded checkpoint into one model."
-    return parser_of("merge-weights", merge_command, _FLAGS, subparsers, about)
-
-
 def merge_command(args: Any) -> None:
     """Run `accelerate merge-weights`."""
     merge_fsdp_weights(
@@ -58,5 +51,7 @@ def merge_command(args: Any) -> None:
     )
 
 
+_ABOUT = "Merge the weights of a sharded checkpoint into one model."
+merge_command_parser = parser_of("merge-weights", merge_command, _FLAGS, _ABOUT)
 run = runner("merge-weights", merge_command_parser)
 main = main_of(run)

@@ -1,34 +1,34 @@
-"""Methods of the established Accelerator that save and load runs."""
+"""Methods of the established Accelerator that save and load runs; what hooks raise reaches the script as it was raised."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate._impl.checkpoints import by_hand as checkpointing
-from accelerate._impl.checkpoints.fsdp_files import load_original_parts
-from accelerate._impl.checkpoints.hooks import StateHooks
-from accelerate._impl.sharding.followed import FollowedPlugin
-from hasten.accelerator.state_hooks import HookHandle
-
-if TYPE_CHECKING:
-    import hasten
-    from accelerate._impl.settings.general import ProjectConfiguration
-
-    Base = hasten.Accelerator
-else:
-    Base = object
+from accelerate._impl.checkpoints.fsdp import load_original_parts
+from accelerate._impl.composed import Composed
+from hasten.errors import HookError
 
 # Any in this file: the user's objects, hooks and keywords.
 
 
-class SavingFace(Base):
-    """save_state, load_state and what takes part in them."""
+@contextmanager
+def _errors_of_hooks_as_raised() -> Iterator[None]:
+    """A block that raises a hook's own error on its rank; the others get the HookError that names it."""
+    try:
+        yield
+    except HookError as error:
+        found: BaseException | None = error
+        while isinstance(found, HookError):
+            found = found.__cause__
+        raise found or error from None
 
-    if TYPE_CHECKING:
-        project_configuration: ProjectConfiguration
-        _hooks: StateHooks
-        _sharding: FollowedPlugin
+
+class SavingFace(Composed):
+    """save_state, load_state and what takes part in them."""
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any) -> str:  # type: ignore[override]  # the established keywords
         """Save everything the run needs to go on; where it lies. Ranks: every rank."""
@@ -36,7 +36,7 @@ class SavingFace(Base):
         if output_dir is None and not automatic:  # quirk: AUTOMATIC_NAMING_OPT_IN
             _refuse_no_folder()
         self._sharding.follow_form()
-        with self._hooks.errors_as_raised():
+        with _errors_of_hooks_as_raised():
             place = super().save_state(None if automatic else output_dir, safe_serialization)
         self.project_configuration.iteration = self.saving.iteration
         return place
@@ -47,17 +47,9 @@ class SavingFace(Base):
         if input_dir is not None and not (Path(input_dir) / "manifest.json").exists():
             self._load_original(str(input_dir), load_model_func_kwargs)
             return
-        with self._hooks.errors_as_raised():
+        with _errors_of_hooks_as_raised():
             super().load_state(input_dir, strict=load_model_func_kwargs.get("strict", True))
         self.project_configuration.iteration = self.saving.iteration
-
-    def register_save_state_pre_hook(self, hook: Any) -> HookHandle:
-        """Call `hook(models, weights, folder)` before each save; what it raises is what save_state raises."""
-        return super().register_save_state_pre_hook(self._hooks.watched(hook))
-
-    def register_load_state_pre_hook(self, hook: Any) -> HookHandle:
-        """Call `hook(models, folder)` before each load; what it raises is what load_state raises."""
-        return super().register_load_state_pre_hook(self._hooks.watched(hook))
 
     def _load_original(self, folder: str, kwargs: dict[str, Any]) -> None:
         """Read a checkpoint that the original package wrote."""
@@ -67,17 +59,9 @@ class SavingFace(Base):
         done, sharded = self.prepared, self.strategy.caps.sharded_state
         if sharded:
             load_original_parts(self, Path(folder), models)
-        optimizers: list[Any] = [] if sharded else list(done.optimizers)
-        checkpointing.load_accelerator_state(
-            folder,
-            [] if sharded else models,
-            optimizers,
-            done.schedulers,
-            done.loaders,
-            self.process_index,
-            self.precision.scaler,
-            **kwargs,
-        )
+        own: tuple[Any, Any] = ([], []) if sharded else (models, done.optimizers)
+        rest: tuple[Any, ...] = (done.schedulers, done.loaders, self.process_index, self.precision.scaler)
+        checkpointing.load_accelerator_state(folder, *own, *rest, **kwargs)
         for index, thing in enumerate(self.saving.registered):
             checkpointing.load_custom_state(thing, folder, index)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any, Final
 
 from accelerate import __version__
 from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
 from hasten.cli.main import main as hasten
 
-# Any in this file: argparse's subparsers and namespaces.
+# Any in this file: argparse's namespaces.
 _DTYPES: Final = ["float32", "float16", "int8", "int4"]
 CONFIG_FILE: Final[Flags] = {"--config_file": {"default": None}}
 _MODEL: Final[Flags] = {
@@ -25,30 +24,15 @@ def chosen_file(args: Any) -> list[str]:
     return ["--config_file", args.config_file] if args.config_file else []
 
 
-def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate env`."""
-    return parser_of("env", env_command, CONFIG_FILE, subparsers)
-
-
 def env_command(args: Any) -> int:
     """Run `accelerate env`."""
     print(f"- `Accelerate` version: {__version__}")  # noqa: T201  the report starts with what stands in
     return hasten(["env", *chosen_file(args)])
 
 
-def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate test`."""
-    return parser_of("test", test_command, CONFIG_FILE, subparsers)
-
-
 def test_command(args: Any) -> int:
     """Run `accelerate test`."""
     return hasten(["test", *chosen_file(args)])
-
-
-def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate estimate-memory`."""
-    return parser_of("estimate-memory", estimate_command, _MODEL, subparsers)
 
 
 def estimate_command(args: Any) -> int:
@@ -57,6 +41,9 @@ def estimate_command(args: Any) -> int:
     return hasten([*words, "--trust_remote_code"] if args.trust_remote_code else words)
 
 
+env_command_parser = parser_of("env", env_command, CONFIG_FILE)
+test_command_parser = parser_of("test", test_command, CONFIG_FILE)
+estimate_command_parser = parser_of("estimate-memory", estimate_command, _MODEL)
 run_env, run_test = runner("env", env_command_parser), runner("test", test_command_parser)
 run_estimate = runner("estimate-memory", estimate_command_parser)
 main_env, main_test, main_estimate = main_of(run_env), main_of(run_test), main_of(run_estimate)

@@ -11,6 +11,7 @@ import torch
 
 from accelerate._impl.commands.answered import CONFIG_FILE, chosen_file
 from accelerate._impl.environment.parsers import main_of, parser_of, runner
+from accelerate._impl.environment.variables import get_current_device_type
 from accelerate._impl.settings.config_file import (
     ClusterConfig,
     default_config_file,
@@ -33,9 +34,7 @@ def config_command(args: Any) -> None:
         sys.exit(code)
 
 
-def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate config` without its subcommands."""
-    return parser_of("config", config_command, CONFIG_FILE, subparsers)
+config_command_parser = parser_of("config", config_command, CONFIG_FILE)
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -62,11 +61,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 def _suited(mixed_precision: str) -> ClusterConfig:
     """Settings for all devices of this machine."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if found is not None else 0
-    several = (
-        "NO" if count < 2 or found is None else ("MULTI_GPU" if found.type == "cuda" else f"MULTI_{found.type.upper()}")
-    )
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    several = "NO" if count < 2 else get_current_device_type()[1]
     return ClusterConfig(
         "LOCAL_MACHINE", several, mixed_precision, use_cpu=count == 0, debug=False, num_processes=max(count, 1)
     )

@@ -5,38 +5,25 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from accelerate._impl.commands.launch_flags import ATTRIBUTES, FLAGS, SHORT, words_of
-from accelerate._impl.commands.launch_variables import variables_for
+from accelerate._impl.commands.launch_flags import REFUSED, add_flags, words_of
+from accelerate._impl.commands.launch_variables import sequence_options_apart, variables_for
 from accelerate._impl.commands.starting import prepare_simple_launcher_cmd_env
 from accelerate._impl.environment.parsers import CustomArgumentParser, main_of
 from accelerate._impl.environment.variables import patch_environment
 from accelerate._impl.settings.config_file import SageMakerConfig
 from hasten.cli import launch_cmd
+from hasten.config.source import Entry
 from hasten.errors import ConfigError, HastenError
 
 # Any in this file: values of flags.
 _ABOUT = (
     "Launch a python script in a distributed scenario. Arguments can be passed in with either hyphens or underscores."
 )
-_REFUSED = {
-    "fp8_opt_level": "it belongs to MS-AMP, which is no longer maintained; use --fp8_backend ao or te",
-    "aws_access_key_id": "hasten does not start SageMaker jobs; use SageMaker's own tools",
-    "aws_secret_access_key": "hasten does not start SageMaker jobs; use SageMaker's own tools",
-}
-
-
-def _word(text: str) -> str:
-    """The word of a yes-or-no flag that takes one; hasten reads it, so "False" means no."""
-    return text
-
-
-_ACTIONS = {"switch": "store_true", "off": "store_false", "append": "append"}
-_KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": _word, "str_to_bool": _word}
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -44,20 +31,12 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     options: dict[str, Any] = {"description": _ABOUT, "add_help": True, "allow_abbrev": False}
     make = partial(CustomArgumentParser, "Accelerate launch command")
     parser = make(**options) if subparsers is None else subparsers.add_parser("launch", **options)
-    for name, kind in ((name, kind) for kind, names in FLAGS.items() for name in names.split()):
-        _add_flag(parser, name, kind)
+    add_flags(parser)
     parser.add_argument("training_script", type=str, help="the script, module or program to start")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     if subparsers is not None:
         parser.set_defaults(func=launch_command)
     return parser
-
-
-def _add_flag(parser: argparse.ArgumentParser, name: str, kind: str) -> None:
-    spelled = [f"--{name}", f"--{name.replace('_', '-')}"]
-    names = dict.fromkeys([SHORT[name], *spelled] if name in SHORT else spelled)
-    how: dict[str, Any] = {"action": _ACTIONS[kind]} if kind in _ACTIONS else {"type": _KINDS.get(kind, str)}
-    parser.add_argument(*names, dest=ATTRIBUTES.get(name, name), default=None, **how)
 
 
 def launch_command(args: argparse.Namespace) -> None:
@@ -69,26 +48,22 @@ def launch_command(args: argparse.Namespace) -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run `accelerate launch WORDS` and give the exit code."""
-    flags = takewhile(lambda word: word.startswith("-"), words)
-    refused = [(word, name) for word in flags if (name := _name_of(word)) in _REFUSED]
-    if refused:
-        sys.stderr.write(f"accelerate launch: flag {refused[0][0]}: {_REFUSED[refused[0][1]]}.\n")
-        return 2
+    for word in takewhile(lambda word: word.startswith("-"), words):
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        if name in REFUSED:
+            sys.stderr.write(f"accelerate launch: flag {word}: {REFUSED[name]}.\n")
+            return 2
     try:
-        variables = dict(variables_for(words))
+        variables, settings = dict(variables_for(words)), sequence_options_apart(words)
     except HastenError:  # said by the launch itself, in its own way
-        variables = {}
+        variables, settings = {}, []
     with patch_environment(**variables):
-        return _launch(words)
+        return _launch(words, settings)
 
 
-def _name_of(flag: str) -> str:
-    return flag.lstrip("-").partition("=")[0].replace("-", "_")
-
-
-def _launch(words: Sequence[str]) -> int:
+def _launch(words: Sequence[str], settings: Sequence[Entry]) -> int:
     try:
-        return launch_cmd.main(words, program="accelerate")
+        return launch_cmd.main(words, program="accelerate", settings=settings)
     except HastenError as error:
         sys.stderr.write(f"accelerate launch: {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
@@ -107,27 +82,22 @@ def simple_launcher(args: argparse.Namespace) -> None:
         sys.exit(done.returncode)
 
 
-def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script on several processes."""
-    launch_command(args)
+def _launcher(about: str, *switches: str) -> Callable[[argparse.Namespace], None]:
+    """What starts the script of a parsed command line with these switches on."""
+
+    def launch(args: argparse.Namespace) -> None:
+        for name in switches:
+            setattr(args, name, True)
+        launch_command(args)
+
+    launch.__doc__ = about
+    return launch
 
 
-def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Run the script with DeepSpeed."""
-    args.use_deepspeed = True
-    launch_command(args)
-
-
-def tpu_launcher(args: argparse.Namespace) -> None:
-    """Run the script on the chips of this TPU machine."""
-    args.tpu = True
-    launch_command(args)
-
-
-def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Run the script on every machine of a TPU pod."""
-    args.tpu = args.tpu_use_cluster = True
-    launch_command(args)
+multi_gpu_launcher = _launcher("Run the script on several processes.")
+deepspeed_launcher = _launcher("Run the script with DeepSpeed.", "use_deepspeed")
+tpu_launcher = _launcher("Run the script on the chips of this TPU machine.", "tpu")
+tpu_pod_launcher = _launcher("Run the script on every machine of a TPU pod.", "tpu", "tpu_use_cluster")
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> NoReturn:

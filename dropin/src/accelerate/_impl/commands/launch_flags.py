@@ -1,71 +1,62 @@
-"""The flags of `accelerate launch` by kind, and a namespace of them as a command line."""
+"""The flags of `accelerate launch`: hasten's settings as the established parser reads them, and a namespace as a command line."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import Any, Final, get_args
 
-FLAGS: Final = {
-    "switch": (
-        "quiet cpu multi_gpu tpu enable_cpu_affinity dynamo_use_fullgraph dynamo_use_dynamic "
-        "dynamo_use_regional_compilation use_deepspeed use_fsdp use_parallelism_config use_megatron_lm "
-        "same_network module no_python tpu_cluster tpu_use_sudo downcast_bf16 fp8_use_autocast_during_eval "
-        "debug"
-    ),
-    "int": (
-        "num_processes num_machines num_cpu_threads_per_process machine_rank main_process_port max_restarts "
-        "zero_stage gradient_accumulation_steps fsdp_min_num_params megatron_lm_tp_degree "
-        "megatron_lm_decoder_last_pipeline_num_layers megatron_lm_pp_degree megatron_lm_num_micro_batches "
-        "megatron_lm_recompute_num_layers megatron_lm_expert_model_parallel_size "
-        "megatron_lm_context_parallel_size megatron_lm_expert_tensor_parallel_size fp8_margin fp8_interval "
-        "fp8_amax_history_len parallelism_config_dp_replicate_size parallelism_config_dp_shard_size "
-        "parallelism_config_tp_size parallelism_config_cp_size parallelism_config_sp_size"
-    ),
-    "float": (
-        "monitor_interval gradient_clipping megatron_lm_gradient_clipping megatron_lm_attention_dropout "
-        "megatron_lm_hidden_dropout"
-    ),
-    "append": ("vm env"),
-    "bool": (
-        "megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_eod_mask_loss "
-        "megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_no_save_optim "
-        "megatron_lm_optimizer_cpu_offload megatron_lm_use_precision_aware_optimizer "
-        "parallelism_config_sp_seq_length_is_variable"
-    ),
-    "str_to_bool": ("fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim"),
-    "off": "no_tpu_cluster",
-    "str": (
-        "config_file mixed_precision dynamo_backend dynamo_mode gpu_ids main_process_ip tee log_dir role "
-        "rdzv_backend rdzv_conf main_training_function deepspeed_config_file offload_optimizer_device "
-        "offload_param_device offload_optimizer_nvme_path offload_param_nvme_path zero3_init_flag "
-        "zero3_save_16bit_model deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter "
-        "deepspeed_multinode_launcher deepspeed_moe_layer_cls_names fsdp_version fsdp_offload_params "
-        "fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_auto_wrap_policy "
-        "fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_state_dict_type fsdp_forward_prefetch "
-        "fsdp_use_orig_params fsdp_cpu_ram_efficient_loading fsdp_sync_module_states "
-        "fsdp_activation_checkpointing fsdp_activation_checkpointing_offload megatron_lm_sequence_parallelism "
-        "megatron_lm_recompute_activations megatron_lm_use_distributed_optimizer "
-        "megatron_lm_recompute_granularity megatron_lm_recompute_method megatron_lm_attention_backend "
-        "megatron_lm_attention_softmax_in_fp32 megatron_lm_calculate_per_token_loss "
-        "megatron_lm_use_rotary_position_embeddings fp8_backend fp8_format fp8_amax_compute_algo "
-        "fp8_override_linear_precision fp8_opt_level aws_access_key_id aws_secret_access_key mpirun_hostfile "
-        "parallelism_config_cp_backend parallelism_config_cp_comm_strategy parallelism_config_sp_backend "
-        "parallelism_config_sp_seq_length parallelism_config_sp_attn_implementation"
-    ),
+from hasten.cli.flags import spellings
+from hasten.config.established import SWITCHES
+from hasten.config.legacy import OLD_NAMES
+from hasten.config.schema import SETTABLE, FieldInfo
+
+# Any in this file: argparse's own options, and values of flags.
+REFUSED: Final = {
+    "fp8_opt_level": "it belongs to MS-AMP, which is no longer maintained; use --fp8_backend ao or te",
+    "aws_access_key_id": "hasten does not start SageMaker jobs; use SageMaker's own tools",
+    "aws_secret_access_key": "hasten does not start SageMaker jobs; use SageMaker's own tools",
 }
-SHORT: Final = {"quiet": "-q", "tee": "-t", "module": "-m"}
-ATTRIBUTES: Final = {"tpu_cluster": "tpu_use_cluster", "no_tpu_cluster": "tpu_use_cluster"}
+_SWITCH: Final[dict[str, Any]] = {"action": "store_true"}
+_WORDED: Final = ("deepspeed", "fsdp", "megatron", "parallelism", "ao")
+"""Sections whose yes-or-no flags take a word; hasten reads it, so "False" means no."""
+
+
+def _read(info: FieldInfo) -> dict[str, Any]:
+    """What argparse is told of a setting's flag."""
+    if info.is_bool:
+        return {} if {*info.path} & {*_WORDED} else _SWITCH
+    if info.path in (("xla", "tpu_vm"), ("xla", "tpu_env")):
+        return {"action": "append"}
+    kinds = [one if isinstance(one, type) else type(one) for one in get_args(info.type) or (info.type,)]
+    return {"type": next((kind for kind in (int, float) if kind in kinds), str)}
+
+
+_FLAGS: Final[dict[str, dict[str, Any]]] = {
+    **{name: {} for name in ("config_file", *REFUSED)},
+    **{f"fsdp_{name.removeprefix('fsdp_')}": {} for name in OLD_NAMES},
+    **dict.fromkeys((*SWITCHES, "use_parallelism_config"), _SWITCH),
+    **{info.flag if info.path == ("cpu",) else spellings(info)[-1]: _read(info) for info in SETTABLE},
+}
+_SHORT: Final = {info.flag: f"-{info.meta.short}" for info in SETTABLE if info.meta.short}
+_ATTRIBUTES: Final = {"tpu_cluster": "tpu_use_cluster"}
 """Where the value of a flag goes that has another name than the flag."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag; what is not given is None."""
+    for name, how in _FLAGS.items():
+        names = [_SHORT[name]] if name in _SHORT else []
+        names += dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*names, dest=_ATTRIBUTES.get(name, name), default=None, **how)
+    parser.add_argument("--no_tpu_cluster", dest="tpu_use_cluster", action="store_false", default=None)
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
     """The command line for hasten that a parsed namespace stands for."""
     words: list[str] = []
-    for kind, names in FLAGS.items():
-        for name in names.split():
-            value = getattr(args, ATTRIBUTES.get(name, name), None)
-            if value is None or value is False or kind == "off":
-                continue
-            for one in value if isinstance(value, list) else [value]:
-                words.append(f"--{name}=true" if kind == "switch" else f"--{name}={one}")
+    for name, how in _FLAGS.items():
+        value = getattr(args, _ATTRIBUTES.get(name, name), None)
+        if value is not None and value is not False:
+            given = value if isinstance(value, list) else [value]
+            words += [f"--{name}=true" if how is _SWITCH else f"--{name}={one}" for one in given]
     return [*words, args.training_script, *args.training_script_args]

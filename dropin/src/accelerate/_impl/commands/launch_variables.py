@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final
 
 from accelerate._impl.environment.variables import environment
 from hasten.cli.launch_cmd import make_parser
 from hasten.config.effective import effective
+from hasten.config.established import established_variables
 from hasten.config.handoff import VARIABLE
+from hasten.config.parallel import DeepSpeedSequenceParallelConfig
 from hasten.config.root import Config
+from hasten.config.schema import BY_PATH
+from hasten.config.source import Entry, Source
+
+# Any in this file: values of settings.
+_SEQUENCES: Final = "PARALLELISM_CONFIG_SP_"
+_ALWAYS: Final = (_SEQUENCES, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_DEEPSPEED_OFFLOAD_")
+_OPTIONS: Final = ("parallelism", "sp_handler")
+_NO_OPTIONS: Final = DeepSpeedSequenceParallelConfig()
 
 
 def variables_for(words: Sequence[str]) -> Mapping[str, str]:
     """What workers of `launch WORDS` find in their environment besides what this process has."""
     return spelled(settings_for(words))
+
+
+def sequence_options_apart(words: Sequence[str]) -> list[Entry]:
+    """Settings that take the options of split sequences (`sp_*`) out of hasten's hands: workers find them in variables."""
+    options = settings_for(words).parallelism.sp_handler
+    if options == _NO_OPTIONS:
+        return []
+    source = Source("code", "of the drop-in")
+    return [Entry((*_OPTIONS, name), getattr(_NO_OPTIONS, name), source) for name in _NO_OPTIONS.__dataclass_fields__]
 
 
 def settings_for(words: Sequence[str]) -> Config:
@@ -24,42 +45,33 @@ def settings_for(words: Sequence[str]) -> Config:
 
 
 def spelled(config: Config) -> dict[str, str]:
-    """Settings as the established variables spell them; what is at its default is left out."""
-    fsdp = config.fsdp
-    steps = config.gradient_accumulation.num_steps
-    policy = fsdp.auto_wrap_policy if isinstance(fsdp.auto_wrap_policy, str) else "auto"
-    found = {
-        "ACCELERATE_MIXED_PRECISION": "" if config.mixed_precision == "no" else config.mixed_precision,
-        "ACCELERATE_USE_CPU": "true" if config.cpu else "",
-        "ACCELERATE_DEBUG_MODE": "true" if config.debug else "",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(steps) if steps > 1 else "",
-    }
+    """Settings of a launch as the established variables spell them; most that are at their defaults are left out."""
+    found = _said(config, "mixed_precision", "cpu", "debug", "gradient_accumulation")
+    if config.strategy in ("fsdp", "deepspeed"):
+        found |= {f"ACCELERATE_USE_{config.strategy.upper()}": "true", **_said(config, config.strategy)}
     if config.strategy == "fsdp":
-        found |= {
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-            "FSDP_RESHARD_AFTER_FORWARD": "" if fsdp.reshard_after_forward is True else str(fsdp.reshard_after_forward),
-            "FSDP_OFFLOAD_PARAMS": "true" if fsdp.cpu_offload else "",
-            "FSDP_STATE_DICT_TYPE": "" if fsdp.state_dict_type == "SHARDED_STATE_DICT" else fsdp.state_dict_type,
-            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true" if fsdp.cpu_ram_efficient_loading else "",
-            "FSDP_SYNC_MODULE_STATES": "" if fsdp.sync_module_states else "false",
-            "FSDP_ACTIVATION_CHECKPOINTING": "true" if fsdp.activation_checkpointing else "",
-            "FSDP_AUTO_WRAP_POLICY": "" if policy == "auto" else policy.upper(),
-            "FSDP_TRANSFORMER_CLS_TO_WRAP": ",".join(fsdp.transformer_cls_names_to_wrap or ()),
-            "FSDP_MIN_NUM_PARAMS": str(fsdp.min_num_params or ""),
-        }
-    if config.strategy == "deepspeed":
-        engine = config.deepspeed
-        file = engine.hf_ds_config if isinstance(engine.hf_ds_config, str) else ""
-        found |= {
-            "ACCELERATE_USE_DEEPSPEED": "true",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE": file,
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(engine.zero_stage),
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": engine.offload_optimizer_device,
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": engine.offload_param_device,
-            "ACCELERATE_GRADIENT_CLIPPING": "" if engine.gradient_clipping is None else str(engine.gradient_clipping),
-        }
-    return {name: value for name, value in found.items() if value}
+        found |= {"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": found.get("FSDP_CPU_OFFLOAD", "")}
+    if config.parallelism.sp_size > 1:
+        found |= {name: word for name, word in _said(config, "parallelism").items() if name.startswith(_SEQUENCES)}
+    return {name: word for name, word in found.items() if word}
+
+
+def _said(config: Config, *sections: str) -> dict[str, str]:
+    """What the variables of some sections say where it is not the default, or where libraries look in any case."""
+    paths = {name: path for name, path in established_variables() if path[0] in sections and path in BY_PATH}
+    values = {name: attrgetter(".".join(path))(config) for name, path in paths.items()}
+    told = {name: value for name, value in values.items() if value != BY_PATH[paths[name]].default}
+    always = {name: value for name, value in values.items() if name.startswith(_ALWAYS)}
+    return {name: _word(name, value) for name, value in {**told, **always}.items()}
+
+
+def _word(name: str, value: Any) -> str:
+    if value is None or isinstance(value, Mapping):  # hasten hands DeepSpeed's own configuration on by itself
+        return ""
+    if isinstance(value, bool):
+        return str(value) if name.startswith(_SEQUENCES) else str(value).lower()
+    word = ",".join(value) if isinstance(value, tuple) else str(value)
+    return word.upper() if name == "FSDP_AUTO_WRAP_POLICY" else word
 
 
 def spelled_in_full(config: Config) -> dict[str, str]:

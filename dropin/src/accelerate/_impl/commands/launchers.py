@@ -11,6 +11,7 @@ from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, patch_environment
 from accelerate._impl.views.state import PartialState
 from hasten.launch import notebook
+from hasten.launch.notebook import debug_launcher as debug_launcher
 
 # Any in this file: the user's function and its arguments.
 _UNKNOWN = "Unknown mixed_precision mode: {}. Choose between ['no', 'fp8', 'fp16', 'bf16']."
@@ -66,8 +67,3 @@ def _in_processes(function: Callable[..., Any], args: Sequence[Any], given: dict
     }
     cpu = devices == 0 or environment().get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     return notebook.notebook_launcher(function, args, cpu=cpu, **options)
-
-
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run `function(*args)` in CPU processes: for tests without devices."""
-    notebook.debug_launcher(function, args, num_processes)

@@ -1,11 +1,10 @@
 """What the established launcher prepares for its processes: commands and environments, as data."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,13 @@ from accelerate._impl.commands.launch_variables import settings_for, spelled, sp
 from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
 from accelerate._impl.environment.variables import environment, str_to_bool
-from accelerate._impl.surface.homes import settle
+from hasten.config.base import default_of
+from hasten.config.precision import TERecipeKwargs
 
 # Any in this file: values of flags, and the caller's function.
-_FP8 = {
+_TE = ("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo")
+_FP8 = {name.removeprefix("fp8_"): default_of(TERecipeKwargs, name) for name in _TE} | {
     "backend": None,
-    "use_autocast_during_eval": False,
-    "margin": 0,
-    "interval": 1,
-    "format": "HYBRID",
-    "amax_history_len": 1024,
-    "amax_compute_algo": "most_recent",
     "opt_level": "O2",
     "enable_fsdp_float8_all_gather": 1,
     "pad_inner_dim": 1,
@@ -39,13 +34,13 @@ _ESTIMATOR = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class PrepareForLaunch:
     """A function that reads its rank from its first argument, for multiprocessing."""
 
-    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
-        self.launcher = launcher
-        self.distributed_type = distributed_type
-        self.debug = debug
+    launcher: Callable[..., Any]
+    distributed_type: str = "NO"
+    debug: bool = False
 
     def __call__(self, index: int, *args: Any) -> None:
         os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(index)
@@ -108,14 +103,8 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 def _deepspeed_words(args: argparse.Namespace, launcher: str) -> list[str]:
     """DeepSpeed's own launcher and its flags."""
-    words = [
-        "deepspeed",
-        "--hostfile",
-        str(_asked(args, "deepspeed_hostfile")),
-        "--no_local_rank",
-        "--launcher",
-        launcher,
-    ]
+    hosts = str(_asked(args, "deepspeed_hostfile"))
+    words = ["deepspeed", "--hostfile", hosts, "--no_local_rank", "--launcher", launcher]
     left_out, taken = _asked(args, "deepspeed_exclusion_filter"), _asked(args, "deepspeed_inclusion_filter")
     each = str(_asked(args, "num_processes", 1) // args.num_machines)
     chosen = ["--exclude", left_out] if left_out else ["--include", taken] if taken else ["--num_gpus", each]
@@ -177,16 +166,12 @@ def _job(config: Any) -> dict[str, Any]:
     """What the job is told of its precision, its processes and what to measure."""
     variables = {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_MIXED_PRECISION": str(config.mixed_precision)}
     measured = _table(config.sagemaker_metrics_file)
+    spread = "DATA_PARALLEL" in str(config.distributed_type).upper()
     return {
         "environment": variables,
-        "distribution": _distribution(str(config.distributed_type)),
+        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}} if spread else None,
         "metric_definitions": None if measured is None else [{"Name": a, "Regex": b} for a, b in measured.items()],
     }
-
-
-def _distribution(kind: str) -> dict[str, Any] | None:
-    spread = "DATA_PARALLEL" in kind.upper()
-    return {"smdistributed": {"dataparallel": {"enabled": True}}} if spread else None
 
 
 def _table(file: str | None) -> dict[str, str] | None:
@@ -216,6 +201,3 @@ def _value(word: str) -> Any:
         except ValueError:
             continue
     return str_to_bool(word, to_bool=True) if word.lower() in ("true", "false") else word
-
-
-settle(__name__, "accelerate.utils.launch")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
 from hasten.config.files import contents
+from hasten.config.legacy import fsdp_from_fsdp1
 from hasten.errors import ConfigError
 
 # Any in this file: argparse's subparsers and namespaces, and values of settings.
@@ -20,13 +20,11 @@ _GONE = {
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
     "fsdp_forward_prefetch": "set fsdp.forward_prefetch_depth in a file of hasten's instead",
 }
-_NUMBERS = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _FLAGS: Flags = {
     "--config_file": {"type": str, "help": "the file to convert"},
     "--overwrite": {"action": "store_true", "help": "write over it"},
     "--output_file": {"type": str, "default": None, "help": "where to write instead"},
 }
-_RESHARD = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -41,34 +39,24 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             said.append(f"{name} is left out: {_GONE[name]}")
         elif name == "fsdp_sharding_strategy":
             fsdp["fsdp_reshard_after_forward"] = _reshard(value, said)
+        elif (name, value) == ("fsdp_state_dict_type", "LOCAL_STATE_DICT"):
+            fsdp[name] = "SHARDED_STATE_DICT"
+            said.append(f"{name} {value} is SHARDED_STATE_DICT in FSDP2")
         else:
-            fsdp[name] = _kept_value(name, value, said)
+            fsdp[name] = value
     return {**config, "fsdp_config": {**fsdp, "fsdp_version": 2}}, said
 
 
 def _reshard(value: Any, said: list[str]) -> Any:
     """What a sharding strategy, by name or number, is in FSDP2."""
-    strategy = _NUMBERS.get(str(value), str(value).upper())
-    if strategy not in _RESHARD:
+    if str(value).upper() in ("3", "NO_SHARD"):
         raise ConfigError(f"fsdp_sharding_strategy {value} has no equivalent in FSDP2; use DDP (MULTI_GPU) for it.")
-    if "HYBRID" in strategy:
+    found, _ = fsdp_from_fsdp1({"sharding_strategy": value})
+    if found.hybrid_shard:
         said.append(
             f"the replicas of {value} are left out: set dp_replicate_size and dp_shard_size in parallelism_config"
         )
-    return _RESHARD[strategy]
-
-
-def _kept_value(name: str, value: Any, said: list[str]) -> Any:
-    if name != "fsdp_state_dict_type" or value != "LOCAL_STATE_DICT":
-        return value
-    said.append("fsdp_state_dict_type LOCAL_STATE_DICT is SHARDED_STATE_DICT in FSDP2")
-    return "SHARDED_STATE_DICT"
-
-
-def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate to-fsdp2`."""
-    about = "Convert an FSDP1 config into an FSDP2 config."
-    return parser_of("to-fsdp2", to_fsdp2_command, _FLAGS, subparsers, about)
+    return found.reshard_after_forward
 
 
 def to_fsdp2_command(args: Any) -> None:
@@ -95,5 +83,7 @@ def _target(args: Any) -> Path:
     return target
 
 
+_ABOUT = "Convert an FSDP1 config into an FSDP2 config."
+to_fsdp2_command_parser = parser_of("to-fsdp2", to_fsdp2_command, _FLAGS, _ABOUT)
 run = runner("to-fsdp2", to_fsdp2_command_parser)
 main = main_of(run)

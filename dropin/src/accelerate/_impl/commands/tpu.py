@@ -26,12 +26,6 @@ _FLAGS: Flags = {
 _SOURCES = "git+https://github.com/huggingface/accelerate.git"
 
 
-def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # Any: argparse's subparsers
-    """The parser of `accelerate tpu-config`."""
-    about = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
-    return parser_of("tpu-config", tpu_command_launcher, _FLAGS, subparsers, about)
-
-
 def tpu_command_launcher(args: argparse.Namespace) -> None:
     """Run the commands, or print how. Raises: ValueError without a command or a TPU's name."""
     words = gcloud_words(args)
@@ -44,7 +38,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
 
 def gcloud_words(args: argparse.Namespace) -> list[str]:
     """The command line that runs the commands on every machine of the pod."""
-    saved = _settings(args.config_file)
+    there = args.config_file or Path(default_config_file).is_file()
+    saved = load_config_from_file(args.config_file) if there else None
     commands = _commands(args, saved)
     name, zone = args.tpu_name or getattr(saved, "tpu_name", None), args.tpu_zone or getattr(saved, "tpu_zone", None)
     if not name:
@@ -65,10 +60,6 @@ def _commands(args: argparse.Namespace, saved: Any) -> list[str]:  # Any: a sett
     return found
 
 
-def _settings(file: str | None) -> Any:  # Any: a settings file of either kind, or none
-    return load_config_from_file(file) if file or Path(default_config_file).is_file() else None
-
-
 def _installation(args: argparse.Namespace) -> list[str]:
     if not args.install_accelerate:
         return []
@@ -77,7 +68,7 @@ def _installation(args: argparse.Namespace) -> list[str]:
 
 
 tpu_command = tpu_command_launcher
-
-
+_ABOUT = "Run commands across TPU VMs for initial setup before running `accelerate launch`."
+tpu_command_parser = parser_of("tpu-config", tpu_command_launcher, _FLAGS, _ABOUT)
 run = runner("tpu-config", tpu_command_parser)
 main = main_of(run)

@@ -8,49 +8,48 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from accelerate._impl.surface.homes import settle
 from hasten.errors import HastenError
+
+Flags = Mapping[str, Mapping[str, Any]]
+# Any in this file: argparse's own arguments and namespaces.
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
     """A group whose flags have both spellings."""
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:  # Any: argparse's own
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         return super().add_argument(*both_spellings(args), **kwargs)
 
 
 class CustomArgumentParser(argparse.ArgumentParser):
     """A parser whose flags have both spellings."""
 
-    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:  # Any: argparse's own
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         return super().add_argument(*both_spellings(args), **kwargs)
 
-    def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:  # Any: argparse's own
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> CustomArgumentGroup:
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
 
 
-Flags = Mapping[str, Mapping[str, Any]]  # Any: argparse's own
-
-
 def parser_of(
-    name: str,
-    command: Callable[[Any], object],
-    flags: Flags,
-    subparsers: Any,
-    about: str | None = None,  # Any: argparse's own
-) -> argparse.ArgumentParser:
-    """The parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
-    parser: argparse.ArgumentParser = (
-        subparsers.add_parser(name, description=about)
-        if subparsers is not None
-        else CustomArgumentParser(f"Accelerate {name} command", description=about)
-    )
-    for flag, options in flags.items():
-        parser.add_argument(flag, **options)
-    parser.set_defaults(func=command)
-    return parser
+    name: str, command: Callable[[Any], object], flags: Flags, about: str | None = None
+) -> Callable[..., argparse.ArgumentParser]:
+    """What makes the parser of `accelerate NAME`, alone or as a subcommand; what it parses is for `command`."""
+
+    def command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # Any: argparse's own
+        parser: argparse.ArgumentParser = (
+            subparsers.add_parser(name, description=about)
+            if subparsers is not None
+            else CustomArgumentParser(f"Accelerate {name} command", description=about)
+        )
+        for flag, options in flags.items():
+            parser.add_argument(flag, **options)
+        parser.set_defaults(func=command)
+        return parser
+
+    return command_parser
 
 
 def runner(name: str, make_parser: Callable[[], argparse.ArgumentParser]) -> Callable[[Sequence[str]], int]:
@@ -82,6 +81,3 @@ def both_spellings(names: tuple[str, ...]) -> list[str]:
     """Every flag also with hyphens."""
     more = [f"--{name[2:].replace('_', '-')}" for name in names if name.startswith("--") and "_" in name]
     return list(dict.fromkeys([*names, *more]))
-
-
-settle(__name__, "accelerate.commands.utils")

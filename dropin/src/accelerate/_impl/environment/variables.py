@@ -8,14 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache, wraps
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from accelerate._impl.surface.homes import settle
 from hasten.runtime.affinity import set_affinity
 from hasten.runtime.topology import Topology
 
@@ -58,29 +55,32 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 @contextmanager
-def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """A block with these variables, in capitals; afterwards they are as before."""
-    given = {key.upper(): str(value) for key, value in kwargs.items()}
-    before = {name: os.environ[name] for name in given if name in os.environ}
-    os.environ.update(given)
+def _restored(concerned: Callable[[str], bool]) -> Iterator[None]:
+    """A block after which the variables concerned are as before."""
+    before = {name: value for name, value in os.environ.items() if concerned(name)}
     try:
         yield
     finally:
-        for name in given:
-            os.environ.pop(name, None)
+        for name in filter(concerned, list(os.environ)):
+            del os.environ[name]
         os.environ.update(before)
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """A block with these variables, in capitals; afterwards they are as before."""
+    given = {key.upper(): str(value) for key, value in kwargs.items()}
+    with _restored(given.__contains__):
+        os.environ.update(given)
+        yield
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """A block with an empty environment."""
-    before = dict(os.environ)
-    os.environ.clear()
-    try:
-        yield
-    finally:
+    with _restored(lambda name: True):
         os.environ.clear()
-        os.environ.update(before)
+        yield
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
@@ -96,13 +96,8 @@ def purge_accelerate_environment(func_or_cls: Any) -> Any:
 def _purged(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
-        try:
+        with _restored(lambda name: name.startswith("ACCELERATE_")):
             return function(*args, **kwargs)
-        finally:
-            for name in [name for name in os.environ if name.startswith("ACCELERATE_") and name not in before]:
-                del os.environ[name]
-            os.environ.update(before)
 
     return run
 
@@ -119,21 +114,22 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
-def _nvidia_smi() -> str:
-    return "nvidia-smi" if platform.system() != "Windows" else "nvidia-smi.exe"
+def _nvidia_smi(question: str) -> list[str]:
+    """What the driver's own tool answers, a row for each device."""
+    tool = "nvidia-smi" if platform.system() != "Windows" else "nvidia-smi.exe"
+    answer = subprocess.check_output([tool, f"--query-gpu={question}", "--format=csv,noheader"], text=True)
+    return [row for row in answer.strip().split("\n") if row]
 
 
 def get_gpu_info() -> tuple[list[str], int]:
     """The names and the number of NVIDIA devices."""
-    command = [_nvidia_smi(), "--query-gpu=count,name", "--format=csv,noheader"]
-    rows = [row for row in subprocess.check_output(command, text=True).strip().split("\n") if row]
+    rows = _nvidia_smi("count,name")
     return [row.split(",")[1].strip() for row in rows], len(rows)
 
 
 def get_driver_version() -> str:
     """The version of the NVIDIA driver."""
-    command = [_nvidia_smi(), "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.check_output(command, text=True).strip().split("\n")[0]
+    return _nvidia_smi("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -153,20 +149,9 @@ def check_cuda_fp8_capability() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
-@dataclass
-class CPUInformation:
-    """The place of a process among those of a CPU job."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-
-
-def get_cpu_distributed_information() -> CPUInformation:
-    """The place of this process, from the variables of any launcher."""
-    here = Topology.from_env(os.environ)
-    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+def get_cpu_distributed_information() -> Topology:
+    """The place of this process among those of its job, from the variables of any launcher."""
+    return Topology.from_env(os.environ)
 
 
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
@@ -182,16 +167,4 @@ def get_current_device_type() -> tuple[str, str]:
     """The kind of device and the distributed type that several of them make."""
     found = torch.accelerator.current_accelerator(check_available=True)
     kind = "cuda" if found is None else found.type
-    names = {"cuda": "MULTI_GPU", "neuron": "MULTI_NEURON"}
-    return kind, names.get(kind, f"MULTI_{kind.upper()}")
-
-
-def is_package(name: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    try:
-        return find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-settle(__name__, "accelerate.utils.environment")
+    return kind, "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"

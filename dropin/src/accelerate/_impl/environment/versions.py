@@ -1,7 +1,9 @@
-"""Comparing versions."""
+"""Versions of packages: comparing them, and installing the one that belongs to another."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib import metadata
 
 from packaging.version import Version, parse
@@ -23,3 +25,16 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 def is_torch_version(operation: str, version: str) -> bool:
     """Whether torch's version stands so to `version`."""
     return compare_versions(torch_version, operation, version)
+
+
+def install_xla(upgrade: bool = False) -> None:
+    """Install the torch_xla that belongs to the torch here, or with `upgrade` the latest of both; in Google Colab only.
+
+    Raises: RuntimeError elsewhere, where the environment is not ours to change.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if "google.colab" not in str(shell):
+        raise RuntimeError("`install_xla` utility works only on google colab.")
+    release = ".".join(str(part) for part in torch_version.release[:2])
+    wanted = ["-U", "torch", "torch_xla[tpu]"] if upgrade else [f"torch_xla[tpu]~={release}.0"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True)

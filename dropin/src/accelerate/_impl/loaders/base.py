@@ -1,7 +1,5 @@
 """What prepared loaders share: hasten's own loader with the original's face."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,8 +12,8 @@ from torch.utils.data import DataLoader
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.copying import Copyable
-from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, sampler_of
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.loaders.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler
+from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.random import synchronize_rng_states
 from hasten.data.loader import Loader, Move, Parts, Track, forward_epoch
 from hasten.data.position import Position
@@ -28,20 +26,8 @@ from hasten.strategies.context_parts import Cut, PartedSource
 # Any in this file: batches, datasets and samplers are the user's own.
 
 
-def get_sampler(dataloader: Any) -> Any:
-    """The sampler that decides a loader's order."""
-    if dataloader.batch_sampler is None:
-        return dataloader.sampler
-    return sampler_of(dataloader.batch_sampler)
-
-
 class DataLoaderStateMixin:
     """What GradientState reads of a loader that is being iterated."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.end_of_dataloader = False
-        cls.remainder = -1
 
     end_of_dataloader: bool = False
     remainder: int = -1
@@ -74,18 +60,14 @@ class DataLoaderAdapter(DataLoader[Any]):
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         if batch_sampler is not None:
-            formed = ("batch_size", "shuffle", "sampler", "drop_last")
-            kwargs = {key: value for key, value in kwargs.items() if key not in formed} | {
-                "batch_sampler": batch_sampler
-            }
+            for formed in ("batch_size", "shuffle", "sampler", "drop_last"):
+                kwargs.pop(formed, None)
+            kwargs["batch_sampler"] = batch_sampler
         with warnings.catch_warnings():  # torchdata 0.11 makes a call that torch has deprecated
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
             super().__init__(dataset, **kwargs)
 
-    @property
-    def base_dataloader(self) -> DataLoader[Any]:
-        """The loader below: itself."""
-        return self
+    base_dataloader = shown(lambda self: self, "The loader below: itself.")
 
 
 class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
@@ -168,14 +150,9 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
         """The batch that the loop gets."""
         return batch
 
-    @property
-    def iteration(self) -> int:
-        """The epoch that begins next, or is being read."""
-        return self.epoch
-
-    @iteration.setter
-    def iteration(self, value: int) -> None:
-        self.track.set_epoch(value)
+    iteration = shown(
+        "epoch", "The epoch that begins next, or is being read.", lambda self, epoch: self.track.set_epoch(epoch)
+    )
 
     def set_epoch(self, epoch: int) -> None:
         """Begin at `epoch` when iterated next."""
@@ -221,6 +198,3 @@ class PreparedLoader(Copyable, DataLoaderStateMixin, Loader, DataLoaderAdapter):
     def even(self, even_batches: bool) -> Iterator[None]:
         """A block in which batches are shared with this `even_batches`, where this process itself takes its share."""
         yield
-
-
-settle(__name__, "accelerate.data_loader")

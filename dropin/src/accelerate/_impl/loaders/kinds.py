@@ -1,7 +1,5 @@
 """The two ways to a share: DataLoaderShard reads it, DataLoaderDispatcher is given it by the main process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +8,6 @@ from typing import Any
 
 from accelerate._impl import ambient
 from accelerate._impl.loaders.base import DataLoaderAdapter, PreparedLoader
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
 from hasten.data.dispatch import DispatchSource, Seats
@@ -136,6 +133,3 @@ def stateful(kind: type[PreparedLoader]) -> Any:
         "torchdata.stateful_dataloader", ">=0.8", why="DataLoaderConfiguration(use_stateful_dataloader=True)"
     )
     return type(kind.__name__, (kind, torchdata.StatefulDataLoader), {"__module__": kind.__module__})
-
-
-settle(__name__, "accelerate.data_loader")

@@ -1,15 +1,13 @@
 """Samplers that give each process its share of a user's batches."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
 from hasten.data.plan import plan_batches, plan_rows
 from hasten.data.position import Position
 from hasten.data.sampler import Assignment
@@ -72,44 +70,28 @@ class AsDrawn:
         return iter(self.units)
 
 
+@dataclass(eq=False, repr=False)
 class BatchSamplerShard(BatchSampler):
     """One process's part of a batch sampler: every n-th batch, or a part of each with `split_batches`."""
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)  # None for samplers of varying size
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
-        if split_batches:
-            check_split("`BatchSamplerShard`", self.batch_size, num_processes, least=0)
+    batch_sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
 
-    @property
-    def total_length(self) -> int:
-        """Batches of all processes."""
-        return len(self.batch_sampler)
+    def __post_init__(self) -> None:
+        self.batch_size: Any = getattr(self.batch_sampler, "batch_size", None)  # None for samplers of varying size
+        self.drop_last = getattr(self.batch_sampler, "drop_last", False)
+        self.sampler = getattr(self.batch_sampler, "sampler", None)  # type: ignore[assignment]  # None where there is none
+        if self.split_batches:
+            check_split("`BatchSamplerShard`", self.batch_size, self.num_processes, least=0)
+
+    total_length = shown(lambda self: len(self.batch_sampler), "Batches of all processes.")
 
     @property
     def _assignment(self) -> Assignment:
-        """How batches are shared, by the settings as they are now."""
-        plan = plan_batches(
-            num_shards=self.num_processes,
-            shard=self.process_index,
-            split=self.split_batches,
-            dispatch=False,
-            drop_last=bool(self.drop_last),
-            even=self.even_batches,
-        )
+        plan = plan_batches(**_seat(self), even=self.even_batches)
         split = (self.num_processes, self.process_index) if self.split_batches else None
         return Assignment(AsDrawn(self.batch_sampler), plan, "batches", split, fill=self.batch_size)
 
@@ -121,26 +103,20 @@ class BatchSamplerShard(BatchSampler):
         return (lot[0] for lot in self._assignment.lots(Position(), ends=False))
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """One process's part of a stream that every process reads whole."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-    ) -> None:
-        if split_batches:
-            check_split("`IterableDatasetShard`", batch_size, num_processes)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
+    dataset: Any
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+
+    def __post_init__(self) -> None:
+        if self.split_batches:
+            check_split("`IterableDatasetShard`", self.batch_size, self.num_processes)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the stream which epoch begins."""
@@ -150,16 +126,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _assignment(self) -> Assignment:
-        plan = plan_rows(
-            batch_size=self.batch_size,
-            num_shards=self.num_processes,
-            shard=self.process_index,
-            split=self.split_batches,
-            dispatch=False,
-            drop_last=self.drop_last,
-            even=True,
-            pad="full",
-        )
+        plan = plan_rows(batch_size=self.batch_size, **_seat(self), even=True, pad="full")
         return Assignment(AsDrawn(self.dataset), plan, "rows")
 
     def __len__(self) -> int:
@@ -172,6 +139,12 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from lot[0]
 
 
+def _seat(part: BatchSamplerShard | IterableDatasetShard) -> dict[str, Any]:
+    """Which process a part is for, and how batches are shared, by its attributes as they are now."""
+    place = {"num_shards": part.num_processes, "shard": part.process_index}
+    return {**place, "split": part.split_batches, "dispatch": False, "drop_last": bool(part.drop_last)}
+
+
 def _seed_epoch(dataset: Any, epoch: int | None) -> None:
     """Give a stream that carries a generator, and no set_epoch of its own, an order for the epoch."""
     generator = getattr(dataset, "generator", None)
@@ -182,29 +155,14 @@ def _seed_epoch(dataset: Any, epoch: int | None) -> None:
 class SkipBatchSampler(SkippedBatches):
     """A batch sampler without its first batches."""
 
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        super().__init__(batch_sampler, skip_batches)
-        self.batch_sampler, self.skip_batches = batch_sampler, skip_batches
-
-    @property
-    def total_length(self) -> int:
-        """Batches before any are skipped."""
-        return len(self.batch_sampler)
+    total_length = shown(lambda self: len(self.batch_sampler), "Batches before any are skipped.")
 
 
-def sampler_of(batch_sampler: Any) -> Any:
-    """The sampler below any number of batch samplers."""
-    while isinstance(batch_sampler, (BatchSamplerShard, SkipBatchSampler)):
-        batch_sampler = batch_sampler.batch_sampler
-    return getattr(batch_sampler, "sampler", None)
-
-
-def replace_sampler(batch_sampler: Any, sampler: Iterable[int]) -> None:
-    """Put a sampler below any number of batch samplers."""
-    while isinstance(batch_sampler, (BatchSamplerShard, SkipBatchSampler)):
-        batch_sampler.sampler = sampler
-        batch_sampler = batch_sampler.batch_sampler
-    batch_sampler.sampler = sampler
-
-
-settle(__name__, "accelerate.data_loader")
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler that decides a loader's order, below any number of batch samplers."""
+    if dataloader.batch_sampler is None:
+        return dataloader.sampler
+    found = dataloader.batch_sampler
+    while isinstance(found, (BatchSamplerShard, SkipBatchSampler)):
+        found = found.batch_sampler
+    return getattr(found, "sampler", None)

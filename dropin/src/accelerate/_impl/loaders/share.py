@@ -1,27 +1,26 @@
 """Preparing loaders: the established names, and how a plain DataLoader becomes one that reads its share."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from accelerate._impl import ambient
-from accelerate._impl.loaders.base import PreparedLoader, get_sampler
+from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.loaders.kinds import DataLoaderDispatcher, DataLoaderShard, stateful
 from accelerate._impl.loaders.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     check_split,
+    get_sampler,
 )
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
-from hasten.data.skip import skip_first_batches as skip_plain
+from hasten.data.skip import skip_first_batches as skip_first_batches
 from hasten.runtime.mesh import readers_of
 
 logger = get_logger("accelerate.data_loader")
@@ -30,13 +29,6 @@ _KEPT: Final = (
     "num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor "
     "persistent_workers pin_memory_device in_order"
 )
-
-
-def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """The loader without its first `num_batches`; every setting is kept."""
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skipping(num_batches)
-    return skip_plain(dataloader, num_batches)
 
 
 def _place(mesh: Any, size: int | None, index: int | None) -> tuple[int, int]:
@@ -74,15 +66,6 @@ def prepare_data_loader(
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What decides the order of samples: the sampler, the batches made of it, and the generator all ranks share."""
-
-    sampler: Any
-    batches: Any
-    generator: torch.Generator | None
-
-
-@dataclass(frozen=True, slots=True)
 class Share:
     """One process's share of a plain loader."""
 
@@ -99,22 +82,21 @@ class Share:
             batch = self.plain.batch_size
             check_split("a `DataLoader`", batch or getattr(self.plain.batch_sampler, "batch_size", None), self.size)
 
-    @property
-    def stream(self) -> bool:
-        """Whether the dataset is read in its own order."""
-        return isinstance(self.plain.dataset, IterableDataset)
+    stream = shown(
+        lambda self: isinstance(self.plain.dataset, IterableDataset), "Whether the dataset is read in its own order."
+    )
 
-    def order(self, data_seed: int | None, seedable: bool) -> Order:
-        """The order the plain loader has; when seedable, a random one depends on seed and epoch."""
-        sampler = get_sampler(self.plain)
+    def order(self, data_seed: int | None, seedable: bool) -> tuple[Any, Any]:
+        """The sampler of the plain loader and the batches made of it; when seedable, a random one depends on seed and epoch."""
+        sampler: Any = get_sampler(self.plain)
+        batches: Any = self.plain.batch_sampler
         if not seedable or not isinstance(sampler, RandomSampler) or type(sampler) is SeedableRandomSampler:
-            return self._with(sampler, self.plain.batch_sampler)
+            return sampler, batches
         sampler = _seedable(sampler, data_seed)
-        return self._with(sampler, _with_sampler(self.plain.batch_sampler, sampler))
-
-    def _with(self, sampler: Any, batches: Any) -> Order:
-        # the main process alone draws the order of batches that it hands out
-        return Order(sampler, batches, None if self.dispatch else self._shared_generator(sampler))
+        if batches is not None:
+            batches = copy.copy(batches)
+            batches.sampler = sampler
+        return sampler, batches
 
     def _shared_generator(self, sampler: Any) -> torch.Generator | None:
         """The generator that orders the loader, made where ranks would draw differently."""
@@ -128,22 +110,25 @@ class Share:
         generator: torch.Generator | None = sampler.generator
         return generator
 
-    def loader(self, order: Order, device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool) -> PreparedLoader:
+    def loader(
+        self, order: tuple[Any, Any], device: Any, rng_types: Any, slice_fn: Any, non_blocking: bool
+    ) -> PreparedLoader:
         """The loader of this share."""
-        dataset, batches = self._cut(order.batches)
-        kwargs = {**self._options(order.sampler, batches), "_non_blocking": non_blocking}
+        # the main process alone draws the order of batches that it hands out
+        generator = None if self.dispatch else self._shared_generator(order[0])
+        dataset, batches = self._cut(order[1])
+        kwargs = {**self._options(order[0], batches), "_non_blocking": non_blocking}
         if self.dispatch:
             kwargs.pop("generator", None)  # seeds of workers come from torch's own then, on every process alike
-            made = self._kind(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
+            made: PreparedLoader = self._kind(DataLoaderDispatcher)(dataset, slice_fn=slice_fn, **kwargs)
         else:
-            types = [kind for kind in rng_types or () if order.generator is not None or str(kind) != "generator"]
-            kwargs |= {"rng_types": types or None, "synchronized_generator": order.generator}
+            types = [kind for kind in rng_types or () if generator is not None or str(kind) != "generator"]
+            kwargs |= {"rng_types": types or None, "synchronized_generator": generator}
             made = self._kind(DataLoaderShard)(dataset, **kwargs)
         made.device = device
         made.num_processes, made.process_index, made.split_batches = self.size, self.index, self.split
         made.even_batches = self.even or isinstance(dataset, IterableDatasetShard)
-        loader: PreparedLoader = made
-        return loader
+        return made
 
     def _kind(self, kind: Any) -> Any:
         return stateful(kind) if self.stateful else kind
@@ -154,7 +139,9 @@ class Share:
         if self.size == 1 or self.dispatch:
             return dataset, batches
         if not self.stream:
-            whole = BatchSampler(self.plain.sampler, 1, False) if batches is None else batches
+            if batches is None:  # items that are not batched are shared as batches are, and cannot be split
+                check_split("`BatchSamplerShard`", 1 if self.split else None, self.size, least=0)
+            whole = self.plain.sampler if batches is None else batches
             return dataset, BatchSamplerShard(whole, self.size, self.index, self.split, self.even)
         shards = getattr(dataset, "num_shards", None) or getattr(dataset, "n_shards", 0)
         if callable(getattr(dataset, "shard", None)) and isinstance(shards, int) and shards > self.size:
@@ -178,9 +165,8 @@ class Share:
             return {"batch_size": rows, "drop_last": bool(self.plain.drop_last) if rows is not None else False}
         if self.plain.batch_sampler is not None:
             return {"batch_sampler": batches}
-        if isinstance(batches, BatchSamplerShard):
-            return {"sampler": _Unbatched(batches), "batch_size": None}
-        return {"sampler": sampler if sampler is not None else self.plain.sampler, "batch_size": None}
+        alone = sampler if sampler is not None else self.plain.sampler
+        return {"sampler": batches if isinstance(batches, BatchSamplerShard) else alone, "batch_size": None}
 
 
 def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSampler:
@@ -192,27 +178,3 @@ def _seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSa
         generator=generator if generator is not None else torch.Generator(device=torch.get_default_device()),
         data_seed=data_seed,
     )
-
-
-def _with_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    if batch_sampler is None:
-        return None
-    changed = copy.copy(batch_sampler)
-    changed.sampler = sampler
-    return changed
-
-
-class _Unbatched:
-    """The items of one-item batches, for loaders that do not batch."""
-
-    def __init__(self, batches: BatchSamplerShard) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return (batch[0] for batch in self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-settle(__name__, "accelerate.data_loader")

@@ -14,8 +14,10 @@ from accelerate._impl import ambient
 from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
 from hasten.bigmodel.bnb_layers import BnbSettings, bnb, replace_linears
+from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.offload_files import offload_weight
 from hasten.bigmodel.quantize import chosen_linears
+from hasten.modules.surgery import linear_names
 
 # Any in this file: devices and sizes as a user wrote them.
 
@@ -78,20 +80,10 @@ def replace_with_bnb_layers(
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
     """The model with its linear layers exchanged for bitsandbytes', except those inside the modules named."""
-    above = [*(current_key_name or [])]
-    kept = set(modules_to_not_convert or ())
-    chosen = [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear) and name and not _prefixes(above, name) & kept
-    ]
+    kept = dict.fromkeys(modules_to_not_convert or ())
+    names = {name: ".".join([*(current_key_name or ()), name]) for name in linear_names(model) if name}
+    chosen = [name for name, whole in names.items() if owner_in(kept, whole) is None]
     return replace_linears(model, chosen, _settings(bnb_quantization_config))
-
-
-def _prefixes(above: list[str], name: str) -> set[str]:
-    """A module's name and those of the modules around it."""
-    words = [*above, *name.split(".")]
-    return {".".join(words[:count]) for count in range(1, len(words) + 1)}
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:

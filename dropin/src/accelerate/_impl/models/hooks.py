@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.surface.shown import like
 from hasten.bigmodel import align
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
@@ -85,18 +84,14 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 def mirrored(attach: Callable[..., None]) -> Callable[..., None]:
     """The function of hasten's, after which every hook is found where libraries look for it."""
 
-    @wraps(attach)
+    @like(attach)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         attach(module, *args, **kwargs)
         mirror(module)
 
-    run.__module__ = __name__
     return run
 
 
 attach_align_device_hook = mirrored(align.attach_align_device_hook)
 attach_align_device_hook_on_blocks = mirrored(align.attach_align_device_hook_on_blocks)
 attach_execution_device_hook = mirrored(align.attach_execution_device_hook)
-
-
-settle(__name__, "accelerate.hooks")

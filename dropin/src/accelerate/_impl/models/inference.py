@@ -13,12 +13,10 @@ import hasten
 from accelerate._impl import ambient
 from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import trees
+from hasten.accelerator.pipelined import stage_starts
 from hasten.bigmodel.device_map import clean_device_map, tree
 from hasten.bigmodel.solver import Device, atoms, balanced, place
 from hasten.checkpoint.export import parse_size
-from hasten.modules import forwarding
-from hasten.modules.stages import TAG
-from hasten.strategies.pipeline_pass import StageForward
 
 # Any in this file: arguments and outputs of the user's model.
 
@@ -78,37 +76,13 @@ def prepare_pippy(
     context, points = ambient.start(), None if split_points in (None, "auto") else split_points
     cuts: dict[str, Any] = {"split_points": [points] if isinstance(points, str) else points}
     options: dict[str, Any] = {"num_microbatches": num_chunks, "gather_output": bool(gather_output)}
+    options["no_split_module_classes"] = no_split_module_classes or ()
     prepared = hasten.prepare_pipeline(model, cpu=context.device.type == "cpu" or None, **cuts, **options)
-    starts = _starts(prepared, no_split_module_classes or ())
-    prepared.hf_split_points = starts  # type: ignore[assignment]  # where the original puts them
+    prepared.hf_split_points = stage_starts(prepared)  # type: ignore[assignment]  # where the original puts them
     if example_args or example_kwargs:
         args, kwargs = trees.to_device((tuple(example_args or ()), dict(example_kwargs or {})), context.device)
         prepared(*args, **kwargs)
     return prepared
-
-
-def _starts(prepared: nn.Module, whole: Sequence[str]) -> list[str]:
-    """Where stages behind the first begin."""
-    stage = forwarding.find(prepared, TAG)
-    cut = stage.line.cut if isinstance(stage, StageForward) else None
-    if cut is None:
-        return []
-    _check_whole(prepared, cut.container, whole)
-    prefix = f"{cut.container}." if cut.container else ""
-    return [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
-
-
-def _check_whole(model: nn.Module, container: str, classes: Sequence[str]) -> None:
-    """Refuse a cut through a module that was to stay whole."""
-    parts = container.split(".") if container else []
-    names = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
-    for name in names:
-        kind = type(model.get_submodule(name)).__name__
-        if kind in classes:
-            raise ValueError(
-                f"no_split_module_classes names {kind}, but {type(model).__name__} is cut between the blocks of "
-                f"{container!r}, which lie inside of {name or 'the model itself'!r}. Name the class of the blocks instead."
-            )
 
 
 def find_pippy_batch_size(args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None) -> int | None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import torch
 
 from hasten.errors import StepError
 from hasten.optim import batch_size
-
-Result = TypeVar("Result")
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -31,28 +29,17 @@ def release_memory(*objects: Any) -> list[None]:  # Any: the caller's objects
     return [None] * count
 
 
-@overload
-def find_executable_batch_size(
-    function: Callable[..., Result],
-    starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[..., int] | None = None,
-) -> Callable[..., Result]: ...
-@overload
-def find_executable_batch_size(
-    function: None = None, starting_batch_size: int = 128, reduce_batch_size_fn: Callable[..., int] | None = None
-) -> Callable[[Callable[..., Result]], Callable[..., Result]]: ...
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
-) -> Any:  # Any: the decorated function, or a decorator
+) -> Callable[..., Any]:  # Any: the decorated function, or a decorator
     """A decorator that calls the function with a batch size, and with smaller ones while memory runs out."""
-    reduce_fn = None if reduce_batch_size_fn is None else _with_size(reduce_batch_size_fn)
-    decorate = partial(_searching, starting_batch_size, reduce_fn)
+    decorate = partial(_searching, starting_batch_size, reduce_batch_size_fn)
     return decorate if function is None else decorate(function)
 
 
-def _searching(start: int, reduce_fn: Callable[[int], int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+def _searching(start: int, reduce_fn: Callable[..., int] | None, function: Callable[..., Any]) -> Callable[..., Any]:
     search = batch_size.find_executable_batch_size(function, start, reduce_fn)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -62,15 +49,3 @@ def _searching(start: int, reduce_fn: Callable[[int], int] | None, function: Cal
             raise RuntimeError("No executable batch size found, reached zero.") from error
 
     return run
-
-
-def _with_size(reduce_fn: Callable[..., int]) -> Callable[[int], int]:
-    """A reduction that is called without arguments keeps its own count; hasten's is given the size."""
-
-    def reduced(size: int) -> int:
-        try:
-            return reduce_fn()
-        except TypeError:
-            return reduce_fn(size)
-
-    return reduced

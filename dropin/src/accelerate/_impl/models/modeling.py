@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,26 +18,24 @@ from torch import Tensor, nn
 from accelerate._impl import ambient
 from accelerate._impl.enums import CustomDtype
 from accelerate._impl.environment.packages import is_peft_available
+from accelerate._impl.surface.shown import like
 from hasten.bigmodel import device_map as maps
 from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
 from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader
 from hasten.bigmodel.tensors import align_module_device
-from hasten.checkpoint.formats import read_tensors
+from hasten.checkpoint.export import parse_size, read_model
 from hasten.errors import PrepareError
+from hasten.optional import need
 
 # Any in this file: device maps and foreign models.
 
 
 def is_peft_model(model: Any) -> bool:
     """Whether peft made this model."""
-    if not is_peft_available():
-        return False
-    from peft import PeftModel  # an optional package
-
     inner = getattr(model, "module", model)
-    return isinstance(getattr(inner, "_orig_mod", inner), PeftModel)
+    return is_peft_available() and isinstance(getattr(inner, "_orig_mod", inner), need("peft").PeftModel)
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
@@ -119,13 +118,62 @@ def get_max_layer_size(modules: Any, module_sizes: Any, no_split_module_classes:
     sizes, queue = dict[str, int](), list(modules)
     while queue:
         name, module = queue.pop(0)
-        children = list(module.named_children()) if isinstance(module, nn.Module) else []
+        children = _children(name, module) if isinstance(module, nn.Module) else []
         if not children or type(module).__name__ in (no_split_module_classes or ()):
             sizes[name] = module_sizes[name]
         else:
-            queue = [(f"{name}.{child}", part) for child, part in children] + queue
+            queue = children + queue
     largest = max(sizes.values(), default=0)
     return largest, [name for name, size in sizes.items() if size == largest]
+
+
+def get_module_size_with_ties(
+    tied_params: list[str], module_size: int, module_sizes: Mapping[str, int], modules_to_treat: Any
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Bytes of a module with those that share its parameters, and which these are."""
+    names, parts = [], []
+    for tied in tied_params:
+        found = next(
+            ((name, part) for name, part in modules_to_treat if tied.startswith(f"{name}.") or tied == name), None
+        )
+        if found is not None and found[0] not in names:
+            names.append(found[0])
+            parts.append(found[1])
+            module_size += module_sizes[found[0]] - module_sizes.get(tied, 0)
+    return module_size, names, parts
+
+
+def fallback_allocate(
+    modules: list[tuple[str, nn.Module]],
+    module_sizes: Mapping[str, int],
+    size_limit: int | str,
+    no_split_module_classes: list[str] | None = None,
+    tied_parameters: list[list[str]] | None = None,
+) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
+    """The first module that fits into the limit, with its name, and the modules without it.
+
+    A module that is too large is looked into, unless its class is not to be split.
+    """
+    limit = parse_size(size_limit)
+    for at, (name, part) in enumerate(modules):
+        if _size_with_ties(name, module_sizes, modules, tied_parameters or ()) <= limit:
+            return name, part, [*modules[:at], *modules[at + 1 :]]
+        inside = [] if type(part).__name__ in (no_split_module_classes or ()) else _children(name, part)
+        found, chosen, rest = fallback_allocate(inside, module_sizes, limit, no_split_module_classes, tied_parameters)
+        if found is not None:
+            return found, chosen, [*modules[:at], *rest, *modules[at + 1 :]]
+    return None, None, list(modules)
+
+
+def _children(name: str, part: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{name}.{one}", child) for one, child in part.named_children()]
+
+
+def _size_with_ties(name: str, sizes: Mapping[str, int], modules: Any, tied_parameters: Any) -> int:
+    """Bytes of a module with those that share its parameters."""
+    inside = [ties for ties in tied_parameters if any(one.startswith(f"{name}.") for one in ties)]
+    others = [one for ties in inside for one in ties if not one.startswith(f"{name}.")]
+    return get_module_size_with_ties(others, sizes[name], sizes, modules)[0]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -144,49 +192,28 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Raise unless every tensor of the model has a device."""
+    """Raise unless every parameter of the model has a device."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if [name for name in names if maps.owner_in(device_map, name) is None]:
-        maps.check_device_map(model, {name: place for name, place in device_map.items() if _is_part(model, name)})
+    if any(maps.owner_in(device_map, name) is None for name in names):
+        maps.check_device_map(model, device_map)
 
 
-def _is_part(model: nn.Module, name: str) -> bool:
-    return not name or any(
-        other == name or other.startswith(f"{name}.") for other, _ in model.named_parameters(remove_duplicate=False)
-    )
+def _in_torch_dtypes(work_out: Callable[..., dict[Any, Any]]) -> Callable[..., dict[Any, Any]]:
+    """The function of hasten's; what is to have a dtype that torch does not know counts as it is."""
+    arguments = signature(work_out)
+
+    @like(work_out)
+    def run(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+        given = arguments.bind(*args, **kwargs).arguments
+        asked = {"": given.get("dtype"), **(given.get("special_dtypes") or {})}
+        known = {name: dtype for name, dtype in asked.items() if isinstance(dtype, str | torch.dtype)}
+        return OrderedDict(work_out(**{**given, "dtype": known.pop("", None), "special_dtypes": known}))
+
+    return run
 
 
-def infer_auto_device_map(
-    model: nn.Module,
-    max_memory: Mapping[Any, Any] | None = None,
-    no_split_module_classes: Any = None,
-    dtype: Any = None,
-    special_dtypes: Mapping[str, Any] | None = None,
-    verbose: bool = False,
-    clean_result: bool = True,
-    offload_buffers: bool = False,
-    fallback_allocation: bool = False,
-) -> dict[str, Any]:
-    """A device for every part of a model."""
-    special = {name: one for name, one in (special_dtypes or {}).items() if isinstance(one, (str, torch.dtype))}
-    wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
-    options = (verbose, clean_result, offload_buffers, fallback_allocation)
-    return OrderedDict(
-        maps.infer_auto_device_map(model, max_memory, no_split_module_classes, wanted, special, *options)
-    )
-
-
-def get_balanced_memory(
-    model: nn.Module,
-    max_memory: Mapping[Any, Any] | None = None,
-    no_split_module_classes: Any = None,
-    dtype: Any = None,
-    special_dtypes: Mapping[str, Any] | None = None,
-    low_zero: bool = False,
-) -> dict[Any, int]:
-    """Limits under which a model spreads evenly."""
-    wanted = dtype if isinstance(dtype, (str, torch.dtype)) else None
-    return dict(maps.get_balanced_memory(model, max_memory, no_split_module_classes, wanted, None, low_zero))
+infer_auto_device_map = _in_torch_dtypes(maps.infer_auto_device_map)
+get_balanced_memory = _in_torch_dtypes(maps.get_balanced_memory)
 
 
 def check_tied_parameters_on_same_device(tied_params: list[list[str]], device_map: Mapping[str, Any]) -> None:
@@ -227,7 +254,7 @@ def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | PathLike[str],
     device_map: Mapping[str, Any] | None = None,
-    offload_folder: str | PathLike[str] | None = None,
+    offload_folder: str | Path | None = None,
     dtype: Any = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
@@ -239,20 +266,8 @@ def load_checkpoint_in_model(
 ) -> Loaded:
     """Fill a model from a checkpoint, each weight where the map says."""
     return load.load_checkpoint_in_model(
-        model,
-        Path(checkpoint),
-        device_map,
-        as_paths(offload_folder),
-        dtype,
-        offload_buffers,
-        keep_in_fp32_modules,
-        strict,
+        model, Path(checkpoint), device_map, offload_folder, dtype, offload_buffers, keep_in_fp32_modules, strict
     )
-
-
-def as_paths(folder: str | PathLike[str] | None) -> Path | None:
-    """A folder that may not be given."""
-    return None if folder is None else Path(folder)
 
 
 def load_offloaded_weights(model: nn.Module, index: Mapping[str, Any] | None, offload_folder: Any) -> None:
@@ -297,16 +312,11 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 def load_state_dict(checkpoint_file: Any, device_map: Any = None) -> dict[str, Tensor]:
     """The tensors of a weights file, in safetensors or torch's format."""
-    found = read_tensors(Path(checkpoint_file))
-    state = {name: piece.data for name, piece in found.pieces.items()}
-    if device_map is not None:
-        state = {name: tensor.to(_device_in(device_map, name)) for name, tensor in state.items()}
-    return {**state, **{name: state[target] for name, target in found.aliases.items()}}
-
-
-def _device_in(device_map: Mapping[str, Any], name: str) -> torch.device:
-    place = device_map.get(maps.owner_in(device_map, name) or "", "cpu")
-    return torch.device("cpu") if str(place) == "disk" else device_of(place)
+    state = read_model(checkpoint_file)
+    if device_map is None:
+        return state
+    places = {name: device_map.get(maps.owner_in(device_map, name) or "", "cpu") for name in state}
+    return {name: one.to(device_of("cpu" if places[name] == "disk" else places[name])) for name, one in state.items()}
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Tensor], submodule_names: list[str]) -> dict[str, Tensor]:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import platform
-import socket
 from collections.abc import Iterator, Mapping
-from functools import reduce as fold
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from packaging.version import parse
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accelerate._impl import ambient
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import save_object
-from hasten.checkpoint.formats import load_torch
+from hasten.checkpoint.formats import load_torch, tied
+from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
+from hasten.modules.dtensors import is_dtensor
 from hasten.precision.autocast import AutocastForward
 from hasten.strategies.blocks import repeated_blocks
 
@@ -80,7 +78,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether any parameter is sharded."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def extract_model_from_parallel(
@@ -112,20 +110,11 @@ def wait_for_everyone() -> None:
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors, each stored once: names that share memory are reduced to the first of them."""
-    first: dict[Any, str] = {}
-    for name, value in state_dict.items():
-        first.setdefault(_memory(name, value), name)
-    kept = {name: state_dict[name] for name in first.values()}
-    for name in state_dict.keys() - kept.keys():
+    tensors = {name: one.contiguous() for name, one in state_dict.items() if isinstance(one, torch.Tensor)}
+    repeated = tied({name: one for name, one in state_dict.items() if name in tensors})
+    for name in repeated:
         logger.warning(_REMOVED.format({name}), main_process_only=True)
-    return {name: one.contiguous() if isinstance(one, torch.Tensor) else one for name, one in kept.items()}
-
-
-def _memory(name: str, value: Any) -> Any:
-    """What two names have in common only when they share their memory."""
-    if not isinstance(value, torch.Tensor) or not value.numel():
-        return name
-    return value.device, value.untyped_storage().data_ptr(), value.storage_offset(), tuple(value.shape)
+    return {name: tensors.get(name, one) for name, one in state_dict.items() if name not in repeated}
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
@@ -164,15 +153,12 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
 
 def is_port_in_use(port: int | None = None) -> bool:
     """Whether somebody listens on a port of this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+    return reachable("localhost", 29500 if port is None else port)
 
 
 def get_free_port() -> int:
     """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def convert_bytes(size: float) -> str:
@@ -184,33 +170,19 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
-def check_os_kernel() -> None:
-    """Warn of Linux kernels before 5.5, on which processes hang."""
-    if platform.system() != "Linux":
-        return
-    version = platform.release().split("-")[0]
-    if parse(version) < parse("5.5.0"):
-        logger.warning(
-            f"Detected kernel version {version}, which is below the recommended minimum of 5.5.0; this can cause the process "
-            "to hang. It is recommended to upgrade the kernel to the minimum version or higher.",
-            main_process_only=True,
-        )
-
-
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """An attribute by a dotted name."""
-    return fold(getattr, [obj, *attr.split(".")])
+    return attrgetter(attr)(obj)
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
     """Every module of a model, each behind those inside of it, and the model last."""
-    found = [(name, part) for child, inner in model.named_children() for name, part in _behind_children(child, inner)]
-    return [pair if return_fqns else pair[1] for pair in [*found, ("", model)]]
+    return [pair if return_fqns else pair[1] for pair in _behind_children("", model)]
 
 
 def _behind_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for child, inner in module.named_children():
-        yield from _behind_children(f"{name}.{child}", inner)
+        yield from _behind_children(f"{name}.{child}" if name else child, inner)
     yield name, module
 
 

@@ -9,7 +9,7 @@ import torch
 from accelerate._impl.enums import DistributedType
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.settings.deepspeed_plugin import active_plugin
 
 # Any in this file: DeepSpeed is untyped, and so are parameters, groups and options.
 
@@ -19,7 +19,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A scheduler that an engine makes: it advances once per update, on any number of processes."""
+    """A scheduler of an engine: it advances once per update, on any number of processes."""
 
     def _times(self) -> int:
         return 1
@@ -52,15 +52,9 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
             "`Accelerator` is configured for `deepspeed` or make sure that the desired `DeepSpeedPlugin` has been enabled "
             "(`AcceleratorState().select_deepspeed_plugin(name)`) before calling this function."
         )
-    plugins = state.deepspeed_plugins
-    if not isinstance(plugins, dict):
-        return plugins
-    return next(plugin for plugin in plugins.values() if plugin.selected)
+    return active_plugin(state.deepspeed_plugins)
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer as it is: hasten lets DeepSpeed use the script's own, with offload too."""
     return optimizer
-
-
-settle(__name__, "accelerate.utils.deepspeed")

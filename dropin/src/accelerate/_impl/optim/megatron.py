@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from accelerate._impl import ambient
+from accelerate._impl.optim.deepspeed import DeepSpeedSchedulerWrapper
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
-from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.surface import left_out
-from accelerate._impl.surface.homes import settle
-from accelerate._impl.surface.left_out import MEGATRON_STEPS
 from hasten.comm import ops
 from hasten.runtime.axes import BATCH
 
@@ -59,11 +57,8 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     """The optimizer of an engine."""
 
 
-class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """A scheduler beside an engine: it advances once per update, on any number of processes."""
-
-    def _times(self) -> int:
-        return 1
+class MegatronLMSchedulerWrapper(DeepSpeedSchedulerWrapper):
+    """A scheduler beside an engine."""
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,17 +76,14 @@ def _batch() -> Any:
     return ambient.start().groups(*BATCH)
 
 
-BertTrainStep = left_out.klass("utils.BertTrainStep", MEGATRON_STEPS, AbstractTrainStep)
-GPTTrainStep = left_out.klass("utils.GPTTrainStep", MEGATRON_STEPS, AbstractTrainStep)
-T5TrainStep = left_out.klass("utils.T5TrainStep", MEGATRON_STEPS, AbstractTrainStep)
-MegatronEngine = left_out.klass("utils.MegatronEngine", MEGATRON_STEPS)
-finish_mpu_init = left_out.function("utils.finish_mpu_init", MEGATRON_STEPS)
-initialize = left_out.function("utils.initialize", MEGATRON_STEPS)
-model_provider_func = left_out.function("utils.model_provider_func", MEGATRON_STEPS)
-prepare_data_loader = left_out.function("utils.prepare_data_loader", MEGATRON_STEPS)
-prepare_model_optimizer_scheduler = left_out.function("utils.prepare_model_optimizer_scheduler", MEGATRON_STEPS)
-prepare_optimizer = left_out.function("utils.prepare_optimizer", MEGATRON_STEPS)
-prepare_scheduler = left_out.function("utils.prepare_scheduler", MEGATRON_STEPS)
-
-
-settle(__name__, "accelerate.utils.megatron_lm")
+BertTrainStep = left_out.klass("utils.BertTrainStep", AbstractTrainStep)
+GPTTrainStep = left_out.klass("utils.GPTTrainStep", AbstractTrainStep)
+T5TrainStep = left_out.klass("utils.T5TrainStep", AbstractTrainStep)
+MegatronEngine = left_out.klass("utils.MegatronEngine")
+finish_mpu_init = left_out.function("utils.finish_mpu_init")
+initialize = left_out.function("utils.initialize")
+model_provider_func = left_out.function("utils.model_provider_func")
+prepare_data_loader = left_out.function("utils.prepare_data_loader")
+prepare_model_optimizer_scheduler = left_out.function("utils.prepare_model_optimizer_scheduler")
+prepare_optimizer = left_out.function("utils.prepare_optimizer")
+prepare_scheduler = left_out.function("utils.prepare_scheduler")

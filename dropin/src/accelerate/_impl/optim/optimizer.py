@@ -9,7 +9,6 @@ import torch
 
 from accelerate._impl import ambient
 from accelerate._impl.copying import Copyable
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.state import AcceleratorState
@@ -48,15 +47,11 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
         self._share = Share()
         self._clock.join(self)
 
-    @property
-    def _is_overflow(self) -> bool:
-        """Whether the latest step was skipped, under the name tests write to."""
-        return self.step_was_skipped
-
-    @_is_overflow.setter
-    def _is_overflow(self, value: bool) -> None:
-        self.last = SKIPPED if value else APPLIED
-
+    _is_overflow = shown(
+        "step_was_skipped",
+        "Whether the latest step was skipped, under the name tests write to.",
+        lambda self, skipped: setattr(self, "last", SKIPPED if skipped else APPLIED),
+    )
     gradient_state = shown(lambda self: GradientState(), "The view on the current window.")
     accelerator_state = shown(lambda self: AcceleratorState(), "The view on the process.")
 
@@ -69,6 +64,3 @@ class AcceleratedOptimizer(Copyable, PreparedOptimizer):
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
     """The method; hasten learns from the step's result whether it was skipped, so nothing is patched."""
     return method
-
-
-settle(__name__, "accelerate.optimizer")

@@ -7,7 +7,6 @@ from typing import Any
 
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from hasten.optim.optimizer import PreparedOptimizer
@@ -56,13 +55,9 @@ class AcceleratedScheduler(PreparedScheduler):
         if self.split_batches:  # quirk: SCHEDULER_TIMES_PROCESSES
             return 1
         sizes = AMBIENT.whole.get("parallelism_config")
-        return int(ambient.start().world.size) // (
-            1 if sizes is None else sizes.sp_size
-        )  # batches that one update is made of
+        together = 1 if sizes is None else int(sizes.sp_size)  # processes that share each batch
+        return ambient.start().world.size // together
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
         """The inner scheduler's words."""
         return self.scheduler.print_lr(*args, **kwargs)
-
-
-settle(__name__, "accelerate.scheduler")

@@ -1,14 +1,11 @@
 """The settings of bitsandbytes, checked as the original checks them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from accelerate._impl.enums import CustomDtype
-from accelerate._impl.surface.homes import settle
 
 # Any in this file: values as a user wrote them.
 
@@ -59,6 +56,3 @@ def _dtype(name: str, value: Any) -> torch.dtype:
     if value not in dict(_DTYPES):
         raise ValueError(f"{name} must be a torch.dtype or in ['fp32','fp16','bf16'] but found {value!r}")
     return dict(_DTYPES)[value]
-
-
-settle(__name__, "accelerate.utils.dataclasses")

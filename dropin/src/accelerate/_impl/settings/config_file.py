@@ -1,7 +1,5 @@
 """The settings file in its established form."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -12,7 +10,6 @@ import yaml
 
 from accelerate._impl.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accelerate._impl.environment.variables import environment
-from accelerate._impl.surface.homes import settle
 from hasten.config.files import accelerate_paths, contents
 
 # Any in this file: values of settings.
@@ -27,7 +24,7 @@ cache_dir = str(Path(default_config_file).parent)
 hf_cache_home = str(Path(cache_dir).parent)
 
 
-def load_config_from_file(config_file: str | None) -> BaseConfig:
+def load_config_from_file(config_file: str | None) -> "BaseConfig":
     """The settings in a file, by default the established one."""
     path = Path(config_file if config_file is not None else default_config_file)
     if config_file is not None and not path.is_file():
@@ -39,7 +36,7 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
     return config_from(values, str(path))
 
 
-def config_from(values: dict[str, Any], place: str) -> BaseConfig:
+def config_from(values: dict[str, Any], place: str) -> "BaseConfig":
     """The settings of a mapping. Raises: ValueError for unknown keys."""
     kind = SageMakerConfig if values.get("compute_environment") == "AMAZON_SAGEMAKER" else ClusterConfig
     known = {one.name for one in fields(kind)}
@@ -48,15 +45,7 @@ def config_from(values: dict[str, Any], place: str) -> BaseConfig:
             f"The config file at {place} had unknown keys ({unknown}), please try upgrading your `accelerate` version or "
             "fix (and potentially remove) these keys from your config file."
         )
-    values = {
-        "compute_environment": "LOCAL_MACHINE",
-        "mixed_precision": "no",
-        "use_cpu": False,
-        "debug": False,
-        **values,
-    }
-    values.setdefault("distributed_type", "NO")
-    return kind(**values)
+    return kind(**BaseConfig.process_config({"mixed_precision": "no", "use_cpu": False, **values}))
 
 
 @dataclass
@@ -90,12 +79,12 @@ class BaseConfig:
         return {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "debug": False, **config_dict}
 
     @classmethod
-    def from_json_file(cls, json_file: str | None = None) -> BaseConfig:
+    def from_json_file(cls, json_file: str | None = None) -> "BaseConfig":
         """The settings in a JSON file."""
         return load_config_from_file(json_file or default_json_config_file)
 
     @classmethod
-    def from_yaml_file(cls, yaml_file: str | None = None) -> BaseConfig:
+    def from_yaml_file(cls, yaml_file: str | None = None) -> "BaseConfig":
         """The settings in a YAML file."""
         return load_config_from_file(yaml_file or default_yaml_config_file)
 
@@ -166,6 +155,3 @@ class SageMakerConfig(BaseConfig):
     additional_args: dict[str, Any] | None = None
     dynamo_config: dict[str, Any] | None = None
     enable_cpu_affinity: bool = False
-
-
-settle(__name__, "accelerate.commands.config.config_args")

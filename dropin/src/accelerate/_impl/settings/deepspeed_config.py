@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from accelerate._impl.surface.homes import settle
+from hasten.strategies.deepspeed_config import read_config
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 _OFFLOAD_DEVICES = ("cpu", "nvme")
@@ -74,19 +73,13 @@ class HfDeepSpeedConfig:
 
 
 def _read(given: Any) -> dict[str, Any]:
-    if isinstance(given, dict):
-        return deepcopy(given)
-    if Path(given).exists():
-        found: dict[str, Any] = json.loads(Path(given).read_text(encoding="utf-8"))
-        return found
+    if isinstance(given, dict) or Path(given).exists():
+        return read_config(given)
     try:
-        found = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
+        found: dict[str, Any] = json.loads(base64.urlsafe_b64decode(given).decode("utf-8"))
     except ValueError as error:
         raise ValueError(
             f"Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
             f"Received: {given}"
         ) from error
     return found
-
-
-settle(__name__, "accelerate.utils.deepspeed")

@@ -1,11 +1,10 @@
 """DeepSpeedPlugin: the established options of DeepSpeed, as hasten's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any, Literal
 
@@ -14,7 +13,8 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment, str_to_bool
 from accelerate._impl.settings.deepspeed_config import HfDeepSpeedConfig
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.settings.filled import fill
+from accelerate._impl.surface.shown import shown
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.deepspeed_building import Told
@@ -44,10 +44,6 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "offload_param_nvme_path": (f"{_ZERO}.offload_param.nvme_path", "none"),
     "zero3_save_16bit_model": (f"{_ZERO}.stage3_gather_16bit_weights_on_model_save", False),
 }
-
-
-def _variable(option: str) -> str:
-    return f"ACCELERATE_{'' if option.startswith('gradient') else 'DEEPSPEED_'}{option.upper()}"
 
 
 @dataclass
@@ -94,7 +90,7 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             self.hf_ds_config = variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
         if self.hf_ds_config is None:
-            self._settle(variables)
+            self._settle()
             self.hf_ds_config = HfDeepSpeedConfig(self._single_options())
         else:
             self._take_options()
@@ -109,33 +105,23 @@ class DeepSpeedPlugin:
         for name, (key, default) in _OPTIONS.items():
             setattr(self, name, self.hf_ds_config.get_value(key, default))
 
-    def _settle(self, variables: Any) -> None:
+    def _settle(self) -> None:
         """Fill options that were not given, from variables or with defaults."""
         for name, (_, default) in _OPTIONS.items():
-            if getattr(self, name) is None:
-                said = variables.get(_variable(name))
-                setattr(self, name, default if said is None else _typed(said, default))
+            prefix = "ACCELERATE_" if name.startswith("gradient") else "ACCELERATE_DEEPSPEED_"
+            fill(self, prefix, **{name: (partial(_typed, default=default), default)})
         assert self.zero_stage is not None, "settled above"
         self.zero_stage = int(self.zero_stage)
 
     def _single_options(self) -> dict[str, Any]:
-        def place(part: str) -> dict[str, Any]:
-            path = getattr(self, f"offload_{part}_nvme_path")
-            device = getattr(self, f"offload_{part}_device")
-            return {"device": device, "nvme_path": path if device == "nvme" else None}
-
-        return {
-            "train_batch_size": AUTO,
-            "train_micro_batch_size_per_gpu": AUTO,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            _ZERO: {
-                "stage": self.zero_stage,
-                "offload_optimizer": place("optimizer"),
-                "offload_param": place("param"),
-                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
-            },
-            "gradient_clipping": self.gradient_clipping,
-        }
+        config: dict[str, Any] = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
+        for name, (key, _) in _OPTIONS.items():
+            *path, last = key.split(".")
+            reduce(lambda node, part: node.setdefault(part, {}), path, config)[last] = getattr(self, name)
+        for place in (config[_ZERO]["offload_optimizer"], config[_ZERO]["offload_param"]):
+            if place["device"] != "nvme":
+                place["nvme_path"] = None
+        return config
 
     # -- what a run takes from it ---------------------------------------------------------------------------------
     def to_hasten(self) -> hasten.DeepSpeedPlugin:
@@ -210,9 +196,8 @@ class DeepSpeedPlugin:
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Let the configuration say the run's precision where it says none."""
-        for name in ("fp16", "bf16"):
-            if mixed_precision == name and name not in self.deepspeed_config:
-                self.deepspeed_config[name] = {"enabled": True}
+        if mixed_precision in ("fp16", "bf16"):
+            self.deepspeed_config.setdefault(mixed_precision, {"enabled": True})
 
     def set_deepspeed_weakref(self) -> None:
         """Let transformers build models partitioned while this plugin lives, where `zero3_init_flag` says so."""
@@ -250,10 +235,7 @@ class DeepSpeedPlugin:
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Nothing: prepare() marks the classes of `transformer_moe_cls_names`."""
 
-    @property
-    def selected(self) -> bool:
-        """Whether this plugin is the one in use."""
-        return self._selected
+    selected = shown("_selected", "Whether this plugin is the one in use.")
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this plugin the one in use. Raises: ValueError when called by hand."""
@@ -268,12 +250,17 @@ class DeepSpeedPlugin:
         self._selected = False
 
 
+Plugins = DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None
+
+
+def active_plugin(plugins: Plugins) -> DeepSpeedPlugin | None:
+    """The plugin in use, of one or several by name."""
+    return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
+
+
 def _typed(said: str, default: Any) -> Any:
     if isinstance(default, bool):
         return bool(str_to_bool(said))
     if said.replace(".", "", 1).isdigit():
         return float(said) if "." in said else int(said)
     return said
-
-
-settle(__name__, "accelerate.utils.dataclasses")

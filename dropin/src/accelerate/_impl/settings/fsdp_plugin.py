@@ -1,27 +1,16 @@
 """The FSDP plugin with the established fields, FSDP2 underneath whatever version is asked for."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from torch.distributed import fsdp
 
 import hasten
 from accelerate._impl.environment.variables import environment, str_to_bool
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.settings.filled import Reading, fill, yes
+from accelerate._impl.surface.shown import shown
 from hasten.strategies.wrap_policies import as_choice
 
 log = logging.getLogger("accelerate.utils.fsdp_plugin")
@@ -31,26 +20,13 @@ _DTYPES = {"fp32": torch.float32, "no": torch.float32, "fp16": torch.float16, "b
 _AS_THEY_ARE = "sync_module_states mixed_precision_policy param_init_fn"
 _SWITCHES = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 _FSDP1 = "reshard_after_forward sharding_strategy backward_prefetch forward_prefetch use_orig_params limit_all_gathers"
-
-
-def _yes(word: str) -> bool:
-    return bool(str_to_bool(word))
-
-
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "sharding_strategy": ("SHARDING_STRATEGY", str),
-    "reshard_after_forward": ("RESHARD_AFTER_FORWARD", str),
-    "backward_prefetch": ("BACKWARD_PREFETCH", str),
-    "auto_wrap_policy": ("AUTO_WRAP_POLICY", str),
-    "cpu_offload": ("OFFLOAD_PARAMS", _yes),
-    "use_orig_params": ("USE_ORIG_PARAMS", _yes),
-    "sync_module_states": ("SYNC_MODULE_STATES", _yes),
-    "forward_prefetch": ("FORWARD_PREFETCH", _yes),
-    "activation_checkpointing": ("ACTIVATION_CHECKPOINTING", _yes),
-    "activation_checkpointing_offload": ("ACTIVATION_CHECKPOINTING_OFFLOAD", _yes),
-    "cpu_ram_efficient_loading": ("CPU_RAM_EFFICIENT_LOADING", _yes),
-    "transformer_cls_names_to_wrap": ("TRANSFORMER_CLS_TO_WRAP", str),
-    "min_num_params": ("MIN_NUM_PARAMS", int),
+_READ: dict[str, Reading] = {
+    **dict.fromkeys(
+        ("sharding_strategy", "reshard_after_forward", "backward_prefetch", "auto_wrap_policy"), (str, None)
+    ),
+    **dict.fromkeys(("use_orig_params", "sync_module_states", "forward_prefetch"), (yes, None)),
+    **dict.fromkeys(_SWITCHES, (yes, False)),
+    "min_num_params": (int, None),
 }
 
 
@@ -96,15 +72,15 @@ class FullyShardedDataParallelPlugin:
         self.set_state_dict_type(self.state_dict_type or _env("STATE_DICT_TYPE") or "SHARDED_STATE_DICT")
 
     def _take_environment(self) -> None:
-        """Fill what was not given from the FSDP_* variables."""
-        for name, (variable, read) in _VARIABLES.items():
-            if getattr(self, name) is None and (word := _env(variable)) is not None:
-                setattr(self, name, read(word))
-        for name in _SWITCHES:
-            setattr(self, name, bool(getattr(self, name)))
+        """Fill what was not given from the FSDP_* variables; two have other names than the options."""
+        fill(self, "FSDP_", **_READ)
+        if self.cpu_offload is None:
+            self.cpu_offload = yes(_env("OFFLOAD_PARAMS") or "no")
+        if self.transformer_cls_names_to_wrap is None:
+            self.transformer_cls_names_to_wrap = _env("TRANSFORMER_CLS_TO_WRAP")
 
     @classmethod
-    def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
+    def of(cls, settings: hasten.FullyShardedDataParallelPlugin) -> Self:
         """The plugin that shows settings which came from flags, the environment or a file."""
         known = {name: getattr(settings, name) for name in cls.__dataclass_fields__ if hasattr(settings, name)}
         policy = None if settings.auto_wrap_policy == "auto" else settings.auto_wrap_policy
@@ -118,11 +94,11 @@ class FullyShardedDataParallelPlugin:
         chosen = state_dict_type or self.state_dict_type or "SHARDED_STATE_DICT"
         self.state_dict_type = _state_dict_type(chosen) if isinstance(chosen, str) else chosen
         if self.whole_checkpoints:
-            self.state_dict_config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            self.state_dict_config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+            self.optim_state_dict_config = fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
         else:
-            self.state_dict_config = ShardedStateDictConfig(offload_to_cpu=True)
-            self.optim_state_dict_config = ShardedOptimStateDictConfig(offload_to_cpu=True)
+            self.state_dict_config = fsdp.ShardedStateDictConfig(offload_to_cpu=True)
+            self.optim_state_dict_config = fsdp.ShardedOptimStateDictConfig(offload_to_cpu=True)
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Find the blocks to wrap; hasten does so in prepare(), so only names are checked here."""
@@ -139,29 +115,29 @@ class FullyShardedDataParallelPlugin:
             raise ValueError(
                 f"mixed_precision={mixed_precision!r} is not one of {', '.join(_DTYPES)} or a torch.dtype."
             )
-        self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+        self.mixed_precision_policy = fsdp.MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype
+        )
 
     def set_cpu_offload(self) -> None:
         """Turn a yes or no into torch's policy."""
-        if not isinstance(self.cpu_offload, OffloadPolicy):
+        if not isinstance(self.cpu_offload, fsdp.OffloadPolicy):
             wanted = bool(getattr(self.cpu_offload, "offload_params", self.cpu_offload))
             pinned = torch.accelerator.is_available()
-            self.cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if wanted else OffloadPolicy()
+            self.cpu_offload = fsdp.CPUOffloadPolicy(pin_memory=pinned) if wanted else fsdp.OffloadPolicy()
 
     def validate_mixed_precision_policy(self) -> None:
         """Kept for callers: hasten checks the policy in prepare()."""
 
-    def validate_cpu_offload(self) -> None:
-        """Kept for callers: hasten checks the policy in prepare()."""
-
-    @property
-    def whole_checkpoints(self) -> bool:
-        """Whether checkpoints hold whole tensors instead of shards."""
-        return self.state_dict_type is StateDictType.FULL_STATE_DICT
+    validate_cpu_offload = validate_mixed_precision_policy
+    whole_checkpoints = shown(
+        lambda self: self.state_dict_type is fsdp.StateDictType.FULL_STATE_DICT,
+        "Whether checkpoints hold whole tensors instead of shards.",
+    )
 
     def to_hasten(self, say: bool = True) -> hasten.FullyShardedDataParallelPlugin:
         """The same in hasten's terms; what FSDP1 alone knew is translated, and said unless it has been before."""
-        offload = self.cpu_offload if isinstance(self.cpu_offload, CPUOffloadPolicy) else None
+        offload = self.cpu_offload if isinstance(self.cpu_offload, fsdp.CPUOffloadPolicy) else None
         values: dict[str, Any] = {name: getattr(self, name) for name in _AS_THEY_ARE.split()}
         values |= {name: bool(getattr(self, name)) for name in _SWITCHES}
         values |= {"cpu_offload": offload is not None, "cpu_offload_pin_memory": getattr(offload, "pin_memory", None)}
@@ -171,9 +147,10 @@ class FullyShardedDataParallelPlugin:
 
     def _blocks(self) -> dict[str, Any]:
         """What is sharded on its own, and what is not sharded."""
+        ignored = self.ignored_modules
         return {
             "auto_wrap_policy": as_choice(self.auto_wrap_policy),
-            "ignored_modules": _ignored(self.ignored_modules),
+            "ignored_modules": ignored if ignored is None or isinstance(ignored, str) else tuple(ignored),
             "min_num_params": self.min_num_params or None,
             "transformer_cls_names_to_wrap": tuple(self.transformer_cls_names_to_wrap or ()) or None,
         }
@@ -206,11 +183,13 @@ def _words(names: Any) -> list[str] | None:
     return None if words is None else [word.strip() for word in words]
 
 
-def _state_dict_type(word: str) -> StateDictType:
+def _state_dict_type(word: str) -> fsdp.StateDictType:
     name = word.upper().removeprefix("STATEDICTTYPE.")
-    known = {kind.name: kind for kind in StateDictType} | {str(kind.value): kind for kind in StateDictType}
+    known = {kind.name: kind for kind in fsdp.StateDictType} | {str(kind.value): kind for kind in fsdp.StateDictType}
     if name not in known:
-        raise ValueError(f"state_dict_type={word!r} is unknown; give one of {', '.join(StateDictType.__members__)}.")
+        raise ValueError(
+            f"state_dict_type={word!r} is unknown; give one of {', '.join(fsdp.StateDictType.__members__)}."
+        )
     return known[name]
 
 
@@ -222,13 +201,6 @@ def _reshard(value: Any) -> Any:
     return bool(str_to_bool(word)) if word.lower() in ("true", "false", "1", "0") else word
 
 
-def _ignored(modules: Iterable[torch.nn.Module] | str | None) -> Any:
-    return modules if modules is None or isinstance(modules, str) else tuple(modules)
-
-
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type | None:
     """The class called `name` among a model's modules, or None."""
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
-
-
-settle(__name__, "accelerate.utils.dataclasses")

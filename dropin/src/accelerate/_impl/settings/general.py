@@ -1,14 +1,11 @@
 """Every settings class by its established home; those of loaders, projects and parallel axes are defined here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from accelerate._impl.environment.variables import environment, parse_choice_from_env, parse_flag_from_env
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.settings.filled import fill, yes
 
 # Any in this file: the values of settings, and foreign configuration objects.
 
@@ -77,8 +74,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = parse_choice_from_env("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "allgather")
+        fill(self, "PARALLELISM_CONFIG_", cp_comm_strategy=(str, "allgather"))
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
             raise ValueError(
                 f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Must be one of ['allgather', 'alltoall']"
@@ -94,13 +90,8 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        given = environment()
-        if self.sp_seq_length is None and (length := given.get("PARALLELISM_CONFIG_SP_SEQ_LENGTH")):
-            self.sp_seq_length = int(length)
-        if self.sp_seq_length_is_variable is None:
-            self.sp_seq_length_is_variable = parse_flag_from_env("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", True)
-        if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = given.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION") or None
+        fill(self, "PARALLELISM_CONFIG_", sp_seq_length=(_length, None), sp_attn_implementation=(str, None))
+        fill(self, "PARALLELISM_CONFIG_", sp_seq_length_is_variable=(yes, True))
         self._check()
 
     def _check(self) -> None:
@@ -116,4 +107,5 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-settle(__name__, "accelerate.utils.dataclasses")
+def _length(word: str) -> int | None:
+    return None if word == "None" else int(word)  # which the original's launcher writes

@@ -1,7 +1,5 @@
 """Settings for `Accelerator(kwargs_handlers=[...])` and its plugins; each can say itself in hasten's terms."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,9 +11,8 @@ from typing import Any, Literal
 import hasten
 from accelerate._impl import ambient
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
-from accelerate._impl.environment.variables import parse_choice_from_env, parse_flag_from_env
+from accelerate._impl.settings.filled import fill, yes
 from accelerate._impl.surface import left_out
-from accelerate._impl.surface.homes import settle
 from hasten.accelerator.profile import profile as profile_block
 
 # Any in this file: the values of settings, and foreign configuration objects.
@@ -154,11 +151,7 @@ class AORecipeKwargs(KwargsHandler):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.pad_inner_dim is None:
-            self.pad_inner_dim = parse_flag_from_env("ACCELERATE_FP8_PAD_INNER_DIM", True)
-        if self.enable_fsdp_float8_all_gather is None:
-            name = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
-            self.enable_fsdp_float8_all_gather = parse_flag_from_env(name, True)
+        fill(self, "ACCELERATE_FP8_", pad_inner_dim=(yes, True), enable_fsdp_float8_all_gather=(yes, True))
 
 
 @dataclass
@@ -216,13 +209,9 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         prefix = "ACCELERATE_DYNAMO_"
-        self.backend = DynamoBackend(str(self.backend or parse_choice_from_env(prefix + "BACKEND", "no")).upper())
-        self.mode = self.mode or parse_choice_from_env(prefix + "MODE", "default")
-        for name, flag in (("fullgraph", "FULLGRAPH"), ("use_regional_compilation", "REGIONAL_COMPILATION")):
-            if getattr(self, name) is None:
-                setattr(self, name, parse_flag_from_env(f"{prefix}USE_{flag}"))
-        if self.dynamic is None and parse_flag_from_env(prefix + "USE_DYNAMIC"):
-            self.dynamic = True
+        fill(self, prefix, backend=(str, "no"), mode=(str, "default"), use_regional_compilation=(yes, False))
+        fill(self, f"{prefix}USE_", fullgraph=(yes, False), dynamic=(lambda word: yes(word) or None, None))
+        self.backend = DynamoBackend(str(self.backend).upper())
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, the backend as torch spells it."""
@@ -236,8 +225,4 @@ class TorchDynamoPlugin(KwargsHandler):
         kwargs.pop("use_regional_compilation", None)
         return kwargs
 
-    def _values(self) -> dict[str, Any]:
-        return self.to_dict()
-
-
-settle(__name__, "accelerate.utils.dataclasses")
+    _values = to_dict

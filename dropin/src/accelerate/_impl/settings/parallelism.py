@@ -1,31 +1,26 @@
 """ParallelismConfig: the sizes of the mesh under their established names."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 import hasten
-from accelerate._impl.environment.variables import environment
-from accelerate._impl.settings.general import (
-    DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.settings import general
+from accelerate._impl.settings.filled import fill
 from accelerate._impl.surface.shown import shown
 from hasten.runtime.axes import MeshSpec
+from hasten.runtime.devices import choose_device
 
 # Any in this file: the Accelerator, which imports this module.
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-
-
-_HANDLERS = {"tp": TorchTensorParallelConfig, "cp": TorchContextParallelConfig, "sp": DeepSpeedSequenceParallelConfig}
+_HANDLERS = {
+    "tp": general.TorchTensorParallelConfig,
+    "cp": general.TorchContextParallelConfig,
+    "sp": general.DeepSpeedSequenceParallelConfig,
+}
 
 
 @dataclass
@@ -39,25 +34,22 @@ class ParallelismConfig:
     cp_backend: Literal["torch"] | None = None
     sp_size: int | None = None
     sp_backend: Literal["deepspeed"] | None = None
-    tp_handler: TorchTensorParallelConfig | None = None
-    cp_handler: TorchContextParallelConfig | None = None
-    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    tp_handler: general.TorchTensorParallelConfig | None = None
+    cp_handler: general.TorchContextParallelConfig | None = None
+    sp_handler: general.DeepSpeedSequenceParallelConfig | None = None
 
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        for axis in _AXES:
-            if getattr(self, f"{axis}_size") is None:
-                setattr(self, f"{axis}_size", int(environment().get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1")))
-        given = environment().get("PARALLELISM_CONFIG_SP_BACKEND") or "deepspeed"
-        self.cp_backend, self.sp_backend = self.cp_backend or "torch", self.sp_backend or given  # type: ignore[assignment]  # checked below
+        fill(self, "PARALLELISM_CONFIG_", **{f"{axis}_size": (int, 1) for axis in _AXES}, sp_backend=(str, "deepspeed"))
+        self.cp_backend = self.cp_backend or "torch"
         self._check_sizes()
         for axis, kind in _HANDLERS.items():
             if self._size(axis) > 1 and getattr(self, f"{axis}_handler") is None:
                 setattr(self, f"{axis}_handler", kind())
 
     @classmethod
-    def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> ParallelismConfig | None:
+    def launched(cls, sizes: hasten.ParallelismConfig, mesh: MeshSpec) -> Self | None:
         """What the flags of a launch stand for where they split sequences: scripts look for the group of one."""
         if sizes.sp_size == 1:
             return None
@@ -80,12 +72,7 @@ class ParallelismConfig:
         return int(getattr(self, f"{axis}_size"))
 
     def __repr__(self) -> str:
-        names = (
-            *(f"{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp", "cp")),
-            "cp_backend",
-            "sp_size",
-            "sp_backend",
-        )
+        names = ["dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size", "sp_backend"]
         lines = "".join(f"\t{name}={getattr(self, name)},\n" for name in names)
         handlers = f"\ttp_handler={self.tp_handler},\n\tcp_handler={self.cp_handler})\n"
         return f"ParallelismConfig(\n {lines}\ttotal_size={self.total_size}\n{handlers}"
@@ -95,11 +82,9 @@ class ParallelismConfig:
         return json.dumps({f"{axis}_size": self._size(axis) for axis in _AXES})
 
     total_size = shown(lambda self: self.data_parallel_size * self.non_data_parallel_size, "Processes in all.")
-
     data_parallel_size = shown(
         lambda self: self._size("dp_replicate") * self._size("dp_shard"), "Processes that read different samples."
     )
-
     non_data_parallel_size = shown(
         lambda self: self._size("tp") * self._size("cp") * self._size("sp"), "Processes that share samples."
     )
@@ -116,13 +101,10 @@ class ParallelismConfig:
     dp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard"), "Axes of data parallelism.")
     non_dp_dim_names = shown(lambda self: self._enabled("tp", "cp", "sp"), "The other axes.")
     dp_shard_cp_dim_names = shown(lambda self: self._enabled("dp_shard", "cp"), "Axes parameters are sharded over.")
-
     dp_cp_dim_names = shown(lambda self: self._enabled("dp_replicate", "dp_shard", "cp"), "Axes of gradient averages.")
-
     fsdp_dim_names = shown(
         lambda self: [*self._enabled("dp_replicate"), "dp_shard_cp"], "FSDP's axes, as its mesh has them."
     )
-
     active_mesh_dims = shown(
         lambda self: [*self.dp_dim_names, *self.non_dp_dim_names], "Axes of more than one process."
     )
@@ -147,8 +129,7 @@ class ParallelismConfig:
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """Torch's mesh of these sizes, made on first use. Ranks: every rank."""
         if self.device_mesh is None:
-            found = torch.accelerator.current_accelerator(check_available=True)
-            return self.build_device_mesh(device_type or ("cpu" if found is None else found.type))
+            return self.build_device_mesh(device_type or choose_device(0).type)
         return self.device_mesh
 
     def _validate_accelerator(self, accelerator: Any) -> None:
@@ -162,6 +143,3 @@ class ParallelismConfig:
         """The same in hasten's terms; sizes of 1 are left to be filled."""
         sizes: dict[str, Any] = {f"{axis}_size": self._size(axis) for axis in self._enabled(*_AXES)}
         return hasten.ParallelismConfig(**sizes)
-
-
-settle(__name__, "accelerate.parallelism_config")

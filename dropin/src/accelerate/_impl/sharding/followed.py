@@ -1,16 +1,19 @@
-"""The FSDP plugin of an Accelerator over its life: shown where flags asked for sharding, followed where it is changed."""
+"""The plugins of an Accelerator over its life: chosen, shown, and followed where they are changed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import hasten
 from accelerate._impl.composed import Composed
+from accelerate._impl.environment.variables import parse_flag_from_env
+from accelerate._impl.settings.deepspeed_plugin import DeepSpeedPlugin, Plugins, active_plugin
 from accelerate._impl.settings.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 class FollowedPlugin:
-    """The plugin an Accelerator shows, and the settings that were last taken from it."""
+    """The FSDP plugin an Accelerator shows, and the settings that were last taken from it."""
 
     def __init__(self, accelerator: Composed, given: FullyShardedDataParallelPlugin | None) -> None:
         self._accelerator = accelerator
@@ -33,26 +36,62 @@ class FollowedPlugin:
         if self.plugin is None:
             return
         now = self.plugin.to_hasten(say=False)
-        if (changed := _changed(self._taken, now)) == []:
-            return
+        names = [name for name in now.__dataclass_fields__ if name != "state_dict_type"]  # that may change freely
+        changed = {name: getattr(now, name) for name in names if getattr(self._taken, name) != getattr(now, name)}
         if "hybrid_shard" in changed:
             raise ValueError(
                 "sharding_strategy of the FSDP plugin changed between HYBRID and another after Accelerator() had laid the "
                 "processes out. Give the plugin its strategy when it is made."
             )
-        if self._accelerator.prepared.models:
-            raise ValueError(
-                f"{', '.join(changed)} of the FSDP plugin changed after a model was prepared, so models would be sharded "
-                "differently. Change the plugin before the first prepare()."
-            )
-        self._taken = now
-        fsdp = replace(self._accelerator.config.fsdp, **{name: getattr(now, name) for name in changed})
-        self._accelerator.reconfigure(fsdp=fsdp)
+        if changed:
+            what = f"{', '.join(changed)} of the FSDP plugin"
+            _reconfigure(self._accelerator, what, fsdp=replace(self._accelerator.config.fsdp, **changed))
+            self._taken = now
 
 
-def _changed(
-    before: hasten.FullyShardedDataParallelPlugin | None, now: hasten.FullyShardedDataParallelPlugin
-) -> list[str]:
-    """The settings that shape a sharded model and are not what they were; the form of checkpoints may change freely."""
-    names = [name for name in now.__dataclass_fields__ if name != "state_dict_type"]
-    return [name for name in names if getattr(before, name) != getattr(now, name)]
+class FollowedEngine:
+    """The settings that were last taken from the DeepSpeed plugin in use."""
+
+    def __init__(self, accelerator: Composed, plugins: Plugins) -> None:
+        self._accelerator = accelerator
+        self.plugins = plugins
+        self._taken: hasten.DeepSpeedPlugin | None = None if plugins is None else accelerator.config.deepspeed
+
+    def follow(self) -> None:
+        """Take over the plugin's configuration as it is now; libraries fill its "auto" values after Accelerator().
+
+        Raises: ValueError when another plugin was selected after an engine was started.
+        """
+        plugin = active_plugin(self.plugins)
+        now = None if plugin is None else plugin.to_hasten()
+        if now != self._taken:
+            _reconfigure(self._accelerator, "the DeepSpeed configuration", deepspeed=now)
+            self._taken = now
+
+
+def _reconfigure(accelerator: Composed, what: str, **section: Any) -> None:
+    if accelerator.prepared.models:
+        raise ValueError(
+            f"{what} changed after a model was prepared, which keeps what it was prepared with. Change it before the first "
+            "prepare(), or make another Accelerator for it."
+        )
+    accelerator.reconfigure(**section)
+
+
+def chosen_plugins(given: Any, several: Any) -> Plugins:  # Any: what the script gave
+    """What Accelerator() was given, or the plugin that `accelerate launch --use_deepspeed` stands for; the first is selected.
+
+    Raises: TypeError for another class.
+    """
+    if given is not None and several is not None:
+        raise ValueError("You cannot pass in both `deepspeed_plugins` and `deepspeed_plugin`.")
+    found = given if given is not None else several
+    if found is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        found = DeepSpeedPlugin()
+    plugins = list(found.values()) if isinstance(found, dict) else [] if found is None else [found]
+    if not all(isinstance(one, DeepSpeedPlugin) for one in plugins):
+        raise TypeError("`deepspeed_plugin` must be a DeepSpeedPlugin object.")
+    if plugins and not any(one.selected for one in plugins):
+        plugins[0].select(_from_accelerator_state=True)
+    made: Plugins = found
+    return made

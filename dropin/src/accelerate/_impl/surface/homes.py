@@ -1,23 +1,67 @@
-"""Giving classes and functions the module they have always been known under, wherever the file is that defines them."""
+"""The modules that classes and functions have always been known under, wherever the file is that defines them."""
 
 from __future__ import annotations
 
-import sys
-from types import FunctionType
-from typing import get_type_hints
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Final
+
+_ROOMS: Final = MappingProxyType(
+    {
+        "accelerate.accelerator": "accelerator.facade",
+        "accelerate.commands.config.config_args": "settings.config_file",
+        "accelerate.commands.utils": "environment.parsers",
+        "accelerate.data_loader": "loaders.base loaders.kinds loaders.samplers loaders.share",
+        "accelerate.hooks": "models.hooks",
+        "accelerate.logging": "views.logging",
+        "accelerate.optimizer": "optim.optimizer",
+        "accelerate.parallelism_config": "settings.parallelism",
+        "accelerate.scheduler": "optim.scheduler",
+        "accelerate.state": "views.gradient_state views.state",
+        "accelerate.test_utils.testing": "testing.cases",
+        "accelerate.test_utils.training": "testing.training",
+        "accelerate.tracking": "trackers",
+        "accelerate.utils.dataclasses": (
+            "enums settings.bnb_config settings.deepspeed_plugin settings.fsdp_plugin settings.general "
+            "settings.kwargs_handlers"
+        ),
+        "accelerate.utils.deepspeed": "optim.deepspeed settings.deepspeed_config",
+        "accelerate.utils.environment": "environment.variables",
+        "accelerate.utils.imports": "environment.packages",
+        "accelerate.utils.launch": "commands.starting",
+        "accelerate.utils.megatron_lm": "optim.megatron",
+        "accelerate.utils.operations": "tensors",
+    }
+)
+HOMES: Final = {f"accelerate._impl.{room}": face for face, rooms in _ROOMS.items() for room in rooms.split()}
 
 
-def settle(room: str, face: str) -> None:
+class Rooms(SourceFileLoader):
+    """Loads the rooms of the table and settles what they define; a finder of `sys.meta_path`, too."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """How a room is loaded; None for every other module."""
+        spec = PathFinder.find_spec(name, path) if name in HOMES else None
+        if spec is not None and spec.origin is not None and type(spec.loader) is SourceFileLoader:  # else in an archive
+            spec.loader = cls(name, spec.origin)
+        return spec
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the room's code, then settle."""
+        super().exec_module(module)
+        _settle(module, HOMES[module.__name__])
+
+
+def _settle(room: ModuleType, face: str) -> None:
     """Make `face` the home of the room's public classes and functions: messages name it, pickles find them there.
 
-    Annotations of classes are resolved first, while the names they use can still be found.
+    Classes with annotations stand in rooms that do not delay them: in the face their names would not be found.
     """
-    for name, one in vars(sys.modules[room]).items():
-        if name.startswith("_") or not isinstance(one, type | FunctionType) or one.__module__ != room:
+    for name, one in vars(room).items():
+        if name.startswith("_") or not isinstance(one, type | FunctionType) or one.__module__ != room.__name__:
             continue
-        if isinstance(one, type) and (written := vars(one).get("__annotations__")):
-            found = get_type_hints(one)
-            one.__annotations__ = {field: found[field] for field in written}
-        elif "<" in one.__qualname__:  # made inside of another function, from a table
+        if "<" in one.__qualname__:  # made inside of another function, from a table
             one.__name__ = one.__qualname__ = name
         one.__module__ = face

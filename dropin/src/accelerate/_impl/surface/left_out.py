@@ -18,7 +18,7 @@ def refuse(name: str, why: str) -> NoReturn:
     )
 
 
-def function(name: str, why: str) -> Any:  # Any: stands for a function of any signature
+def function(name: str, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a function of any signature
     """A function that refuses."""
 
     def refusing(*args: Any, **kwargs: Any) -> NoReturn:
@@ -30,7 +30,7 @@ def function(name: str, why: str) -> Any:  # Any: stands for a function of any s
     return refusing
 
 
-def klass(name: str, why: str, *bases: type) -> Any:  # Any: stands for a class
+def klass(name: str, *bases: type, why: str = MEGATRON_STEPS) -> Any:  # Any: stands for a class
     """A class that can be named in annotations and isinstance(), but not instantiated."""
 
     def refused(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,26 @@
-"""Read-only attributes that show what lies elsewhere, one line each."""
+"""What lies elsewhere, shown as it is there: attributes, one line each, and functions with another one's signature."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
+
+Adapter = TypeVar("Adapter", bound=Callable[..., Any])
+# Any in this file: type checkers take what is shown for plain attributes and functions.
 
 
-def shown(get: str | Callable[[Any], Any], doc: str) -> Any:  # Any: type checkers take it for a plain attribute
-    """A read-only property: what lies at a dotted path below the object, or what a function of the object gives."""
-    return property(attrgetter(get) if isinstance(get, str) else get, doc=doc)
+def shown(get: str | Callable[[Any], Any], doc: str, change: Callable[[Any, Any], None] | None = None) -> Any:
+    """A property: what lies at a dotted path below the object, or what a function of it gives; settable with `change`."""
+    return property(attrgetter(get) if isinstance(get, str) else get, change, doc=doc)
+
+
+def like(function: Callable[..., Any]) -> Callable[[Adapter], Adapter]:
+    """A decorator for what adapts a function of hasten's: name, signature and documentation are that function's."""
+
+    def dress(adapter: Adapter) -> Adapter:
+        update_wrapper(adapter, function, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+        return adapter
+
+    return dress

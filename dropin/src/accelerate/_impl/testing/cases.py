@@ -1,7 +1,5 @@
 """Helpers for testing scripts: launch commands, skips, temporary folders."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil
@@ -21,9 +19,10 @@ import accelerate
 from accelerate._impl.environment import packages as imports
 from accelerate._impl.environment.variables import parse_flag_from_env
 from accelerate._impl.environment.versions import compare_versions
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.tensors import gather
 from accelerate._impl.views.state import AcceleratorState, PartialState
+from hasten.optional import available, need
+from hasten.runtime.devices import choose_device
 
 # Any in this file: tests and their arguments.
 _run_slow_tests = parse_flag_from_env("RUN_SLOW")
@@ -31,10 +30,10 @@ _run_slow_tests = parse_flag_from_env("RUN_SLOW")
 
 def get_backend() -> tuple[str, int, Callable[..., Any]]:
     """The kind of device, how many there are, and what counts its allocated memory."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None:
+    kind = choose_device(0).type
+    if kind == "cpu":
         return "cpu", 1, lambda: 0
-    return found.type, torch.accelerator.device_count(), torch.accelerator.memory_allocated
+    return kind, torch.accelerator.device_count(), torch.accelerator.memory_allocated
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
@@ -66,11 +65,7 @@ def slow(test_case: Any) -> Any:
 
 def run_first(test_case: Any) -> Any:
     """A test that is marked to run before others."""
-    try:
-        import pytest  # an optional package
-    except ImportError:
-        return test_case
-    return pytest.mark.order(1)(test_case)
+    return need("pytest").mark.order(1)(test_case) if available("pytest") else test_case
 
 
 def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
@@ -81,35 +76,23 @@ def _needs(wanted: Callable[[], bool], what: str) -> Callable[[Any], Any]:
     return decorate
 
 
-def _kind(*kinds: str) -> bool:
-    return torch_device in kinds
-
-
-require_cpu = _needs(lambda: _kind("cpu"), "only a CPU")
-require_cuda = _needs(lambda: _kind("cuda"), "a CUDA device")
-require_xpu = _needs(lambda: _kind("xpu"), "an XPU")
-require_cuda_or_xpu = _needs(lambda: _kind("cuda", "xpu"), "a CUDA device or an XPU")
-require_cuda_or_hpu = _needs(lambda: _kind("cuda", "hpu"), "a CUDA device or an HPU")
-require_non_cpu = _needs(lambda: not _kind("cpu"), "an accelerator")
-require_non_xpu = _needs(lambda: not _kind("xpu"), "anything but an XPU")
-require_non_hpu = _needs(lambda: not _kind("hpu"), "anything but an HPU")
-require_mps = _needs(lambda: _kind("mps"), "an Apple device")
-require_mlu = _needs(lambda: _kind("mlu"), "an MLU")
-require_musa = _needs(lambda: _kind("musa"), "a MUSA device")
-require_npu = _needs(lambda: _kind("npu"), "an NPU")
-require_sdaa = _needs(lambda: _kind("sdaa"), "an SDAA device")
-require_neuron = _needs(lambda: _kind("neuron"), "a Neuron device")
-require_tpu = _needs(lambda: False, "a TPU")
-require_non_torch_xla = _needs(lambda: True, "no torch_xla")
-require_single_device = _needs(lambda: not _kind("cpu") and device_count == 1, "one accelerator")
-require_single_gpu = _needs(lambda: _kind("cuda") and device_count == 1, "one CUDA device")
-require_single_xpu = _needs(lambda: _kind("xpu") and device_count == 1, "one XPU")
+require_cpu = _needs(lambda: torch_device == "cpu", "only a CPU")
+require_cuda_or_xpu = _needs(lambda: torch_device in ("cuda", "xpu"), "a CUDA device or an XPU")
+require_cuda_or_hpu = _needs(lambda: torch_device in ("cuda", "hpu"), "a CUDA device or an HPU")
+require_non_cpu = _needs(lambda: torch_device != "cpu", "an accelerator")
+require_non_xpu = _needs(lambda: torch_device != "xpu", "anything but an XPU")
+require_non_hpu = _needs(lambda: torch_device != "hpu", "anything but an HPU")
+require_tpu = _needs(lambda: imports.is_torch_xla_available(check_is_tpu=True), "a TPU")
+require_non_torch_xla = _needs(lambda: not imports.is_torch_xla_available(), "no torch_xla")
+require_single_device = _needs(lambda: torch_device != "cpu" and device_count == 1, "one accelerator")
+require_single_gpu = _needs(lambda: torch_device == "cuda" and device_count == 1, "one CUDA device")
+require_single_xpu = _needs(lambda: torch_device == "xpu" and device_count == 1, "one XPU")
 require_multi_device = _needs(lambda: device_count > 1, "several accelerators")
-require_multi_gpu = _needs(lambda: _kind("cuda") and device_count > 1, "several CUDA devices")
-require_multi_xpu = _needs(lambda: _kind("xpu") and device_count > 1, "several XPUs")
-require_multi_gpu_or_xpu = _needs(lambda: _kind("cuda", "xpu") and device_count > 1, "several CUDA devices or XPUs")
-require_fp16 = _needs(imports.is_fp16_available, "float16")
-require_fp8 = _needs(imports.is_fp8_available, "a library for fp8")
+require_multi_gpu = _needs(lambda: torch_device == "cuda" and device_count > 1, "several CUDA devices")
+require_multi_xpu = _needs(lambda: torch_device == "xpu" and device_count > 1, "several XPUs")
+require_multi_gpu_or_xpu = _needs(
+    lambda: torch_device in ("cuda", "xpu") and device_count > 1, "several CUDA devices or XPUs"
+)
 require_fsdp2 = _needs(lambda: True, "FSDP2")
 require_tp = _needs(lambda: True, "tensor parallelism")
 require_huggingface_suite = _needs(
@@ -118,13 +101,10 @@ require_huggingface_suite = _needs(
 require_trackers = _needs(
     lambda: imports.is_wandb_available() and imports.is_tensorboard_available(), "wandb and tensorboard"
 )
-_PACKAGES = (
-    "aim bnb clearml comet_ml datasets deepspeed dvclive import_timer matplotlib mlflow pandas peft pippy "
-    "schedulefree swanlab tensorboard timm torchao torchdata_stateful_dataloader torchvision trackio "
-    "transformer_engine transformer_engine_mxfp8 transformers triton wandb"
-)
-for _name in _PACKAGES.split():
-    globals()[f"require_{_name}"] = _needs(getattr(imports, f"is_{_name}_available"), _name)
+for _name, _probe in vars(imports).items():
+    if _name.startswith("is_") and _name.endswith("_available"):
+        _what = _name.removeprefix("is_").removesuffix("_available")
+        globals()[f"require_{_what}"] = _needs(_probe, _what)
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
@@ -143,11 +123,8 @@ class TempDirTestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        cls.tmpdir = Path(tempfile.mkdtemp())
-
-    @classmethod
-    def tearDownClass(cls) -> None:
-        shutil.rmtree(cls.tmpdir, ignore_errors=True)
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        cls.tmpdir = Path(cls.enterClassContext(folder))
 
     def setUp(self) -> None:
         if self.clear_on_setup:
@@ -247,6 +224,3 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     with redirect_stdout(StringIO()) as captured:
         func(*args, **kwargs)
     return captured.getvalue()
-
-
-settle(__name__, "accelerate.test_utils.testing")

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from accelerate._impl.surface.homes import settle
-
 
 class RegressionDataset(Dataset[dict[str, float]]):
     """Points on a line, with noise."""
@@ -38,6 +36,3 @@ class RegressionModel(nn.Module):
     def forward(self, x: Tensor | None = None) -> Tensor:
         assert x is not None, "the model needs an input"
         return x * self.a + self.b
-
-
-settle(__name__, "accelerate.test_utils.training")

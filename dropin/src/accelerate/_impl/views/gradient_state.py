@@ -6,7 +6,6 @@ from typing import Any
 
 from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
-from accelerate._impl.surface.homes import settle
 from accelerate._impl.surface.shown import shown
 
 # Any in this file: loaders, and options as they were given.
@@ -19,27 +18,20 @@ class GradientState:
         if gradient_accumulation_plugin is not None:
             AMBIENT.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
 
-    @property
-    def _shared_state(self) -> dict[str, Any]:
-        return {"sync_gradients": self.sync_gradients, "plugin_kwargs": self.plugin_kwargs}
-
+    _shared_state = shown(
+        lambda self: {name: getattr(self, name) for name in ("sync_gradients", "plugin_kwargs")},
+        "As the original has it.",
+    )
     plugin_kwargs = shown(lambda self: AMBIENT.plugin_kwargs, "The options of accumulation that were given.")
     initialized = shown(lambda self: True, "Always: the view needs no start.")
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current micro-step ends its window."""
-        return ambient.clock().boundary
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        ambient.clock().force(value)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         ambient.clock().force(sync_gradients)
 
+    sync_gradients = shown(
+        lambda self: ambient.clock().boundary, "Whether the current micro-step ends its window.", _set_sync_gradients
+    )
     num_steps = shown(lambda self: int(self.plugin_kwargs.get("num_steps", 1)), "Micro-steps per update.")
-
     adjust_scheduler = shown(
         lambda self: bool(self.plugin_kwargs.get("adjust_scheduler", False)), "Whether schedulers count updates."
     )
@@ -53,16 +45,14 @@ class GradientState:
     dataloader_references = shown(lambda self: [None, *AMBIENT.loaders], "The loaders being iterated, after a None.")
     in_dataloader = shown(lambda self: self.active_dataloader is not None, "Whether a loader is being iterated.")
 
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch in hand is the loader's last."""
-        return bool(self.in_dataloader and self.active_dataloader.end_of_dataloader)
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the last global batch; -1 where that is not known."""
-        return int(self.active_dataloader.remainder) if self.in_dataloader else -1
-
+    end_of_dataloader = shown(
+        lambda self: bool(self.in_dataloader and self.active_dataloader.end_of_dataloader),
+        "Whether the batch in hand is the loader's last.",
+    )
+    remainder = shown(
+        lambda self: int(self.active_dataloader.remainder) if self.in_dataloader else -1,
+        "Samples of the last global batch; -1 where that is not known.",
+    )
     is_xla_gradients_synced = shown(lambda self: False, "Whether XLA has reduced gradients: it is not in use.")
 
     def _add_dataloader(self, dataloader: Any) -> None:
@@ -84,6 +74,3 @@ class GradientState:
             f"Extra samples added: {self.remainder}\n"
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
-
-
-settle(__name__, "accelerate.state")

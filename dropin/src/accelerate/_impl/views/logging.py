@@ -6,7 +6,6 @@ import logging
 
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.environment.variables import environment
-from accelerate._impl.surface.homes import settle
 from hasten.runtime.logs import RankLogger
 
 
@@ -36,6 +35,3 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     if level is not None:
         logger.setLevel(level.upper())
     return MultiProcessAdapter(logger)
-
-
-settle(__name__, "accelerate.logging")

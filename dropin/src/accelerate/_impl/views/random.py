@@ -10,12 +10,7 @@ import torch
 from accelerate._impl import ambient
 from accelerate._impl.enums import RNGType
 from hasten.runtime import seeding
-
-
-def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, numpy and torch; `device_specific` gives each process a seed of its own."""
-    rank = ambient.start().rank if device_specific else 0
-    seeding.set_seed(seed, device_specific, deterministic, rank=rank)
+from hasten.runtime.seeding import set_seed as set_seed
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:

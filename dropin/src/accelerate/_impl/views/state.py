@@ -1,10 +1,10 @@
 """PartialState and AcceleratorState: process-wide views on the one ambient context."""
 
-from __future__ import annotations
-
 import logging
 import threading
+from dataclasses import replace
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from accelerate._impl import ambient
 from accelerate._impl.ambient import AMBIENT
 from accelerate._impl.enums import DistributedType, PrecisionType
 from accelerate._impl.environment.variables import environment, parse_flag_from_env
-from accelerate._impl.surface.homes import settle
+from accelerate._impl.settings.deepspeed_plugin import active_plugin
 from accelerate._impl.surface.shown import shown
-from accelerate._impl.views.process_blocks import ProcessMethods
+from hasten.accelerator.process import Process
 from hasten.runtime.bootstrap import GroupSettings
-from hasten.runtime.devices import use_device
+from hasten.runtime.devices import choose_device, use_device
 
 logger = logging.getLogger("accelerate.state")
 # Any in this file: plugins, and the functions that decorators take.
@@ -50,30 +50,45 @@ def distributed_type_of(strategy: str, device: torch.device, num_processes: int)
     """The established name of how processes work together."""
     if strategy in ("fsdp", "deepspeed"):
         return DistributedType(strategy.upper())
+    if device.type == "xla":
+        return DistributedType.XLA
     if num_processes == 1:
         return DistributedType.NO
     return DistributedType("MULTI_GPU" if device.type == "cuda" else f"MULTI_{device.type.upper()}")
 
 
-class _Shared(ProcessMethods):
+def _asked(name: str) -> Any:
+    """What hasten's Process has under this name, of the process that runs now."""
+    told = getattr(Process, name)
+    if isinstance(told, property):
+        return shown(lambda self: getattr(ambient.process(), name), str(told.__doc__))
+
+    @wraps(told)
+    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(ambient.process(), name)(*args, **kwargs)
+
+    return asked
+
+
+class _Shared:
     """What both states offer: this process among the others."""
 
     _shared_state: dict[str, Any]
     _known_attrs: tuple[str, ...]
+    # shown to type checkers, here and below; the values live in the shared dictionary
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+
     initialized = shown(lambda self: bool(self._shared_state), "Whether this has been made.")
-    is_main_process = shown(lambda self: ambient.process().is_main_process, "Whether this is rank 0.")
-    is_local_main_process = shown(
-        lambda self: ambient.process().is_local_main_process, "Whether it is rank 0 of its node."
-    )
-    is_last_process = shown(lambda self: ambient.process().is_last_process, "Whether this is the last rank.")
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process is here. Ranks: every rank."""
-        ambient.process().wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node."""
-        ambient.process().print(*args, **kwargs)
+    is_main_process, is_local_main_process = _asked("is_main_process"), _asked("is_local_main_process")
+    is_last_process, wait_for_everyone, print = _asked("is_last_process"), _asked("wait_for_everyone"), _asked("print")
+    on_main_process, on_local_main_process = _asked("on_main_process"), _asked("on_local_main_process")
+    on_process, on_local_process = _asked("on_process"), _asked("on_local_process")
+    on_last_process, split_between_processes = _asked("on_last_process"), _asked("split_between_processes")
+    main_process_first, local_main_process_first = _asked("main_process_first"), _asked("local_main_process_first")
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Destroy the process group."""
@@ -99,15 +114,9 @@ class PartialState(_Shared):
         *("num_processes", "process_index", "local_process_index", "fork_launched"),
     )
 
-    # shown to type checkers; the values live in the shared dictionary
     _cpu: bool
     backend: str | None
-    device: torch.device
     debug: bool
-    distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
     fork_launched: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
@@ -129,16 +138,14 @@ class PartialState(_Shared):
     def _reset_state() -> None:
         ambient.forget_process()
 
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are other processes."""
-        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+    use_distributed = shown(
+        lambda self: self.distributed_type != DistributedType.NO and self.num_processes > 1,
+        "Whether there are other processes.",
+    )
 
-    @property
-    def default_device(self) -> torch.device:
-        """The device a process would get by default."""
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return torch.device("cpu") if found is None else torch.device(found.type)
+    default_device = shown(
+        lambda self: torch.device(choose_device(0).type), "The device a process would get by default."
+    )
 
     def set_device(self) -> None:
         """Make this process's device the current one."""
@@ -152,15 +159,10 @@ class PartialState(_Shared):
 
 
 def _group_settings(kwargs: dict[str, Any]) -> GroupSettings:
-    plain = GroupSettings()
-    backend = kwargs.get("backend")
-    timeout = kwargs.get("timeout")
+    backend, timeout = kwargs.get("backend"), kwargs.get("timeout")
+    made = GroupSettings(backend=None if backend == "nccl" else backend, init_method=kwargs.get("init_method"))
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    return GroupSettings(
-        backend=None if backend in (None, "nccl") else backend,
-        init_method=kwargs.get("init_method"),
-        timeout_s=plain.timeout_s if seconds is None else float(seconds),
-    )
+    return made if seconds is None else replace(made, timeout_s=float(seconds))
 
 
 def fill_partial(cpu: bool, settings: GroupSettings | None = None, strategy: str = "auto") -> None:
@@ -206,17 +208,6 @@ class AcceleratorState(_Shared):
         *("deepspeed_plugin", "use_ipex", "torch_tp_plugin", "dynamo_plugin", "fsdp_plugin"),
     )
 
-    device: torch.device
-    distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    parallelism_config: Any
-    dynamo_plugin: Any
-    fsdp_plugin: Any
-    deepspeed_plugins: Any
-    torch_tp_plugin: Any
-    device_mesh: Any
     _mixed_precision: str
 
     def __init__(
@@ -258,11 +249,9 @@ class AcceleratorState(_Shared):
 
     is_fsdp2 = shown(lambda self: self.distributed_type == DistributedType.FSDP, "Whether models are sharded.")
 
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use, if any."""
-        plugins = self._shared_state.get("deepspeed_plugins")
-        return next(one for one in plugins.values() if one.selected) if isinstance(plugins, dict) else plugins
+    deepspeed_plugin = shown(
+        lambda self: active_plugin(self._shared_state.get("deepspeed_plugins")), "The DeepSpeed plugin in use, if any."
+    )
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """A DeepSpeed plugin by its name."""
@@ -285,6 +274,3 @@ class AcceleratorState(_Shared):
         AMBIENT.whole.clear()
         if reset_partial_state:
             PartialState._reset_state()
-
-
-settle(__name__, "accelerate.state")
