@@ -22,6 +22,7 @@ from hasten.launch.base import Request, Target
 from hasten.launch.choose import make_plan
 from hasten.launch.host import Host
 from hasten.launch.mpi import Mpi
+from hasten.runtime.tpu_hosts import Slice
 
 FOLDER: Final = Path(__file__).with_name("launch_plans")
 
@@ -40,7 +41,7 @@ class Case:
     host: Host = CPU
     env: Mapping[str, str] = field(default_factory=dict)
     mpi: Mpi | None = None
-    tpu_hosts: int | None = None
+    tpu: Slice | None = None
 
 
 def slurm_step(node: int, nodes: int, per_node: int, local: int = 0) -> dict[str, str]:
@@ -119,15 +120,31 @@ CASES: Final[dict[str, Case]] = {
     "wrong_tpu_processes": Case("--num_processes 4 train.py", TPU),
     "wrong_tpu_no_name": Case("--tpu --tpu_cluster train.py", TPU),
     "tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod --tpu_zone us-central2-b train.py --lr 3", TPU),
-    "tpu_pod_of_one": Case("--tpu --tpu_cluster --tpu_name one train.py", tpu_hosts=1),
+    "tpu_pod_of_one": Case("--tpu --tpu_cluster --tpu_name one train.py", tpu=Slice(1, "10.0.0.2")),
     "tpu_vm_alone": Case(
-        "--tpu --tpu_cluster --tpu_name pod --vm 1 --env TPU_PROCESS_BOUNDS=1,1,1,B=2 train.py", tpu_hosts=4
+        "--tpu --tpu_cluster --tpu_name pod --vm 1 --env TPU_PROCESS_BOUNDS=1,1,1,B=2 train.py", tpu=Slice(4, "10.0.0.2")
     ),
-    "wrong_tpu_pod": Case("--tpu --tpu_cluster --tpu_name pod train.py", tpu_hosts=4),
+    "tpu_pod_of_four": Case(
+        "--tpu --tpu_cluster --tpu_name pod --mixed_precision bf16 --env A=1 train.py --lr 3", tpu=Slice(4, "10.0.0.2")
+    ),
+    "tpu_host_of_four": Case(
+        "--tpu --tpu_name pod --num_machines 4 --main_process_ip 10.0.0.2 train.py", TPU, tpu=Slice(4, worker=2)
+    ),
+    "tpu_host_by_hand": Case(
+        "--tpu --num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.2 train.py", env={"PJRT_DEVICE": "CPU"}
+    ),
+    "wrong_tpu_pod_rank": Case("--tpu --tpu_cluster --tpu_name pod --machine_rank 1 --num_machines 4 train.py", tpu=Slice(4, "10.0.0.2")),
+    "wrong_tpu_pod_count": Case("--tpu --tpu_cluster --tpu_name pod --num_machines 2 train.py", tpu=Slice(4, "10.0.0.2")),
+    "wrong_tpu_pod_address": Case("--tpu --tpu_cluster --tpu_name pod train.py", tpu=Slice(4)),
+    "wrong_tpu_pod_vm": Case("--tpu --tpu_cluster --tpu_name pod --vm 1 train.py", tpu=Slice(4, "10.0.0.2")),
+    "wrong_tpu_number": Case(
+        "--tpu --num_machines 2 --main_process_ip 10.0.0.2 train.py", TPU, tpu=Slice(2, worker=3)
+    ),
+    "wrong_tpu_machines": Case("--num_processes 4 --num_machines 2 --main_process_ip 10.0.0.2 train.py", TPU),
     "wrong_tpu_vms": Case("--tpu --tpu_cluster --tpu_name pod --vm 0,1 train.py"),
     "wrong_tpu_env": Case("--tpu --tpu_cluster --tpu_name pod --env 1 train.py"),
     "wrong_tpu_range": Case("--tpu --tpu_cluster --tpu_name pod --vm 0-3 train.py"),
-    "wrong_tpu_slice": Case("--tpu train.py", TPU, tpu_hosts=4),
+    "wrong_tpu_slice": Case("--tpu train.py", TPU, tpu=Slice(4)),
     "wrong_port_zero": Case("--num_machines 2 --main_process_ip 10.0.0.1 --main_process_port 0 train.py", GPUS),
     "wrong_no_address": Case("--num_machines 2 train.py", GPUS),
     "wrong_too_many": Case("--num_processes 9 train.py", GPUS),
@@ -160,7 +177,7 @@ def plan_text(case: Case) -> str:
             flags=tuple(argv[: len(argv) - len(words)]),
             folder="/home/me/run",
             installed_mpi=case.mpi,
-            tpu_hosts=case.tpu_hosts,
+            tpu=case.tpu,
         )
     except HastenError as error:
         return f"$ hasten launch {case.words}\n{type(error).__name__}: {error}\n"

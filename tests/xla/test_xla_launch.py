@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hasten.strategies.xla_devices import Devices
 
 pytestmark = pytest.mark.timeout(400)  # each starts processes that load torch and torch_xla and compile
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import torch
 from hasten import Accelerator
@@ -24,6 +26,30 @@ loss = model(torch.ones(8, 4, device=accelerator.device)).square().mean()
 accelerator.backward(loss)
 optimizer.step()
 print("trained", accelerator.strategy.name, accelerator.device, accelerator.num_processes, loss.item() > 0)
+"""
+
+
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import is_torch_xla_available, set_seed
+from torch.utils.data import DataLoader, TensorDataset
+set_seed(0)
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.arange(96.0).reshape(24, 4) / 96), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (rows,) in loader:
+    with accelerator.accumulate(model):
+        loss = model(rows).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+accelerator.save_state("run")
+accelerator.load_state("run")
+print("trained", accelerator.device, accelerator.distributed_type.value, is_torch_xla_available(), f"{loss.item():.6f}")
 """
 
 
@@ -39,6 +65,26 @@ def test_launch(flag: str, tmp_path: Path) -> None:
     done = hasten("launch", flag, "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "trained xla xla:0 1 True" in done.stdout
+
+
+def test_scripts_for_accelerate(tmp_path: Path) -> None:
+    """Through the drop-in, by its own launcher: the same numbers as on the CPU, and the established names of what it runs on."""
+    (tmp_path / "train.py").write_text(ACCELERATE)
+    path = os.pathsep.join([str(ROOT / "dropin" / "src"), str(ROOT / "src")])
+    said = {}
+    for flag in ("--tpu", "--cpu"):
+        command = [sys.executable, "-m", "accelerate.commands.launch", flag, "train.py"]
+        variables = {**os.environ, "PYTHONPATH": path}
+        if flag == "--cpu":
+            variables |= {"USE_TORCH_XLA": "0"}
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=380, check=False, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        said[flag] = done.stdout.split()
+    assert said["--tpu"][:-1] == ["trained", "xla:0", "XLA", "True"]
+    assert said["--cpu"][:-1] == ["trained", "cpu", "NO", "False"]
+    assert float(said["--tpu"][-1]) == pytest.approx(float(said["--cpu"][-1]), abs=2e-6)
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:

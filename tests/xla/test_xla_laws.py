@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from tests.xla.training import Run, assert_equal, net, parts_of, plain
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hasten import Accelerator, DataLoaderConfiguration, XLAConfig, set_seed
+from hasten import Accelerator, DataLoaderConfiguration, set_seed
 from hasten.errors import DeviceError, NumbersError, PrecisionError
 from hasten.optional import need
 from hasten.strategies.xla_devices import Devices
@@ -27,28 +27,6 @@ FP32: Final = 2e-6
 """The order of sums differs between XLA's kernels and torch's; 20 steps of AdamW stay within this."""
 BF16: Final = 0.1
 """Losses begin at 6, and bf16 keeps 8 bits; torch's own bf16 on the CPU differs from fp32 by up to 0.05 here."""
-Precision = Literal["no", "bf16"]
-
-
-class Net(nn.Module):
-    """Layers that compute samples together (batch norm), share weights and repeat a block; 10 classes."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(10, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
-        self.norm = nn.BatchNorm1d(16)
-        self.drop = nn.Dropout(dropout)
-        self.head = nn.Linear(16, 10, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores of the classes."""
-        hidden: Tensor = self.embed(x)
-        for block in self.blocks:
-            hidden = block(hidden)
-        scores: Tensor = self.head(self.drop(self.norm(hidden)))
-        return scores
 
 
 def samples(count: int = STEPS * ROWS) -> TensorDataset:
@@ -57,107 +35,23 @@ def samples(count: int = STEPS * ROWS) -> TensorDataset:
     return TensorDataset(x, (x * 3 + 1) % 10)
 
 
-def net(dropout: float = 0.0) -> Net:
-    """The same weights every time."""
-    torch.manual_seed(5)
-    return Net(dropout)
-
-
-def plain(every: int, clip: float | None, data: TensorDataset) -> tuple[list[float], Net]:
-    """Losses and weights of a loop in plain torch."""
+def plain_losses(every: int, clip: float | None, data: TensorDataset) -> tuple[list[float], nn.Module]:
+    """Losses and weights of plain torch, batch by batch."""
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-    losses = []
-    batches = list(DataLoader(data, batch_size=ROWS))
-    for number, (x, y) in enumerate(batches, 1):
-        loss = nn.functional.cross_entropy(model(x), y)
-        losses.append(loss.item())
-        short = len(batches) - len(batches) % every  # a window of what is left begins after this batch
-        (loss / (every if number <= short else len(batches) - short)).backward()  # type: ignore[no-untyped-call]
-        if number % every == 0 or number == len(batches):
-            if clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-    return losses, model
+    x, y = data.tensors
+    steps = [[list(range(start, min(start + ROWS, len(data))))] for start in range(0, len(data), ROWS)]
+    return plain(model, (x, y), steps, every, clip), model
 
 
-@dataclass
-class Run:
-    """A training under strategy='xla'."""
-
-    accelerator: Accelerator
-    model: Any
-    optimizer: Any
-    schedule: Any
-    loader: Any
-    clip: float | None = None
-    losses: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def made(
-        cls,
-        data: Dataset[Any],
-        every: int = 1,
-        clip: float | None = None,
-        precision: Precision = "no",
-        shards: bool = False,
-        dropout: float = 0.0,
-        **options: Any,  # Any: further arguments of an Accelerator
-    ) -> Run:
-        """The parts of a training, prepared."""
-        accelerator = Accelerator(
-            strategy="xla",
-            xla=XLAConfig(fsdp_v2=shards),
-            gradient_accumulation_steps=every,
-            mixed_precision=precision,
-            **options,
-        )
-        model = net(dropout)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-        loader = DataLoader(data, batch_size=ROWS)
-        parts: tuple[Any, Any, Any, Any] = accelerator.prepare(
-            model, optimizer, schedule, loader
-        )  # Any: prepared objects
-        return cls(accelerator, *parts, clip)
-
-    def train(self, stop: int | None = None, folder: Path | None = None) -> Run:
-        """Train to the end of the epoch; save after batch `stop`."""
-        for number, (x, y) in enumerate(self.loader, 1):
-            with self.accelerator.accumulate(self.model):
-                loss = nn.functional.cross_entropy(self.model(x), y)
-                self.losses.append(loss.detach())
-                self.accelerator.backward(loss)
-                if self.clip is not None:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
-                self.optimizer.step()
-                self.schedule.step()
-                self.optimizer.zero_grad()
-            if number == stop:
-                self.accelerator.save_state(folder)
-        return self
-
-    def numbers(self) -> dict[str, Tensor]:
-        """Every weight, buffer and moment, on the host."""
-        found = {name: value.cpu() for name, value in self.model.state_dict().items()}
-        for index, state in enumerate(self.optimizer.state.values()):
-            found |= {f"{index}.{key}": value.cpu() for key, value in state.items()}
-        return found
+def made(data: Dataset[Any], *args: Any, dropout: float = 0.0, **options: Any) -> Run:  # Any: arguments of Run.made
+    """A training on batches of `ROWS`, prepared."""
+    return Run.made(net(dropout=dropout), data, ROWS, *args, **options)
 
 
 def compiled() -> int:
     """Programs compiled so far."""
     data = need("torch_xla.debug.metrics").metric_data("CompileTime")
     return 0 if data is None else int(data[0])
-
-
-def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    """Compare two sets of numbers bit for bit."""
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 @pytest.fixture(autouse=True)
@@ -172,8 +66,8 @@ def finished() -> Iterator[None]:
 @pytest.mark.parametrize("every", [1, 3])
 def test_equals_plain_torch(every: int, clip: float | None, shards: bool) -> None:
     data = samples()
-    wanted, reference = plain(every, clip, data)
-    run = Run.made(data, every, clip, shards=shards).train()
+    wanted, reference = plain_losses(every, clip, data)
+    run = made(data, every, clip, shards=shards).train()
     assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
     for name, value in reference.state_dict().items():
         if name == "norm.running_var":
@@ -185,8 +79,8 @@ def test_equals_plain_torch(every: int, clip: float | None, shards: bool) -> Non
 @pytest.mark.parametrize("every", [1, 3])
 def test_bf16_follows_plain_torch(every: int) -> None:
     data = samples()
-    wanted, _ = plain(every, 0.5, data)
-    run = Run.made(data, every, 0.5, "bf16").train()
+    wanted, _ = plain_losses(every, 0.5, data)
+    run = made(data, every, 0.5, "bf16").train()
     assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=BF16)
     assert run.model.embed.weight.dtype == torch.float32
     assert any(abs(float(loss) - one) > FP32 for loss, one in zip(run.losses, wanted, strict=True)), "nothing in bf16"
@@ -204,8 +98,8 @@ def test_batch_norm_keeps_the_biased_variance() -> None:
 
 def test_a_last_batch_that_devices_cannot_share() -> None:
     data = samples(STEPS * ROWS - 3)
-    wanted, _ = plain(1, None, data)
-    run = Run.made(data).train()
+    wanted, _ = plain_losses(1, None, data)
+    run = made(data).train()
     assert [float(loss) for loss in run.losses] == pytest.approx(wanted, abs=FP32)
 
 
@@ -224,34 +118,34 @@ def test_resumes_bit_for_bit(every: int, stop: int, shards: bool, dropout: float
 def resumed(every: int, stop: int, shards: bool, dropout: float, folder: Path) -> tuple[Run, Run]:
     """A training that saved on its way, and another that went on from there."""
     set_seed(3)
-    whole = Run.made(samples(), every, 0.5, shards=shards, dropout=dropout).train(stop, folder / "saved")
+    whole = made(samples(), every, 0.5, shards=shards, dropout=dropout).train(stop, folder / "saved")
     set_seed(99)
-    again = Run.made(samples(), every, 0.5, shards=shards, dropout=dropout)
+    again = made(samples(), every, 0.5, shards=shards, dropout=dropout)
     again.accelerator.load_state(folder / "saved")
     return whole, again.train()
 
 
 def test_saving_changes_no_later_draw(tmp_path: Path) -> None:
     set_seed(3)
-    saved = Run.made(samples(), dropout=0.2).train(9, tmp_path / "saved")
+    saved = made(samples(), dropout=0.2).train(9, tmp_path / "saved")
     set_seed(3)
-    unsaved = Run.made(samples(), dropout=0.2).train()
+    unsaved = made(samples(), dropout=0.2).train()
     assert [float(loss) for loss in saved.losses] == [float(loss) for loss in unsaved.losses]
 
 
 def test_parameters_and_moments_are_sharded_and_stay_so(tmp_path: Path) -> None:
     spec = need("torch_xla")._XLAC._get_xla_sharding_spec
     count = Devices.all().count
-    run = Run.made(samples(), shards=True).train(9, tmp_path / "saved")
+    run = made(samples(), shards=True).train(9, tmp_path / "saved")
     run.accelerator.load_state(tmp_path / "saved")
-    fresh = Run.made(samples(), shards=True)
+    fresh = made(samples(), shards=True)
     fresh.accelerator.load_state(tmp_path / "saved")
     for one in (run.train(), fresh):
         for name, parameter in one.model.named_parameters():
             for tensor in (parameter, one.optimizer.state[parameter]["exp_avg"]):
                 shared = f"{count}]" in spec(tensor) or f"[{count}," in spec(tensor)
                 assert shared == (count > 1), (name, spec(tensor))
-    whole = Run.made(samples()).train()
+    whole = made(samples()).train()
     assert all("devices" not in spec(parameter) for parameter in whole.model.parameters())
 
 
@@ -280,7 +174,7 @@ def test_ties_attributes_and_groups_survive_the_move() -> None:
 
 def test_a_step_is_compiled_once() -> None:
     """Neither the step's number, nor the learning rate, nor the watch over losses makes another program."""
-    run = Run.made(samples(), every=2, clip=0.5)
+    run = made(samples(), every=2, clip=0.5)
     counts = []
     for x, y in run.loader:
         with run.accelerator.accumulate(run.model):
@@ -337,12 +231,12 @@ def test_metrics_see_every_sample_once() -> None:
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
-    run = Run.made(samples(40), shards=shards).train()
+    run = made(samples(40), shards=shards).train()
     run.accelerator.save_model(run.model, tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     state = run.accelerator.get_state_dict(run.model)
     assert_equal(saved, {name: value.cpu() for name, value in state.items()})
-    other = Run.made(samples(40), shards=shards)
+    other = made(samples(40), shards=shards)
     other.accelerator.load_model(other.model, tmp_path)
     assert_equal(saved, {name: value.cpu() for name, value in other.model.state_dict().items()})
     twin: Any = copy.deepcopy(run.accelerator.unwrap_model(run.model))
@@ -351,12 +245,10 @@ def test_whole_weights_come_out_and_go_in(shards: bool, tmp_path: Path) -> None:
 
 def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
     """What was saved on XLA devices is read on the CPU, without strategy='xla', by who accepts other random numbers there."""
-    run = Run.made(samples()).train(20, tmp_path / "saved")
+    run = made(samples()).train(20, tmp_path / "saved")
     accelerator = Accelerator(cpu=True)
     model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
-    parts = accelerator.prepare(model, optimizer, schedule, DataLoader(samples(), batch_size=ROWS))
+    parts = accelerator.prepare(*parts_of(model), DataLoader(samples(), batch_size=ROWS))
     with pytest.raises(DeviceError, match="captured on 'xla' and this process works on 'cpu'"):
         accelerator.load_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved", strict=False)
@@ -364,7 +256,7 @@ def test_a_checkpoint_goes_on_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_background_save_holds_the_numbers_of_its_moment(tmp_path: Path) -> None:
-    run = Run.made(samples(40)).train()
+    run = made(samples(40)).train()
     before = run.numbers()
     run.accelerator.save_state(tmp_path / "saved", blocking=False)
     with torch.no_grad():
@@ -376,7 +268,7 @@ def test_a_background_save_holds_the_numbers_of_its_moment(tmp_path: Path) -> No
 
 
 def test_a_loss_that_is_no_number_stops_the_run() -> None:
-    run = Run.made(samples(40), numbers="stop")
+    run = made(samples(40), numbers="stop")
     x, y = next(iter(run.loader))
     loss = nn.functional.cross_entropy(run.model(x), y) * float("nan")
     run.accelerator.backward(loss)

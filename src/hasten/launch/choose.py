@@ -10,6 +10,7 @@ from hasten.launch import deepspeed, mpi, single, slurm, torchrun, xla
 from hasten.launch.base import LaunchPlan, Request
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, decide
+from hasten.runtime.tpu_hosts import Slice
 
 OwnLauncher = Literal["single", "torchrun", "task", "xla"]
 
@@ -21,11 +22,11 @@ def make_plan(
     flags: tuple[str, ...] = (),
     folder: str = ".",
     installed_mpi: mpi.Mpi | None = None,
-    tpu_hosts: int | None = None,
+    tpu: Slice | None = None,
 ) -> LaunchPlan:
     """The plan for `request` on `host`; `flags` are the options as typed, for plans that repeat the command elsewhere.
 
-    `tpu_hosts` is the number of machines of the TPU, where it is known.
+    `tpu` are the machines of the TPU, where they are known.
 
     Raises: ConfigError for settings that contradict each other or this machine.
     """
@@ -33,7 +34,7 @@ def make_plan(
     if config.launch.submit == "slurm":
         return slurm.plan_submit(request, host, flags, folder)
     if config.launch.tpu and config.xla.tpu_use_cluster:
-        return xla.plan_pod(request, flags, tpu_hosts)
+        return xla.plan_pod(request, flags, tpu)
     if uses_mpi(request):
         return mpi.plan(request, host, installed_mpi or mpi.Mpi())
     if _uses_deepspeed(request):
@@ -48,7 +49,7 @@ def make_plan(
         case "task":
             return slurm.plan_task(request, host, shape)
         case "xla":
-            return xla.plan(request, host, shape, tpu_hosts)
+            return xla.plan(request, host, shape, tpu)
         case other:
             assert_never(other)
 

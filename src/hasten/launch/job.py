@@ -103,7 +103,7 @@ def prepare(
         flags=_absolute(typed),
         folder=str(Path.cwd()),
         installed_mpi=_installed_mpi(request) if uses_mpi(request) else None,
-        tpu_hosts=tpu_slice.ask(request, host),
+        tpu=tpu_slice.ask(request, host),
     )
     return Job(request, resolved, host, complete(plan, host.env))
 

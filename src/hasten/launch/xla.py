@@ -1,38 +1,41 @@
-"""Planner of TPU jobs: one process on a TPU VM, or the same command on the VMs of a named TPU by gcloud."""
+"""Planner of TPU jobs: one process on each TPU VM, or the same command on the VMs of a named TPU by gcloud."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from hasten.config.launch import LaunchConfig
 from hasten.errors import ConfigError
+from hasten.launch import torchrun
 from hasten.launch.base import LaunchPlan, Proc, Request
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.slurm import without_submit
-from hasten.launch.torchrun import supervision
 from hasten.runtime import tpu_hosts
+from hasten.runtime.tpu_hosts import Slice
 
 _ONE_VM: Final = re.compile(r"(?!all$)(?!\d+-\d+$)[^,]+")
 _PAIR: Final = re.compile(r"[A-Za-z_]\w*=")
 _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--tpu-use-cluster")
 
 
-def plan(request: Request, host: Host, shape: Shape, hosts: int | None = None) -> LaunchPlan:
-    """One process that drives all devices of this VM.
+def plan(request: Request, host: Host, shape: Shape, tpu: Slice | None = None) -> LaunchPlan:
+    """One process that drives all devices of this VM; with several machines, and where they meet.
 
-    Raises: ConfigError when more processes were asked for, the machine has no TPU and PJRT_DEVICE names no other device, or its
-    TPU has several `hosts`.
+    Raises: ConfigError when more processes were asked for, the machine has no TPU and PJRT_DEVICE names no other device, or `tpu` has
+    several hosts and the job one machine.
     """
-    launch = request.config.launch
-    asked = launch.num_processes or launch.processes_per_machine or 1
-    if asked > 1 or shape.max_machines > 1:
+    launch, machines = request.config.launch, shape.max_machines
+    asked = launch.processes_per_machine or (launch.num_processes or machines) // machines
+    if asked > 1:
         raise ConfigError(
-            f"{asked} processes on {shape.max_machines} machine(s) were asked for on TPUs, where one process drives all devices of a "
-            "machine and they share each batch. Leave num_processes and num_machines out."
+            f"{asked} processes on each of {machines} machine(s) were asked for on TPUs, where one process drives all devices of a "
+            "machine and they share each batch. Leave num_processes out."
         )
     if request.target.no_python:
         raise ConfigError(
@@ -43,31 +46,51 @@ def plan(request: Request, host: Host, shape: Shape, hosts: int | None = None) -
         raise ConfigError(
             f"training on TPUs was asked for, and {host.name} has none. Start it on a TPU VM, or set PJRT_DEVICE=CPU to try it here."
         )
-    if device == "TPU" and hosts is not None and hosts > 1:
-        raise ConfigError(tpu_hosts.refusal(hosts))
-    env = {name: value for name, value in shape.env if name != "OMP_NUM_THREADS"}
+    if device == "TPU" and machines == 1 and tpu is not None and tpu.hosts > 1:
+        raise ConfigError(tpu_hosts.refusal(tpu.hosts))
+    env = {**{name: value for name, value in shape.env if name != "OMP_NUM_THREADS"}, "PJRT_DEVICE": device}
     drives = f"its {host.num_devices} TPU devices" if device == "TPU" and host.num_devices else f"all {device} devices"
+    if machines > 1:
+        alone = tpu_hosts.by_itself(host.env, host.num_devices) if device == "TPU" else {}
+        note = f"one process drives {drives}; the machines average gradients through host memory"
+        own = tuple(sorted({**env, **alone}.items()))
+        rank = _rank(shape, tpu)
+        return torchrun.plan(request, host, replace(shape, num_processes=1, machine_rank=rank, env=own, notes=(note,)))
     return LaunchPlan(
         launcher="xla",
-        procs=(Proc(worker_argv(request.target, host), {**env, "PJRT_DEVICE": device}),),
+        procs=(Proc(worker_argv(request.target, host), env),),
         notes=(f"one process drives {drives}, and they share each batch",),
-        supervision=supervision(request, shape),
+        supervision=torchrun.supervision(request, shape),
         target=request.target,
     )
 
 
-def plan_pod(request: Request, flags: tuple[str, ...], hosts: int | None = None) -> LaunchPlan:
-    """The same hasten command on the VM of a named TPU, by gcloud. `hosts` is how many VMs it has, where that is known.
+def _rank(shape: Shape, tpu: Slice | None) -> int | None:
+    """The number of this machine: the given one, else that of the host in its slice; None is decided where they meet."""
+    if shape.machine_rank is not None or tpu is None or tpu.worker is None:
+        return shape.machine_rank
+    if tpu.worker >= shape.max_machines:
+        raise ConfigError(
+            f"this machine is host {tpu.worker} of its TPU slice, and num_machines={shape.max_machines} counts from 0. Set num_machines to the "
+            "number of hosts, or give --machine_rank on each to train on some of them."
+        )
+    return tpu.worker
 
-    Raises: ConfigError without the name, for several VMs, or for a file of commands that cannot be read.
+
+def plan_pod(request: Request, flags: tuple[str, ...], tpu: Slice | None = None) -> LaunchPlan:
+    """The same hasten command on the VMs of a named TPU, by gcloud; `tpu` tells how many and where they meet, if that is known.
+
+    Raises: ConfigError without the name, for some of several VMs, or for a file of commands that cannot be read.
     """
     xla = request.config.xla
     if not xla.tpu_name:
         raise ConfigError("a TPU of other machines is reached by its name. Give --tpu_name (and --tpu_zone).")
     worker = ",".join(xla.tpu_vm or ("all",))
     env = _variables(xla.tpu_env or ())
-    _refuse_several(xla.tpu_name, worker, hosts, tpu_hosts.alone(env))
+    _refuse_some(xla.tpu_name, worker, tpu, tpu_hosts.alone(env))
     words = [word for word in without_submit(flags) if word not in _POD_FLAGS]
+    if tpu is not None and tpu.hosts > 1 and worker == "all":
+        words += _meeting(request.config.launch, xla.tpu_name, tpu)
     command = shlex.join(["hasten", "launch", *words, request.target.name, *request.target.args])
     pairs = [f"{name}={value}" for name, value in env.items()]
     exports = "".join(f"export {shlex.quote(pair)}; " for pair in pairs)
@@ -77,28 +100,57 @@ def plan_pod(request: Request, flags: tuple[str, ...], hosts: int | None = None)
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", xla.tpu_name]
     argv += ["--zone", xla.tpu_zone] if xla.tpu_zone else []
     argv += ["--worker", worker, "--command", f"{exports}{setup}{sudo}{command}"]
-    known = f"{xla.tpu_name} has {hosts} host(s), as gcloud says"
     return LaunchPlan(
         launcher="xla",
         procs=(Proc(tuple(argv)),),
-        notes=(
-            known
-            if hosts
-            else "gcloud could not tell how many hosts it has; several are refused there, before training",
-        ),
+        notes=(_known(xla.tpu_name, worker, tpu),),
         target=request.target,
     )
 
 
-def _refuse_several(name: str, worker: str, hosts: int | None, alone: bool) -> None:
-    """Raise where VMs of a TPU would have to train together, or would wait for those that were not named."""
+def _known(name: str, worker: str, tpu: Slice | None) -> str:
+    if tpu is None:
+        return "gcloud could not tell how many hosts it has; several are refused there, before training"
+    number = "; each takes its own number there" if tpu.hosts > 1 and worker == "all" else ""
+    return f"{name} has {tpu.hosts} host(s), as gcloud says{number}"
+
+
+def _meeting(launch: LaunchConfig, name: str, tpu: Slice) -> list[str]:
+    """The flags with which the VMs find each other.
+
+    Raises: ConfigError for flags that contradict the TPU, and where nobody knows the address of its first VM.
+    """
+    if launch.machine_rank is not None or launch.num_machines not in (1, tpu.hosts):
+        said = (
+            f"num_machines={launch.num_machines}"
+            if launch.machine_rank is None
+            else f"machine_rank={launch.machine_rank}"
+        )
+        raise ConfigError(
+            f"{said} was given for the TPU {name!r}, all {tpu.hosts} hosts of which get the same command and take their own numbers. "
+            "Leave it out."
+        )
+    if launch.main_process_ip is None and tpu.first is None:
+        raise ConfigError(
+            f"gcloud tells no address for the first of {tpu.hosts} hosts of the TPU {name!r}, at which they could meet. Give "
+            "--main_process_ip."
+        )
+    counted = [] if launch.num_machines > 1 else ["--num_machines", str(tpu.hosts)]
+    return [*counted, *(["--main_process_ip", tpu.first] if launch.main_process_ip is None and tpu.first else [])]
+
+
+def _refuse_some(name: str, worker: str, tpu: Slice | None, alone: bool) -> None:
+    """Raise where some VMs of a TPU would wait for those that were not named."""
     if _ONE_VM.fullmatch(worker) is None and worker != "all":
         raise ConfigError(
-            f"--vm names several VMs ({worker}), and training on several together is refused: it was never tried. Name one VM of a TPU "
-            "with a single host, or leave --vm out."
+            f"--vm names several VMs ({worker}), and starting some VMs of a TPU together is not in this version. Name one, or leave --vm "
+            "out to train on all."
         )
-    if hosts is not None and hosts > 1 and not (alone and worker != "all"):
-        raise ConfigError(tpu_hosts.refusal(hosts, f"the TPU {name!r}"))
+    if tpu is not None and tpu.hosts > 1 and worker != "all" and not alone:
+        raise ConfigError(
+            f"--vm {worker} names one of {tpu.hosts} hosts of the TPU {name!r}, where XLA would wait for the others. Leave --vm out to train on "
+            "all, or add --env TPU_PROCESS_BOUNDS=1,1,1 to use this one by itself."
+        )
 
 
 def _variables(parts: Iterable[str]) -> dict[str, str]:

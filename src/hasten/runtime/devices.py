@@ -16,7 +16,7 @@ class DeviceKind:
 
     type: str
     backend: str | None
-    """The collective library for its tensors; None when it has none."""
+    """The collective library for its tensors, which are copied to host memory first for gloo; None when it has none."""
     indexed: bool = True
     """Several devices of the kind can sit in one host."""
     autocast: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ KINDS: Final = (
     DeviceKind("musa", "mccl"),
     DeviceKind("sdaa", "tccl"),
     DeviceKind("mtia", "hccl"),
-    DeviceKind("xla", None, indexed=False, autocast=(torch.bfloat16,), side_streams=False, lazy=True),
+    DeviceKind("xla", "gloo", indexed=False, autocast=(torch.bfloat16,), side_streams=False, lazy=True),
 )
 
 

@@ -1,15 +1,30 @@
-"""How many machines a TPU slice has, told before XLA waits for all of them; no torch."""
+"""The machines of a TPU slice: how many, which of them this is, and what makes one a world of its own; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPException
+from types import MappingProxyType
 from typing import Final
 from urllib.request import ProxyHandler, Request, build_opener
 
 _BOUNDS: Final = ("TPU_PROCESS_BOUNDS", "TPU_HOST_BOUNDS")
 _METADATA: Final = "metadata.google.internal"
 _WAIT_S: Final = 3.0
+_CHIPS: Final = MappingProxyType({1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"})
+"""How the chips of one machine lie, by their number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What is known of a TPU before a job is planned."""
+
+    hosts: int
+    first: str | None = None
+    """The address of host 0, for jobs that are started from elsewhere."""
+    worker: int | None = None
+    """The number of this machine."""
 
 
 def workers(env: Mapping[str, str]) -> list[str]:
@@ -30,24 +45,53 @@ def count(env: Mapping[str, str]) -> int | None:
     return len(workers(env)) or (None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env))
 
 
+def worker(env: Mapping[str, str]) -> int | None:
+    """This machine's number in its slice: from TPU_WORKER_ID, else from Google's metadata; None if neither knows."""
+    text = env.get("TPU_WORKER_ID") or (None if env.get("TPU_SKIP_MDS_QUERY") else _ask(env, "agent-worker-number"))
+    return int(text) if text is not None and text.strip().isdecimal() else None
+
+
+def by_itself(env: Mapping[str, str], chips: int) -> dict[str, str]:
+    """Variables that make a machine of a slice with this many chips a world of its own; `env` has what was set by hand."""
+    own = {"TPU_PROCESS_BOUNDS": "1,1,1", "CLOUD_TPU_TASK_ID": "0"}
+    if chips in _CHIPS:
+        own["TPU_CHIPS_PER_PROCESS_BOUNDS"] = env.get("TPU_CHIPS_PER_PROCESS_BOUNDS") or _CHIPS[chips]
+        own["TPU_VISIBLE_CHIPS"] = env.get("TPU_VISIBLE_CHIPS") or ",".join(map(str, range(chips)))
+    return own
+
+
 def _by_metadata(env: Mapping[str, str]) -> int | None:
+    text = _ask(env, "worker-network-endpoints") or ""
+    return len([worker for worker in text.split(",") if worker.strip()]) or None
+
+
+def _ask(env: Mapping[str, str], name: str) -> str | None:
     """What the metadata server of a TPU VM knows; GCE_METADATA_HOST is where Google's own programs look for it."""
-    url = f"http://{env.get('GCE_METADATA_HOST') or _METADATA}/computeMetadata/v1/instance/attributes/worker-network-endpoints"
+    url = f"http://{env.get('GCE_METADATA_HOST') or _METADATA}/computeMetadata/v1/instance/attributes/{name}"
     try:
         # The server is on this machine's own link: a proxy would not reach it.
         with build_opener(ProxyHandler({})).open(
             Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_WAIT_S
         ) as answer:
-            text = answer.read().decode()
+            text: str = answer.read().decode()
+            return text
     except (OSError, HTTPException, ValueError):
         return None
-    return len([worker for worker in text.split(",") if worker.strip()]) or None
 
 
-def refusal(hosts: int, which: str = "this TPU slice") -> str:
-    """Why a slice of several hosts is not trained on, and what to do."""
+def refusal(hosts: int) -> str:
+    """What a host of a slice must be told before it can train with the others, or by itself."""
     return (
-        f"{which} has {hosts} hosts, and strategy='xla' was never run on more than one; what it computed there could not be "
-        "trusted. Use a slice with a single host (such as v5litepod-8), or strategy='fsdp' on GPUs. docs/engines.md tells how to use "
-        "one host of a slice by itself."
+        f"this TPU slice has {hosts} hosts, and this process was not told how to meet the others: XLA would wait for them and hasten would "
+        "count one host. Start the same command on every host with `hasten launch --tpu --num_machines "
+        f"{hosts} --main_process_ip ADDRESS_OF_HOST_0 script.py`, from elsewhere with `hasten launch --tpu --tpu_cluster --tpu_name NAME script.py`; "
+        "or set TPU_PROCESS_BOUNDS=1,1,1 to use this host by itself."
+    )
+
+
+def joined(hosts: int) -> str:
+    """Why hosts that XLA has joined into one world are not trained on."""
+    return (
+        f"XLA has joined {hosts} hosts into one world, in which strategy='xla' was never run; what it computed there could not be trusted. "
+        "Start the script with `hasten launch --tpu`, which makes each host a world of its own (TPU_PROCESS_BOUNDS=1,1,1)."
     )

@@ -1,4 +1,4 @@
-"""Training on TPUs through torch_xla: one process for all devices of a host, which share each batch (SPMD)."""
+"""Training on TPUs through torch_xla: one process for all devices of a host, which share each of its batches (SPMD)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError, DeviceError, MissingPackageError
 from hasten.optional import check_installed, need
 from hasten.runtime import env, tpu_hosts
+from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.topology import Topology
 from hasten.strategies.alone import Alone
@@ -21,6 +22,7 @@ from hasten.strategies.base import Caps
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert
 from hasten.strategies.xla_devices import Devices
+from hasten.strategies.xla_hosts import AcrossHosts, FromFirstHost
 from hasten.strategies.xla_placing import PlaceOnDevices
 from hasten.strategies.xla_transfer import Transfer
 
@@ -35,8 +37,8 @@ def start(config: Config, topology: Topology) -> torch.device:
     """The device that stands for all devices of this host, with SPMD switched on.
 
     Its random numbers follow from torch's seed.
-    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started, or a
-    setting cannot be honoured; DeviceError after a backward pass on the CPU.
+    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started on this host,
+    XLA would join it with others, or a setting cannot be honoured; DeviceError after a backward pass on the CPU.
     """
     refuse(config)
     refuse_processes(topology)
@@ -48,7 +50,7 @@ def start(config: Config, topology: Topology) -> torch.device:
         runtime.use_spmd()
         need("torch_xla").manual_seed(torch.initial_seed())
     if runtime.process_count() > 1:
-        raise ConfigError(tpu_hosts.refusal(int(runtime.process_count())))
+        raise ConfigError(tpu_hosts.joined(int(runtime.process_count())))
     device: torch.device = need("torch_xla").device()
     _try_backward(device)
     return device
@@ -68,18 +70,18 @@ def _try_backward(device: torch.device) -> None:
 
 
 def refuse_processes(topology: Topology) -> None:
-    """Raise where several processes were started: the devices of a host belong to one."""
-    if topology.source == "xla" and topology.local_world_size == 1 and topology.world_size > 1:
-        raise ConfigError(tpu_hosts.refusal(topology.world_size))
-    if topology.world_size > 1:
+    """Raise where several processes were started on a host, whose devices belong to one, or the hosts have no place to meet."""
+    if topology.local_world_size > 1:
         raise ConfigError(
-            f"{topology.world_size} processes were started with strategy='xla', where one process drives all devices of a host and they "
-            "share each batch. Start the script once: `hasten launch --tpu script.py`, or `python script.py`."
+            f"{topology.local_world_size} processes were started on this machine with strategy='xla', where one process drives all devices "
+            "of a host and they share each batch. Start the script once on each: `hasten launch --tpu script.py`, or `python script.py`."
         )
+    if topology.source == "xla" and topology.world_size > 1:
+        raise ConfigError(tpu_hosts.refusal(topology.world_size))
 
 
 def refuse_hosts(kind: str | None, variables: Mapping[str, str]) -> None:
-    """Raise on a TPU slice of several hosts, before XLA starts: it would wait for all of them."""
+    """Raise on a host of a TPU slice that was not told to be an XLA world of its own, before XLA waits for the others."""
     hosts = tpu_hosts.count(variables) if kind == "TPU" else None
     if hosts is not None and hosts > 1:
         raise ConfigError(tpu_hosts.refusal(hosts))
@@ -112,11 +114,16 @@ def refuse(config: Config) -> None:
 
 
 def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
-    """Whole parameters on every device, or sharded with `xla.fsdp_v2`; the compiler reduces gradients.
+    """Whole parameters on every device, or sharded with `xla.fsdp_v2`; the compiler reduces gradients over the devices of a host.
 
     Raises: ConfigError for settings that it cannot honour.
     """
     refuse(config)
+    if ctx.mesh.size(Axis.DP_SHARD) > 1:
+        raise ConfigError(
+            f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks to shard parameters over hosts, and strategy='xla' shards them over the devices "
+            "of each host alone. Leave it out, and set xla.fsdp_v2."
+        )
     devices = Devices.all()
     log.info(
         "xla: %d %s device(s) share each batch of this process; parameters are %s",
@@ -125,11 +132,13 @@ def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
         "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "whole on each",
     )
     placing = PlaceOnDevices(devices, config.xla.fsdp_v2)
+    hosts = ctx.groups(*LOSS)
+    several = hosts.size > 1
     return NativeStrategy(
         "xla",
-        Alone(retries=False),
-        [placing, Convert(config.master_weights)],
-        Caps(synchronises=False, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
+        AcrossHosts(hosts, placing) if several else Alone(retries=False),
+        [*([FromFirstHost(hosts)] if several else []), placing, Convert(config.master_weights)],
+        Caps(synchronises=several, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
         on_optimizer=lambda optimizer: _follow(optimizer, placing),
     )
 

@@ -41,11 +41,11 @@ class Devices:
         if self.divides(tensor.shape[dim]):
             need("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, self._spec(tensor.ndim, dim))
 
-    def send(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the devices, its rows divided over them; whole on each where they cannot be."""
+    def send(self, tensor: Tensor, dim: int | None = 0) -> Tensor:
+        """A host tensor on the devices, `dim` divided over them; whole on each where it cannot be, or without one."""
         sharding = None
-        if tensor.ndim and self.divides(tensor.shape[0]):
-            sharding = need("torch_xla.distributed.spmd").ShardingSpec(self.mesh, self._spec(tensor.ndim, 0))
+        if dim is not None and tensor.ndim and self.divides(tensor.shape[dim]):
+            sharding = need("torch_xla.distributed.spmd").ShardingSpec(self.mesh, self._spec(tensor.ndim, dim))
         sent: Tensor = need("torch_xla.core.xla_model").send_cpu_data_to_device([tensor], self.device, sharding)[0]
         return sent
 

@@ -51,11 +51,18 @@ class PlaceOnDevices:
                 if isinstance(value, Tensor) and value.device == parameter.device and value.shape == parameter.shape:
                     self._shard(value)
 
+    def send(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the devices, laid out as a parameter of its shape is."""
+        return self._devices.send(tensor, self._dim(tensor) if self._shards else None)
+
     def _shard(self, tensor: Tensor) -> None:
-        """Divide the largest dimension that the devices can share; without one the tensor stays whole."""
+        if (dim := self._dim(tensor)) is not None:
+            self._devices.shard(tensor, dim)
+
+    def _dim(self, tensor: Tensor) -> int | None:
+        """The largest dimension that the devices can share; without one a tensor stays whole."""
         dims = [dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)]
-        if dims:
-            self._devices.shard(tensor, max(dims, key=lambda dim: tensor.shape[dim]))
+        return max(dims, key=lambda dim: tensor.shape[dim]) if dims else None
 
 
 class ShardOutput:

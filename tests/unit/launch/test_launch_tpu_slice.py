@@ -47,8 +47,8 @@ def job(words: str, script: str, host: Host | None = None) -> Job:
 
 def test_gcloud_is_asked_before_anything_runs_there(script: str, tmp_path: Path) -> None:
     asked = gcloud(tmp_path, endpoints(4))
-    with pytest.raises(ConfigError, match=r"the TPU 'big' has 4 hosts, .* never run on more than one"):
-        job(CLUSTER, script)
+    command = job(CLUSTER, script).plan.procs[0].argv[-1]
+    assert command.endswith(f"--num_machines 4 --main_process_ip 10.0.0.0 {script}")
     assert asked.read_text().splitlines() == [
         "compute tpus tpu-vm describe big --format json(networkEndpoints) --quiet --zone z-1"
     ]
@@ -56,10 +56,8 @@ def test_gcloud_is_asked_before_anything_runs_there(script: str, tmp_path: Path)
 
 def test_one_vm_of_several_would_wait_for_the_others(script: str, tmp_path: Path) -> None:
     gcloud(tmp_path, endpoints(4))
-    with pytest.raises(ConfigError, match="has 4 hosts"):
+    with pytest.raises(ConfigError, match=r"--vm 2 names one of 4 hosts .* add --env TPU_PROCESS_BOUNDS=1,1,1"):
         job(f"{CLUSTER} --vm 2", script)
-    with pytest.raises(ConfigError, match="has 4 hosts"):  # each would train by itself
-        job(f"{CLUSTER} --env TPU_PROCESS_BOUNDS=1,1,1", script)
     plan = job(f"{CLUSTER} --vm 2 --env TPU_PROCESS_BOUNDS=1,1,1", script).plan
     assert "--worker 2" in " ".join(plan.procs[0].argv)
 
@@ -83,8 +81,43 @@ def test_this_machine_of_a_slice_is_refused_before_training(script: str) -> None
     assert job("", script, on_cpu).plan.launcher == "xla"
 
 
+def test_the_hosts_of_a_slice_take_their_own_numbers(script: str) -> None:
+    words = "--num_machines 3 --main_process_ip 10.0.0.1"
+    env = {"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b,c", "PJRT_DEVICE": "TPU"}
+    plan = job(words, script, Host(device="tpu", num_devices=8, env=env)).plan
+    assert plan.meeting is not None
+    assert (plan.meeting.machine_rank, plan.meeting.max_machines, plan.procs[0].count) == (2, 3, 1)
+    assert plan.procs[0].env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,4,1"
+    assert tpu_hosts.count(plan.procs[0].env) == 1  # so that XLA waits for nobody
+    given = job(f"{words} --machine_rank 1", script, Host(device="tpu", num_devices=8, env=env)).plan
+    assert given.meeting is not None
+    assert given.meeting.machine_rank == 1
+
+
 def test_a_job_without_tpus_is_not_counted(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu_hosts, "count", lambda env: pytest.fail("somebody was asked"))
     tpu = Host(device="tpu", num_devices=4, env={"TPU_WORKER_HOSTNAMES": "a,b"})
     assert job("--cpu --num_processes 1", script, tpu).plan.launcher == "single"
     assert job("", script, Host()).plan.launcher == "single"
+
+
+@pytest.mark.parametrize("way", ["flag", "file", "file with a list"])
+def test_commands_for_the_vms_may_hold_commas(script: str, tmp_path: Path, way: str) -> None:
+    gcloud(tmp_path, endpoints(1))
+    lines = ["(cd /tmp && pip install 'a[x,y]' b)", "echo 1,2"]
+    if way == "flag":
+        made = job(f"{CLUSTER} --tpu_commands {shlex.quote(chr(10).join(lines))}", script)
+    else:
+        file = tmp_path / "settings.json"
+        commands = lines if way == "file with a list" else "\n".join(lines)
+        file.write_text(json.dumps({"xla": {"commands": commands}}))
+        given = make_parser().parse_args([*shlex.split(CLUSTER), script])
+        host = Host(programs=frozenset({"gcloud"}))
+        made = prepare(given.script, settings=given.settings, config_file=str(file), host=host)
+    assert made.request.config.xla.commands == tuple(lines)
+    assert made.plan.procs[0].argv[-1].startswith(f"{lines[0]}; {lines[1]}; hasten launch")
+
+
+def test_no_commands_for_the_vms(script: str, tmp_path: Path) -> None:
+    gcloud(tmp_path, endpoints(1))
+    assert job(f"{CLUSTER} --tpu_commands none", script).request.config.xla.commands is None

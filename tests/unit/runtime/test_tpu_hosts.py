@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -19,12 +20,12 @@ PATH = "/computeMetadata/v1/instance/attributes/worker-network-endpoints"
 
 
 @contextmanager
-def metadata(text: str, status: int = 200) -> Iterator[dict[str, str]]:
-    """The variables that lead to a server which gives `text` to those who ask as Google's server wants to be asked."""
+def metadata(text: str, status: int = 200, path: str = PATH) -> Iterator[dict[str, str]]:
+    """The variables that lead to a server which gives `text` to those who ask for `path` as Google's server wants to be asked."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = self.path == PATH and self.headers["Metadata-Flavor"] == "Google"
+            asked = self.path == path and self.headers["Metadata-Flavor"] == "Google"
             self.send_response(status if asked else 403)
             self.end_headers()
             self.wfile.write(text.encode())
@@ -49,6 +50,24 @@ def test_metadata_counts_the_machines(text: str, hosts: int | None) -> None:
     with metadata(text) as env:
         assert tpu_hosts.count(env) == hosts
         assert tpu_hosts.count({**env, "http_proxy": "http://127.0.0.1:9"}) == hosts
+
+
+@pytest.mark.parametrize(("text", "number"), [("0", 0), ("12\n", 12), ("", None), ("none", None)])
+def test_metadata_knows_this_machines_number(text: str, number: int | None) -> None:
+    with metadata(text, path=PATH.replace("worker-network-endpoints", "agent-worker-number")) as env:
+        assert tpu_hosts.worker(env) == number
+        assert tpu_hosts.worker({**env, "TPU_WORKER_ID": "3"}) == 3
+        assert tpu_hosts.worker({**env, "TPU_SKIP_MDS_QUERY": "1"}) is None
+
+
+@pytest.mark.parametrize("chips", [1, 2, 3, 4, 8])
+def test_a_machine_becomes_a_world_of_its_own(chips: int) -> None:
+    env = {**POD, **tpu_hosts.by_itself(POD, chips)}
+    assert tpu_hosts.count(env) == 1
+    xla.refuse_hosts("TPU", env)
+    bounds = env.get("TPU_CHIPS_PER_PROCESS_BOUNDS", "3")
+    assert math.prod(map(int, bounds.split(","))) == chips
+    assert tpu_hosts.by_itself({"TPU_CHIPS_PER_PROCESS_BOUNDS": "4,1,1"}, 4)["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "4,1,1"
 
 
 def test_who_does_not_answer_knows_nothing() -> None:
@@ -78,7 +97,7 @@ def test_a_machine_of_a_slice_may_be_alone(name: str) -> None:
 def test_a_slice_is_refused_before_xla_waits_for_its_machines() -> None:
     with metadata("a:1:10.0.0.2,b:2:10.0.0.3") as env:
         with pytest.raises(
-            ConfigError, match=r"this TPU slice has 2 hosts, .* single host .* one host of a slice by itself"
+            ConfigError, match=r"this TPU slice has 2 hosts, .* --num_machines 2 .* to use this host by itself"
         ):
             xla.refuse_hosts("TPU", env)
         xla.refuse_hosts("CPU", env)

@@ -46,8 +46,9 @@ def test_one_process_drives_a_host() -> None:
     with pytest.raises(ConfigError, match=r"4 processes were started .* `hasten launch --tpu script.py`"):
         xla.refuse_processes(Topology(rank=1, world_size=4, local_rank=1, local_world_size=4, source="torch"))
     pod = Topology.from_env({"PJRT_DEVICE": "TPU", "TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b,c,d"})
-    with pytest.raises(ConfigError, match=r"this TPU slice has 4 hosts, .* a single host"):
+    with pytest.raises(ConfigError, match=r"this TPU slice has 4 hosts, .* --num_machines 4 "):
         xla.refuse_processes(pod)
+    xla.refuse_processes(Topology(rank=1, world_size=4, node_rank=1, source="torch"))
 
 
 @pytest.mark.parametrize(
