@@ -1,12 +1,12 @@
 """The loop people write, whole: loader, device copy, forward, backward, clipping, step, scheduler.
 
     python benchmarks/full_loop.py                  # on the CPU
-    python benchmarks/full_loop.py --device cuda    # on a GPU, about three minutes
+    python benchmarks/full_loop.py --device cuda    # on a GPU, about seven minutes
 
 Side by side with bare torch, Hugging Face Accelerate and Lightning Fabric, each with its best settings. Contenders take turns
 in one process, 96 steps at a time, many rounds over; a turn divides evenly by the accumulation window, and is long enough that its
-first steps, in which the processor's caches hold the code of others, weigh little. Loops without workers
-are built three times, because where one build's memory and threads lie shifts its times by some percent. A ratio is the
+first steps, in which the processor's caches hold the code of others, weigh little. Each loop is
+built three times, because where one build's memory, threads and workers lie shifts its times by some percent. A ratio is the
 median of a contender over the median of bare torch; beside it stand the quartiles of the rounds' own ratios. Bare torch is
 written twice on a GPU, with and without `pin_memory`, and the faster one is the reference. Packages that are not
 installed, or refuse a case, are left out and named. The same run measures the loader alone, single calls, and the
@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 STEPS = 480  # an epoch
-BUILDS = 3  # times a loop without workers is built afresh
+BUILDS = 3  # times a loop is built afresh
 TURN = 96  # steps a contender makes before the next one takes over; divides by the window
 ROWS, WIDTH = 32, 32  # 4 KB a batch
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -315,15 +315,14 @@ def loops(
             case = Case(column.name, column.precision, column.every, column.clip, count)
             if (names and case.name not in names) or (count and case.clip):
                 continue
-            builds = 1 if count else BUILDS
             times: dict[str, list[tuple[float, float]]] = {}
-            for _ in range(builds):  # where memory and threads of one build lie shifts its times by some percent
+            for _ in range(BUILDS):
                 for name, found in take_turns(build(case, device, data, left_out), rounds, device).items():
                     times.setdefault(name, []).extend(found)
             rows = summary(times)
             told = [f"{n} {r['microseconds']:.0f} µs (x {r['ratio']:.3f})" for n, r in rows.items()]
             print(f"{case.name}, {count} workers: {', '.join(told)}", flush=True)
-            yield {"case": case.name, "workers": count, "rounds": rounds * builds, "contenders": rows}
+            yield {"case": case.name, "workers": count, "rounds": rounds * BUILDS, "contenders": rows}
 
 
 # -- the loader alone ---------------------------------------------------------------------------------------------------
@@ -506,16 +505,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--workers", type=int, nargs="*", default=[0, 2, 4])
     parser.add_argument("--columns", nargs="*", default=[], help="only these columns")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--no-peers", action="store_true", help="only bare torch and hasten")
+    parser.add_argument("--rounds", type=int, default=4, help="of each of the three builds")
     parser.add_argument("--seconds", type=float, default=600.0, help="start no further case after this long")
-    parser.add_argument("--quick", action="store_true", help="no workers, four rounds")
+    parser.add_argument("--quick", action="store_true", help="no workers")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    workers, rounds = ([0], 4) if args.quick else (args.workers, args.rounds)
+    if args.no_peers:
+        for name in ("Fabric", "Accelerate"):
+            del CONTENDERS[name]
+    workers, rounds = [0] if args.quick else args.workers, args.rounds
     left_out: set[str] = {
         f"{name}: not installed"
         for name, package in (("Fabric", "lightning"), ("Accelerate", "accelerate"))

@@ -73,6 +73,7 @@ NOT_HERE = {
     "mrpc_trainer.py": "needs the MRPC pairs and a model",
     "mrpc_pack.py": "packs files, measures nothing",
     "dropin_clients.py": "needs the original package beside the drop-in",
+    "dropin_deepspeed.py": "the original needs a GPU for DeepSpeed",
     "dropin_input_bound.py": "needs the original package beside the drop-in",
     "either_package.py": "shared by the others",
     "loading.py": "shared by the others",
