@@ -33,7 +33,7 @@ MEETING: Final = ("comm/", "checkpoint/agreeing.py", "testing/", "runtime/logs.p
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""
 BEFORE: Final = frozenset(
     {
-        *("Accelerator.save_state", "Saving.save_state", "Accelerator.load_state", "Saving.load_state"),
+        *("Accelerator.save_state", "Saving.save_state", "Accelerator.load_state", "Saving.load_state", "Saving._load"),
         *("Noted.__init__", "Noted.__enter__"),
     }
 )

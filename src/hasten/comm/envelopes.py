@@ -50,12 +50,13 @@ class Form(NamedTuple):
     envelope: Tensor
     slot: Tensor
     """The part of the envelope that holds the tensor."""
-    header: Any  # Any: an array of numpy, as below
+    header: bytes
     """What every envelope must begin with."""
     everyone: Tensor
     """The envelopes of all ranks: one buffer for all forms of this length."""
-    headers: Any
-    rows: Tensor
+    headers: list[memoryview]
+    """What they begin with."""
+    parts: list[Tensor]
     """The tensors of all ranks in `everyone`."""
 
 
@@ -72,6 +73,7 @@ class Envelopes:
         """The digests of the two exchanges before."""
         self._lengths: dict[tuple[int, int], int] = {}
         """The length that would have been right, by the digests of the two exchanges before."""
+        self._learnt = (0, False)
         self._fitted: dict[int, bool] = {}
         self._buffers: dict[int, Tensor] = {}
 
@@ -82,6 +84,10 @@ class Envelopes:
 
     def learn(self, digest: int, num_bytes: int, fitted: bool) -> None:
         """Note an exchange in which every rank sent this digest, and `num_bytes` at most; the next length follows from it."""
+        same = (digest, digest)
+        if self._before == same and self._learnt == (num_bytes, fitted) and same in self._lengths:
+            return  # the same again and again: nothing changes
+        self._learnt = (num_bytes, fitted)
         if len(self._lengths) >= _KEPT:
             self._lengths.clear()
             self._fitted.clear()
@@ -117,11 +123,10 @@ class Envelopes:
         if length not in self._buffers:
             self._buffers[length] = torch.zeros(self._num_ranks * length, dtype=torch.uint8)
         everyone = self._buffers[length].view(self._num_ranks, length)
-        rows = everyone[:, begin:end].view(dtype).view(self._num_ranks, *(shape or (1,)))
+        parts = [row[begin:end].view(dtype).view(shape or (1,)) for row in everyone]
         slot = envelope[begin:end].view(dtype).view(shape)
-        form = Form(
-            head, envelope, slot, envelope.numpy()[:begin], everyone.view(-1), everyone.numpy()[:, :begin], rows
-        )
+        headers = [memoryview(row[:begin]) for row in everyone.numpy()]
+        form = Form(head, envelope, slot, head.packed(), everyone.view(-1), headers, parts)
         self.forms[shape, dtype] = form
         return form
 

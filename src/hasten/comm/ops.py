@@ -49,14 +49,14 @@ def _gather_one(x: Tensor, comm: Comm) -> Tensor | None:
         form = envelopes.form(x.shape, x.dtype, _digest(_describe("gather", x, None)))
     if len(form.envelope) != envelopes.length:
         return None
-    form.slot.copy_(x.detach())
+    form.slot.copy_(x.detach() if x.requires_grad else x)
     comm.all_gather_bytes(form.envelope, form.everyone)
-    if not (form.headers == form.header).all():
+    if any(header != form.header for header in form.headers):
         if not _compare("gather", x, form.head, unpacked(form.headers, 1), comm):
             return comm.all_gather(_rows(x)).flatten(0, 1)  # a rank has it on an accelerator
     else:
         envelopes.learn(form.head.digest, form.head.num_bytes, fitted=True)
-    return form.rows.clone(memory_format=torch.contiguous_format).flatten(0, 1)
+    return torch.cat(form.parts)
 
 
 def gather_ragged(tree: Tree, comm: Comm) -> Tree:

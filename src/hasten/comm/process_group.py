@@ -54,6 +54,8 @@ class ProcessGroupComm:
         self._wire: dist.ProcessGroup | None = None
         """The group that moves tensors in host memory."""
         self._device_types = _device_types(group)
+        self._readable = device if device.type in self._device_types else torch.device("cpu")
+        """Where tensors go that the backends cannot read: through host memory, if not even the device's own."""
         me = self.ranks[self.rank]
         # Communicators are made in the same order on every member, so a per-rank count numbers them alike.
         number = store.add(f"hasten/made/{_tag(self.ranks)}/{me}", 1)
@@ -167,8 +169,9 @@ class ProcessGroupComm:
 
     def _own(self, x: Tensor, copy: bool = False) -> Tensor:
         """A contiguous tensor on a device the backend can read; a private copy when asked."""
-        y = x.detach() if x.device.type in self._device_types else x.detach().to(self.device)
-        y = y.contiguous()
+        if x.device.type not in self._device_types:
+            return x.detach().to(self._readable).contiguous()
+        y = x.detach().contiguous()
         return y.clone() if copy and y.data_ptr() == x.data_ptr() else y
 
     def _bytes(self, x: Tensor) -> Tensor:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
-from torch.distributed import DistError, Store
+from torch.distributed import Store
 
 from hasten.debug.state import Note, State
-
-LOST: Final = (DistError, RuntimeError, OSError)
-"""What a store raises whose server is gone."""
 
 
 class Bulletin:
@@ -31,8 +27,11 @@ class Bulletin:
         self._store.set(f"{self._prefix}/note/{self._rank}", _text(note))
 
     def leave(self, note: Note) -> None:
-        """Say how this rank ended. Called at exit."""
-        self._connected().set(f"{self._prefix}/note/{self._rank}", _text(note))
+        """Say how this rank ended. Called at exit, when nobody waits in the training thread's connection any more.
+
+        No connection is made for it: with whoever serves the store gone, torch would try again for as long as ranks may take to meet.
+        """
+        (self._own or self._store).set(f"{self._prefix}/note/{self._rank}", _text(note))
 
     def post(self, state: State) -> None:
         """Say what this rank is doing."""

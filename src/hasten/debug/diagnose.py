@@ -213,7 +213,7 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
 
 
 def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis | None:
-    """Ranks that begin other collectives, out of a block in which the others wait for them."""
+    """Ranks that begin other collectives, outside of blocks in which the others are meant to wait for them."""
     if not moving:
         return None
     ranks = tuple(state.rank for state in moving)
@@ -224,7 +224,7 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
         ends="perhaps",
         sentence=(
             f"{ranks_in_words(ranks)} {_is(ranks)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
-            "that it has not begun"
+            f"that {'it has' if len(ranks) == 1 else 'they have'} not begun"
         ),
         cure=(
             "let every rank of a group make the same calls in the same order; if only some ranks have work, let the others wait in "

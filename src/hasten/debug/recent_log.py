@@ -24,10 +24,16 @@ class RecentLog:
         logging.setLogRecordFactory(self)
 
     def stop(self) -> None:
-        """Put the factory back, unless somebody has replaced it meanwhile: then it only stops keeping lines."""
-        if logging.getLogRecordFactory() is self:
-            logging.setLogRecordFactory(self._before)
+        """Take it out of the chain of factories, whatever was put before it; behind a foreign one it only stops keeping lines."""
         self.lines = deque(maxlen=0)
+        factory = logging.getLogRecordFactory()
+        if factory is self:
+            logging.setLogRecordFactory(self._before)
+        while isinstance(factory, RecentLog):
+            if factory._before is self:
+                factory._before = self._before
+                return
+            factory = factory._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # Any: what logging hands over
         record = self._before(*args, **kwargs)

@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.distributed import Store
 
 from hasten.debug.ballot import Ballot
-from hasten.debug.bulletin import LOST
 from hasten.debug.divergence import EVIDENCE, Divergence, Record, find
 from hasten.debug.fingerprint import Fingerprints
 from hasten.debug.replicas import Entry, Replicas
 from hasten.errors import DivergenceError, HastenWarning
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
+from hasten.runtime.store import LOST
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +168,14 @@ class Sentinel:
         held = self._replicas.entries()
         if self._taken == 0 and self._ctx.is_main:
             self._warn_of_unmatched()
-        found = self._fingerprints.of([tensor for _, tensor in held if tensor is not None], self._ctx.device)
+        tensors = [tensor for _, tensor in held if tensor is not None]
+        device = self._ctx.device
+        if kind_of(device).lazy:  # where taking bits for integers would be a program of its own
+            tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
+        found = self._fingerprints.of(tensors, device)
         ready = None
         if found.device.type != "cpu":
-            found, device = found.to("cpu", non_blocking=True), found.device
+            found = found.to("cpu", non_blocking=True)
             ready = torch.Event(device)
             ready.record()
         self._pending.append(_Check(self._taken, step, [entry for entry, _ in held], found, ready))

@@ -25,13 +25,14 @@ from typing import Final, Literal
 import msgspec
 
 from hasten.debug import ending, processes, words
-from hasten.debug.bulletin import LOST, Bulletin
+from hasten.debug.bulletin import Bulletin
 from hasten.debug.desk import Desk
 from hasten.debug.diagnose import Diagnosis, diagnose
 from hasten.debug.observe import Observer
 from hasten.debug.reception import Reception
 from hasten.debug.state import Note, Seen, State, Status
 from hasten.runtime import env, lost_machines
+from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
 
 log = logging.getLogger(__name__)

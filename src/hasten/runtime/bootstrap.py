@@ -5,9 +5,13 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import errno
+import os
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from typing import Final
 from urllib.parse import urlsplit
 
 import torch
@@ -24,12 +28,16 @@ from hasten.runtime import env, secret, store
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
+from hasten.runtime.kernel import warn_of_old_kernel
 from hasten.runtime.mesh import Groups, stop
 from hasten.runtime.roll_call import call_roll
 from hasten.runtime.topology import Topology
 from hasten.runtime.waiting import announced_waiting
 
 MeshOf = Callable[[int], MeshSpec]
+
+_LINGER: Final = timedelta(seconds=10)
+"""How long the rank that serves the store waits at exit for the others to leave it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +71,7 @@ def start(
     settings = settings or GroupSettings()
     use_device(device)
     if not dist.is_initialized() and topology.world_size > 1:
+        warn_of_old_kernel()
         with announced_waiting(settings.init_method or _url(topology), topology):
             _init(topology, device, settings)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -118,7 +127,26 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
         timeout=timedelta(seconds=settings.timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    atexit.register(stop)
+    serves = rank == 0 and not _served_by_launcher()
+    atexit.register(_leave, rank, size, serves, os.getpid())
+
+
+def _leave(rank: int, size: int, serves: bool, pid: int) -> None:
+    """Destroy the group at exit; the rank that serves the store stays until the others need it no more, or some seconds have passed.
+
+    What it has told them last, such as that all have come to a barrier, is still to be read.
+    """
+    if os.getpid() != pid:  # a fork of the rank is not the rank
+        return
+    notes = _get_default_store() if dist.is_initialized() else None
+    stop()
+    if notes is None:
+        return
+    with suppress(*store.LOST):  # no answer is waited for, and a rank that was killed leaves no word
+        if not serves:
+            notes.set(f"hasten/left/{rank}", "1")
+        elif getattr(sys, "last_value", None) is None:  # after an error nobody is to wait for this rank
+            notes.wait([f"hasten/left/{other}" for other in range(1, size)], _LINGER)
 
 
 def _why_not_met(url: str, topology: Topology, settings: GroupSettings, elapsed_s: float, error: BaseException) -> str:
@@ -146,7 +174,7 @@ def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, 
         if store.is_loopback(place.hostname) and (name := store.loopback_interface()) is not None:
             env.put_default("GLOO_SOCKET_IFNAME", name)  # every rank is on this machine: listen to nobody else
             env.put_default("NCCL_SOCKET_IFNAME", name)
-        serves = topology.is_main and not place.query and "TORCHELASTIC_USE_AGENT_STORE" not in env.snapshot()
+        serves = topology.is_main and not place.query and not _served_by_launcher()
         if serves and place.port:
             size = topology.world_size
             try:
@@ -157,6 +185,11 @@ def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, 
                 # this process may serve a store there already, which torch finds and shares
     found: tuple[dist.Store, int, int] = next(dist.rendezvous(url, topology.rank, topology.world_size, timeout=within))
     return found
+
+
+def _served_by_launcher() -> bool:
+    """Whether the store belongs to a process that outlives the ranks."""
+    return "TORCHELASTIC_USE_AGENT_STORE" in env.snapshot()
 
 
 def _url(topology: Topology) -> str:
@@ -176,4 +209,4 @@ def _backend(device: torch.device) -> str:
             f"several processes were started on {device.type!r}, which has no collective library in this torch; run "
             "one process, or use the CPU (cpu=True, or `hasten launch --cpu`)."
         )
-    return "gloo" if kind.type == "cpu" else f"cpu:gloo,{kind.type}:{kind.backend}"
+    return "gloo" if kind.backend == "gloo" else f"cpu:gloo,{kind.type}:{kind.backend}"

@@ -6,6 +6,7 @@ of a search, must not make new groups for each of them.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
@@ -13,6 +14,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from hasten.optional import need
 
 T = TypeVar("T")
 
@@ -38,6 +41,14 @@ class _OfWorld:
     def forget(self) -> None:
         self._made.clear()
         self._world = None
+        _forget_layouts()
+
+
+def _forget_layouts() -> None:
+    """Empty DTensor's caches: they know a mesh by its shape, so results in the next world would name groups of this one."""
+    if "torch.distributed.tensor" in sys.modules:
+        clear: Callable[[], None] = need("torch.distributed.tensor.debug")._clear_sharding_prop_cache
+        clear()
 
 
 @cache  # torch has one world for the whole process, and so must what is made in it be kept

@@ -8,9 +8,12 @@ import socket
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 log = logging.getLogger(__name__)
+
+LOST: Final = (DistError, RuntimeError, OSError)
+"""What a store raises whose server is gone."""
 _LOOPBACK_NAMES: Final = ("localhost", "::1")
 _BACKLOG: Final = 2048
 _NOT_OURS: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)

@@ -33,6 +33,7 @@ from hasten.optional import need
 from hasten.runtime import env, secret
 from hasten.testing.job import STACK_SIGNAL, Job, Outcome, Report, Status, pack
 from hasten.testing.processes import Worker, Zygote
+from hasten.testing.processors import Limit
 
 R = TypeVar("R")
 
@@ -255,15 +256,15 @@ class _Watch:
 
     def _collect(self, timeout_s: float, patience_s: float) -> None:
         """Take in reports until all are there, time is up, or patience after the first failure is."""
-        limit = time.monotonic() + timeout_s
-        while self._pending and (left := limit - time.monotonic()) > 0:
+        limits = [Limit(timeout_s)]
+        while self._pending and (left := min(limit.left() for limit in limits)) > 0:
             ready = wait([worker.pipe for worker in self._pending.values()], left)
             for rank, worker in list(self._pending.items()):
                 if worker.pipe in ready:
                     del self._pending[rank]
                     self._done[rank] = self._outcome(rank, worker)
                     if self._done[rank].status != "returned":
-                        limit = min(limit, time.monotonic() + patience_s)
+                        limits.append(Limit(patience_s, most_s=patience_s))
 
     def _outcome(self, rank: int, worker: Worker) -> Outcome:
         try:

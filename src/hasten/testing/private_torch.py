@@ -37,6 +37,7 @@ _TAKEOVER: Final = "src/hasten/planner/takeover.py"
 _WATCH: Final = "src/hasten/planner/watch.py"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
+_HOSTS: Final = "src/hasten/strategies/xla_hosts.py"
 _DDP_RETRY: Final = "src/hasten/strategies/ddp_retry.py"
 
 
@@ -59,6 +60,7 @@ _HOLDS: Final = "degrades: no save inside a window with shards and replicas; log
 _SCALE: Final = "fp16 fails"
 _ELASTIC: Final = "the launcher fails"
 _RING: Final = "causal context parallelism by allgather or ring fails"
+_MEAN: Final = "several XLA hosts cannot average gradients"
 _AGAIN: Final = "run_step() fails"
 _FAST: Final = "degrades: optimizers update DTensors, slower"
 
@@ -90,6 +92,10 @@ NAMES: Final = (
         ("src/hasten/strategies/ddp.py",),
         "comm_hook='batched_power_sgd' fails",
     ),
+    # several XLA hosts: the end of a backward pass
+    Name("torch", "_C", (_HOSTS,), _MEAN),
+    Name("torch._C", "_current_graph_task_id", (_HOSTS,), _MEAN),
+    Name("torch.autograd:Variable", "_execution_engine", (_HOSTS,), _MEAN),
     # FSDP2: gradients it holds between reductions
     Name("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", (_HELD,), _HOLDS),
     Name(_STATE, "_fsdp_param_groups", (_HELD,), _HOLDS, ("2.13",), instead_of="_fsdp_param_group"),
@@ -102,6 +108,12 @@ NAMES: Final = (
         _PARAM, "_unsharded_param", (_HELD,), "degrades: gradients that set_requires_gradient_sync(False) left are lost"
     ),
     # DTensor
+    Name(
+        "torch.distributed.tensor.debug",
+        "_clear_sharding_prop_cache",
+        ("src/hasten/runtime/shared_groups.py",),
+        "a second process group in one process fails with sharded tensors",
+    ),
     Name(
         "torch.distributed.device_mesh:DeviceMesh",
         "_get_root_mesh",
@@ -196,7 +208,7 @@ NAMES: Final = (
     Name(
         "torch.nn.modules.module",
         "_IncompatibleKeys",
-        ("dropin/src/accelerate/_impl/checkpoints/fsdp_files.py",),
+        ("dropin/src/accelerate/_impl/checkpoints/fsdp.py",),
         "the drop-in's load_fsdp_model fails",
     ),
     Name(

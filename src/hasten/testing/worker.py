@@ -32,6 +32,7 @@ from hasten.runtime import bootstrap, env
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
+from hasten.runtime.mesh import stop
 from hasten.runtime.topology import Topology
 from hasten.testing.job import STACK_SIGNAL, Job, Report
 
@@ -197,9 +198,7 @@ class _Start:
 
     def restore(self) -> bool:
         """Undo what the job left behind; False if something stays, and the worker had better be replaced."""
-        gc.collect()  # reducers and meshes hold on to groups
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        stop()
         env.replace(self.env)
         os.chdir(self.cwd)
         sys.path[:] = self.path

@@ -1,0 +1,56 @@
+"""Ranks may end at different times, without a barrier: none waits for a store that is gone, and what rank 0 has said can be read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+pytestmark = pytest.mark.timed
+
+CASES: Final = Path(__file__).with_name("exit_cases.py")
+SOON_S: Final = 30.0
+"""Far more than an exit takes, far less than the five minutes for which torch looks for a store."""
+
+
+Ends = dict[str, dict[str, float]]
+"""By "case/rank": the exit code, and when the script was over, what runs at exit had run, and the process had ended."""
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    place = tmp_path_factory.mktemp("exits") / "ends.json"
+    env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
+    with subprocess.Popen([sys.executable, str(CASES), str(place)], env=env, start_new_session=True) as program:
+        try:
+            assert program.wait(100) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)  # its ranks, too
+            raise
+    found: Ends = json.loads(place.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "codes"),
+    [("first_0", (0, 0)), ("first_1", (0, 0)), ("gone_0", (0, 0)), ("fails_0", (1, 0)), ("killed_1", (0, -9))],
+)
+def test_ranks_end_soon_and_well(case: str, codes: tuple[int, int], ends: Ends) -> None:
+    for rank, wanted in enumerate(codes):
+        one = ends[f"{case}/{rank}"]
+        assert one["code"] == wanted
+        assert one["ended"] - one["over"] < SOON_S
+
+
+def test_rank_0_serves_the_store_until_the_others_have_left(ends: Ends) -> None:
+    assert ends["first_0/0"]["left"] >= ends["first_0/1"]["over"]
+
+
+def test_rank_0_waits_for_nobody_after_an_error(ends: Ends) -> None:
+    assert ends["fails_0/0"]["left"] < ends["fails_0/1"]["over"]
