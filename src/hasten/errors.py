@@ -15,7 +15,7 @@
     │   ├── MissingRanksError             some ranks never arrived
     │   ├── PeerFailedError               another rank raised
     │   └── StallError                    a collective could not complete: some ranks never joined it
-    ├── DeviceError                       the device is absent or cannot do what was asked
+    ├── DeviceError (RuntimeError)        the device is absent or cannot do what was asked
     ├── PrepareError (ValueError)         an object cannot be prepared as given
     ├── PrecisionError (ValueError)       a precision the device or model cannot run
     ├── StepError (RuntimeError)          backward, step or clip used in an order that has no meaning
@@ -29,7 +29,8 @@
     │   ├── CorruptCheckpointError        size, checksum, structure or shape is not what was written
     │   ├── UnsafeCheckpointError         reading it would run code or leave its folder
     │   ├── CheckpointBusyError           another process is writing to the same folder
-    │   └── CheckpointVersionError        written by a version this one cannot read
+    │   ├── CheckpointVersionError        written by a version this one cannot read
+    │   └── HookError                     a hook of save_state or load_state raised
     ├── RanksFailedError                  a function run in the pool of test workers failed on some ranks
     └── TrackerError                      an experiment tracker is unknown or cannot start
 
@@ -112,7 +113,7 @@ class StallError(CommError):
     """Ranks waited for each other in vain, and the job was ended: written down for the launcher, since nothing can be raised there."""
 
 
-class DeviceError(HastenError):
+class DeviceError(HastenError, RuntimeError):
     """The device is absent or cannot do what was asked."""
 
 
@@ -191,6 +192,10 @@ class UnsafeCheckpointError(CheckpointError):
 
 class CheckpointVersionError(CheckpointError):
     """The checkpoint was written by a version this one cannot read."""
+
+
+class HookError(CheckpointError):
+    """A hook of save_state or load_state raised; on its rank, what it raised is the cause."""
 
 
 class CheckpointBusyError(CheckpointError):

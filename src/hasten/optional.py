@@ -47,7 +47,7 @@ def available(module: str, spec: str = "") -> bool:
     """Whether `module` can be imported and satisfies `spec` (for example ">=0.16")."""
     try:
         found = importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name is absent
+    except (ModuleNotFoundError, ValueError):  # no parent package of a dotted name, or a stand-in that has no spec
         return False
     if not found or not spec:
         return found

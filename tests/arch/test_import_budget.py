@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 IMPORT_BUDGET_S: Final = 0.050
 HELP_BUDGET_S: Final = 0.300
 TRIES: Final = 8  # the best of several: a budget is about our work, not about a busy machine
@@ -45,6 +47,7 @@ def best_under(measure: object, budget_s: float) -> float:
     return best
 
 
+@pytest.mark.timed
 def test_import_is_quick() -> None:
     best = best_under(import_seconds, IMPORT_BUDGET_S)
     assert best < IMPORT_BUDGET_S, (
@@ -58,6 +61,7 @@ def test_import_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.timed
 def test_help_is_quick() -> None:
     best = best_under(help_seconds, HELP_BUDGET_S)
     assert best < HELP_BUDGET_S, f"hasten --help takes {best:.2f} s; a command's imports belong into its own file"

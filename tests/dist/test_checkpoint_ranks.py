@@ -30,7 +30,7 @@ from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.errors import CheckpointError, MismatchError, MissingRanksError
+from hasten.errors import CheckpointError, HookError, MismatchError, MissingRanksError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 
@@ -327,6 +327,29 @@ def test_retention_and_numbers_after_a_resume(ctx: ProcessContext, tmp_path: Pat
     second.save_state(metrics={"loss": 5.0})
     ctx.world.barrier("look")
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [f"checkpoint_{i}" for i in (1, 3, 4)]
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("saving", [True, False])
+def test_what_a_hook_raises_on_one_rank_is_named_on_all(ctx: ProcessContext, tmp_path: Path, saving: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "state")
+
+    def refusing(*given: object) -> None:
+        if ctx.is_main:
+            raise KeyError("mine")
+
+    if saving:
+        accelerator.register_save_state_pre_hook(refusing)
+    else:
+        accelerator.register_load_state_pre_hook(refusing)
+    with pytest.raises(HookError, match=r"refusing raised KeyError: 'mine'") as caught:
+        accelerator.save_state(tmp_path / "other") if saving else accelerator.load_state(tmp_path / "state")
+    cause: BaseException | None = caught.value
+    while isinstance(cause, HookError):
+        cause = cause.__cause__
+    assert isinstance(cause, KeyError) == ctx.is_main
+    assert not (tmp_path / "other").exists()
 
 
 @ranks(2)

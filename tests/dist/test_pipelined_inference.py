@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from hasten import prepare_pipeline
+from hasten.accelerator.pipelined import stage_starts
 from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -48,6 +49,15 @@ def test_stages_begin_where_they_are_told_to(ctx: ProcessContext) -> None:
     torch.testing.assert_close(net(tokens), lm().eval()(tokens).detach(), rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="names 'head'"):
         prepare_pipeline(lm(), split_points=["head"], cpu=True)
+
+
+@ranks(1, 2)
+def test_it_is_told_where_stages_begin_and_what_stays_whole(ctx: ProcessContext) -> None:
+    net = prepare_pipeline(lm(), cpu=True, no_split_module_classes=["Block"])
+    assert stage_starts(net) == ([] if ctx.world.size == 1 else ["blocks.2"])
+    if ctx.world.size > 1:
+        with pytest.raises(ConfigError, match=r"names TinyLM, .* inside of 'the model itself'"):
+            prepare_pipeline(lm(), cpu=True, no_split_module_classes=["TinyLM"])
 
 
 @ranks(2)

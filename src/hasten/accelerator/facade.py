@@ -51,6 +51,7 @@ from hasten.debug.traffic import SentBytes, count_sent
 from hasten.debug.watchdog import watch
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
+from hasten.optim.dividing import divided
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.weightless import zero_if_weightless
@@ -348,11 +349,11 @@ class Accelerator:
         prepared: Loader = self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
         return prepared
 
-    def skip_first_batches(self, data_loader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
         """A loader that skips the first `num_batches` batches of the current epoch."""
-        arguments.check_loader(data_loader, "skip_first_batches(data_loader)")
+        arguments.check_loader(dataloader, "skip_first_batches(dataloader)")
         arguments.check_number(num_batches, "skip_first_batches(num_batches)")
-        return skip_first_batches(data_loader, num_batches)
+        return skip_first_batches(dataloader, num_batches)
 
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
@@ -414,18 +415,18 @@ class Accelerator:
         if self.run_log is not None:
             self.run_log.backward_begins()
         clock = self.clock
-        weighed = clock.weigh(loss, weight)
+        weighed, parts = clock.weigh(loss, weight)
         if self.precision.scaler is not None:
-            weighed = self.precision.scale(weighed)
+            weighed, parts = self.precision.scale(divided(weighed, parts)), 1
         if clock.part is not None or clock.share is not None:
             weight = clock.weight_of(weight)
         if self._numbers is not None:
             self._numbers.seen(loss, weight)
         if weight is None:
-            self.strategy.backward(weighed, **kwargs)
+            self.strategy.backward(weighed, parts, **kwargs)
         else:
             with zero_if_weightless(loss, weight, self.clock.joined):
-                self.strategy.backward(weighed, **kwargs)
+                self.strategy.backward(weighed, parts, **kwargs)
         if self.run_log is not None:
             self.run_log.backward_done(exchanged=self.clock.boundary)
 
@@ -442,7 +443,7 @@ class Accelerator:
         if self._progress is not None:
             self._progress.pulse.reached()
         loss = self.strategy.forward_backward(
-            model, batch, loss_of, lambda loss: self.precision.scale(self.clock.weigh(loss))
+            model, batch, loss_of, lambda loss: self.precision.scale(divided(*self.clock.weigh(loss)))
         )
         if self._numbers is not None:
             self._numbers.seen(loss, None)

@@ -12,6 +12,7 @@ from torch import nn
 
 from hasten.accelerator.run_state import RunParts
 from hasten.checkpoint.agreeing import Agreement
+from hasten.errors import HookError
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -41,7 +42,7 @@ def run_save_hooks(
     given: list[dict[str, Any]] = [dict(model.state_dict()) for model in models] if hooks else []
     weights = list(given)
     for hook in list(hooks.values()):
-        hook(list(models), weights, folder)
+        _call(hook, list(models), weights, folder)
     own: list[Mapping[str, Any] | None] = [None] * len(models)
     kept = [True] * len(models)
     if len(weights) == len(given):
@@ -60,6 +61,14 @@ def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) 
     given = list(parts.plain_models())
     models = list(given)
     for hook in list(hooks.values()):
-        hook(models, folder)
+        _call(hook, models, folder)
     left = {id(model) for model in models}
     return [model if id(model) in left else None for model in given]
+
+
+def _call(hook: Callable[..., None], *given: Any) -> None:  # Any: what hooks of either kind are given
+    try:
+        hook(*given)
+    except Exception as error:  # of any type: other ranks must hear of it
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise HookError(f"the hook {name} raised {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ from hasten.bigmodel.device_map import OFFLOAD, check_device_map, owner_in
 from hasten.bigmodel.hostpool import HostPool, aligned
 from hasten.bigmodel.meta import meta_names
 from hasten.bigmodel.packs import Entry, Table, mapped_entry
-from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, streamers_of
+from hasten.bigmodel.placed import PlacedForward, StreamedForward, detach, keep_in_place
 from hasten.bigmodel.solver import readable
 from hasten.bigmodel.stream import Streamer
 from hasten.bigmodel.ties import tensor_of
@@ -188,6 +188,7 @@ def _hook(
     first = main if whole is None or "" in streamed else device_of(whole)
     if forwarding.find(model, PlacedForward.tag) is None:
         forwarding.replace(model, PlacedForward(first, skip, return_to_input=True))
+    keep_in_place(model)
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
@@ -306,11 +307,7 @@ def _offload(
     _refuse_empty(model, [""], disk)
     _place(model, {"": "cpu"}, ["cpu"], main, offload_buffers)
     forwarding.replace(model, PlacedForward(main, return_to_input=True))
+    keep_in_place(model)
     options = _Options(offload_buffers, whole or (), (), resident, pinned_bytes)
     _stream(model, {"": "cpu"}, [""], main, disk, options)
     return model
-
-
-def is_dispatched(model: nn.Module) -> bool:
-    """Whether parts of the model are on several devices or streamed."""
-    return bool(streamers_of(model)) or forwarding.find(model, PlacedForward.tag) is not None

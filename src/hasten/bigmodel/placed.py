@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel.saved import SavedWeights
 from hasten.bigmodel.stream import Streamer
+from hasten.errors import DeviceError
 from hasten.modules import forwarding
 from hasten.trees import map_tensors, tensors
 
 # Any in this file: a module's arguments and outputs.
+_MOVES: Final = ("to", "cuda")
 
 
 def moved(tree: Any, device: torch.device) -> Any:
@@ -113,4 +115,34 @@ def detach(model: nn.Module) -> bool:
             forwarding.restore(unit.module, StreamedForward.tag)
     for module in model.modules():
         found = forwarding.restore(module, PlacedForward.tag) or found
+        for name in _MOVES:
+            if isinstance(module.__dict__.get(name), Immovable):
+                del module.__dict__[name]
     return found
+
+
+def is_dispatched(model: nn.Module) -> bool:
+    """Whether parts of the model are on several devices or streamed."""
+    return bool(streamers_of(model)) or forwarding.find(model, PlacedForward.tag) is not None
+
+
+class Immovable:
+    """Stands in for `to` or `cuda` of a dispatched model, which cannot be moved as a whole: its parts would leave their places."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model = model
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_dispatched(self.model):  # a copy of the model, or one whose parts were taken over by another
+            return getattr(type(self.model), self.name)(self.model, *args, **kwargs)
+        raise DeviceError(
+            f"You can't move a model that has some modules offloaded to cpu or disk or on several devices (.{self.name}()); "
+            "they would no longer be where the model expects them. Take the hooks off first: remove_hook_from_submodules(model)."
+        )
+
+
+def keep_in_place(model: nn.Module) -> None:
+    """Refuse to move the model as a whole until its parts are detached."""
+    for name in _MOVES:
+        model.__dict__[name] = Immovable(model, name)

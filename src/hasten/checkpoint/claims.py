@@ -131,8 +131,16 @@ def _end(signs: _Signs, let_go: Callable[[], None], pid: int) -> None:
     finally:
         try:
             let_go()
-        except OSError as error:  # the lock of a process that has ended, or has given it back, counts for nothing
-            log.warning("a lock could not be removed: %s", error)
+        except OSError:
+            _let_go_again(let_go)
+
+
+def _let_go_again(let_go: Callable[[], None]) -> None:
+    """The second try: the first may have failed before it gave the lock back, and the next save would wait for it."""
+    try:
+        let_go()
+    except OSError as error:  # the lock of a process that has ended, or has given it back, counts for nothing
+        log.warning("a lock could not be removed: %s", error)
 
 
 def take(locks: Locks, name: str, place: str) -> Claim:

@@ -232,7 +232,8 @@ def _add(group: Any, info: FieldInfo) -> None:
     default = "" if info.default in (None, (), {}, False) else f" (default: {_plain(info.default)})"
     absent = " [not in this version]" if is_absent(info.path) else ""
     help_text = (info.meta.help + default + absent).replace("%", "%%")
-    _add_action(group, spellings(info), info.path, help_text, info.is_bool, metavar(info.type), info.meta.short)
+    value = "TEXT" if info.meta.lines else metavar(info.type)
+    _add_action(group, spellings(info), info.path, help_text, info.is_bool, value, info.meta.short)
 
 
 def spellings(info: FieldInfo) -> tuple[str, ...]:

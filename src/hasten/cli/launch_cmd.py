@@ -38,9 +38,13 @@ ESSENTIAL: Final = frozenset(
 """The settings that `hasten launch --help` shows; `--help-all` shows all of them."""
 
 
-def main(argv: Sequence[str], program: str = "hasten") -> int:
-    """Run `hasten launch …` and return the exit code of the job; `program` is the command its help and errors name."""
+def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Entry] = ()) -> int:
+    """Run `hasten launch …` and return the exit code of the job; `program` is the command its help and errors name.
+
+    `settings` are further ones; those given in code win over flags and files.
+    """
     given = make_parser(program).parse_args(argv)
+    given.settings = [*given.settings, *settings]
     words: list[str] = given.script[1:] if given.script[:1] == ["--"] else given.script
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])

@@ -7,7 +7,7 @@ from functools import wraps
 from types import NoneType
 from typing import Any, ClassVar, Final, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin
 
-from hasten.config.decode import Mismatch, decode, describe
+from hasten.config.decode import Mismatch, decode, describe, is_nothing
 from hasten.errors import ConfigError, SettingValueError, UnknownSettingError
 
 _META: Final = "hasten"
@@ -34,6 +34,7 @@ class Meta:
     flags: tuple[str, ...] = ()  # further names of the flag, the established ones
     short: str = ""  # one letter
     prefix: str | None = None  # of a section: what its fields' flags begin with
+    lines: bool = False  # a list whose items may hold commas: text has one on each line
 
 
 S = TypeVar("S", bound=Section)
@@ -123,8 +124,9 @@ def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = F
     Raises: SettingValueError that begins with `place` and names what is expected.
     """
     tp, meta = cls.__dataclass_fields__[name].type, meta_of(cls, name)
+    listed = meta.lines and isinstance(value, str) and not is_nothing(value)
     try:
-        made = decode(value, tp, text=text)
+        made = decode([line for line in value.splitlines() if line.strip()] if listed else value, tp, text=text)
     except Mismatch as error:
         got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
         raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error

@@ -58,6 +58,11 @@ def decode(value: Any, tp: Any, *, text: bool = False) -> Any:
     return _scalar(value, tp, text)
 
 
+def is_nothing(text: str) -> bool:
+    """Whether text says that there is no value."""
+    return text.strip().lower() in _NOTHING
+
+
 def _check(value: T, fits: bool) -> T:
     if not fits:
         raise Mismatch
@@ -111,7 +116,7 @@ def _number(value: Any) -> float:
 
 
 def _nothing(value: Any, text: bool) -> None:
-    if value is not None and not (text and isinstance(value, str) and value.strip().lower() in _NOTHING):
+    if value is not None and not (text and isinstance(value, str) and is_nothing(value)):
         raise Mismatch
 
 

@@ -141,4 +141,6 @@ class XLAConfig(Section):
     tpu_vm: tuple[str, ...] | None = setting(None, "names of the TPU VMs", flags=("vm",))
     tpu_env: tuple[str, ...] | None = setting(None, "variables set on the TPU VMs, NAME=VALUE", flags=("env",))
     command_file: str | None = setting(None, "file of commands run on each TPU VM first", flag="tpu_command_file")
-    commands: tuple[str, ...] | None = setting(None, "commands run on each TPU VM first", flag="tpu_commands")
+    commands: tuple[str, ...] | None = setting(
+        None, "commands run on each TPU VM first, one on each line", flag="tpu_commands", lines=True
+    )

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import DataLoader
-
 from hasten.comm.base import Comm
-from hasten.data.position import Position, Unit
-from hasten.data.source import Item, Source
+from hasten.data.position import Position
+from hasten.data.source import Item, OuterSource, Source
 from hasten.data.wire import Wire
 from hasten.errors import PeerFailedError
 
@@ -60,37 +58,17 @@ class Seats:
     shard_of: tuple[int, ...]
 
 
-class DispatchSource:
+class DispatchSource(OuterSource):
     """One rank reads; the others receive their parts of each step, in one scatter."""
 
     def __init__(self, inner: Source, reader: Reader, comm: Comm, seats: Seats) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._reader = reader
         self._comm = comm
         self._seats = seats
 
-    @property
-    def unit(self) -> Unit:
-        return self._inner.unit
-
-    @property
-    def engine(self) -> DataLoader[Any]:
-        return self._inner.engine
-
-    def size(self) -> int | None:
-        return self._inner.size()
-
     def steps(self) -> int | None:
         return self._reader.steps(self._inner)
-
-    def begin(self, at: Position) -> Position:
-        return self._inner.begin(at)
-
-    def remember(self, at: Position) -> Position:
-        return self._inner.remember(at)
-
-    def first(self, at: Position) -> Any:
-        return self._inner.first(at)
 
     def open(self, at: Position) -> Iterator[Item]:
         wire = Wire(self._comm)
@@ -101,9 +79,6 @@ class DispatchSource:
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self._inner.skipped(start, num_batches * self._reader.per_round)
-
-    def change(self, name: str, value: Any) -> None:  # Any: a setting of the user's
-        self._inner.change(name, value)
 
     def copied(self, even: bool | None = None) -> DispatchSource:
         return DispatchSource(self._inner.copied(even), self._reader.evened(even), self._comm, self._seats)

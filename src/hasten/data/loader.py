@@ -53,6 +53,8 @@ class Track:
     """Batches of the epoch before `start`."""
     left_out: set[Extent] = field(default_factory=set)
     """Batches that are read and not given."""
+    lasting: bool | None = None
+    """Whether persistent workers ran where a loaded position was taken; None unless the next iteration begins at one."""
 
     def upcoming(self) -> Position:
         """Where the next iteration begins. One that was abandoned is over: the next takes the next epoch."""
@@ -60,6 +62,7 @@ class Track:
 
     def enter(self, at: Position, begun: int = 0) -> None:
         self.start, self.steps, self.mark, self.fresh, self.begun = at, 0, None, False, begun
+        self.lasting = None
 
     def place(self, at: Position, begun: int = 0) -> None:
         """Make the next iteration begin at `at`."""
@@ -227,15 +230,20 @@ class Loader(DataLoader[Any]):
     def _draw_workers_seed(self) -> None:
         """Draw from the user's generator what a DataLoader draws before the order: a seed, whenever it begins to read.
 
-        The seed itself is not used. Workers that live on are started once, so a resumed run, which starts them again,
-        must not draw again: the saved position holds the generator's state after this draw.
+        The seed itself is not used. Persistent workers are started once, so a resumed run, which starts them again, must
+        not draw again: the saved position holds the generator's state after this draw, or that workers ran already.
         """
-        generator, engine = self.generator, self.parts.source.engine
-        if engine is self:  # torch draws it
+        generator = self.generator
+        if self.parts.source.engine is self:  # torch draws it
             return
         draws = self.parts.draws_as_torch or isinstance(generator, torch.Generator)
-        if draws and engine.__dict__["_iterator"] is None:
+        if draws and not self._has_workers():
             torch.empty((), dtype=torch.int64).random_(generator=generator)
+
+    def _has_workers(self) -> bool:
+        """Whether persistent workers run, or did so where the loaded position was taken."""
+        lasting = self.parts.track.lasting
+        return self.parts.source.engine.__dict__["_iterator"] is not None if lasting is None else lasting
 
     def _remembered(self, at: Position) -> Position:
         """`at`, where no batch was taken yet, with what the next iteration would begin from."""
@@ -307,6 +315,8 @@ class Loader(DataLoader[Any]):
         state = encode(at, parts.source.unit, parts.source.size())
         if (assignment := getattr(source, "assignment", None)) is not None and (reading := assignment.reading()):
             state["reading"] = reading
+        if self.persistent_workers and not at.consumed:
+            state["lasting"] = self._has_workers()
         if source.unit == "stream" and at.consumed:
             state["batches"] = track.begun + track.steps
         if track.left_out:
@@ -320,6 +330,7 @@ class Loader(DataLoader[Any]):
         """
         parts = self.parts
         parts.track.place(decode(state, parts.source.unit, parts.source.size()), state.get("batches", 0))
+        parts.track.lasting = state.get("lasting")
         parts.track.left_out = {(epoch, first, end) for epoch, first, end in state.get("left_out", ())}
 
     @contextmanager

@@ -18,22 +18,22 @@ from hasten.errors import ConfigError
 class SkippedBatches(BatchSampler):
     """The user's batch sampler without its first batches."""
 
-    def __init__(self, batches: Any, num_batches: int) -> None:
-        self.batches = batches
-        self.num_batches = num_batches
-        self.sampler = getattr(batches, "sampler", None)  # type: ignore[assignment] # shown as the user's has it
-        self.batch_size = getattr(batches, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batches, "drop_last", False)
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment] # shown as the user's has it
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        if type(self.batches) is BatchSampler and type(self.sampler) is SequentialSampler:
-            start = self.num_batches * self.batch_size
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) is SequentialSampler:
+            start = self.skip_batches * self.batch_size
             left = range(start, max(len(self.sampler), start))
             return iter(BatchSampler(left, self.batch_size, self.drop_last))
-        return islice(iter(self.batches), self.num_batches, None)
+        return islice(iter(self.batch_sampler), self.skip_batches, None)
 
     def __len__(self) -> int:
-        return max(len(self.batches) - self.num_batches, 0)
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
 
 
 class SkippedItems:
@@ -62,7 +62,7 @@ class SkippingLoader(DataLoader[Any]):
         return max(super().__len__() - self.skip_batches, 0)
 
 
-def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """The loader, beginning `num_batches` later in every epoch, every setting kept.
 
     Counts from the beginning of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
@@ -70,12 +70,12 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int = 0) -> DataLoa
     """
     if num_batches < 0:
         raise ConfigError(f"skip_first_batches got num_batches={num_batches}; batches can be skipped forwards only.")
-    if isinstance(loader, Loader):
-        return loader.skipping(num_batches)
-    if loader._dataset_kind:  # torch's mark of a stream: its samplers carry no indices
+    if isinstance(dataloader, Loader):
+        return dataloader.skipping(num_batches)
+    if dataloader._dataset_kind:  # torch's mark of a stream: its samplers carry no indices
         stream = SkippingLoader.__new__(SkippingLoader)
-        stream.__dict__.update(loader.__dict__, _iterator=None, skip_batches=num_batches)
+        stream.__dict__.update(dataloader.__dict__, _iterator=None, skip_batches=num_batches)
         return stream
-    if loader.batch_sampler is None:
-        return engine_of(loader, sampler=SkippedItems(loader.sampler, num_batches))
-    return engine_of(loader, batch_sampler=SkippedBatches(loader.batch_sampler, num_batches))
+    if dataloader.batch_sampler is None:
+        return engine_of(dataloader, sampler=SkippedItems(dataloader.sampler, num_batches))
+    return engine_of(dataloader, batch_sampler=SkippedBatches(dataloader.batch_sampler, num_batches))

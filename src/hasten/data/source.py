@@ -89,6 +89,36 @@ class Source(Protocol):
         ...
 
 
+class OuterSource:
+    """A source whose batches are made of another one's: what it leaves to that one."""
+
+    def __init__(self, inner: Source) -> None:
+        self._inner = inner
+
+    @property
+    def unit(self) -> Unit:
+        return self._inner.unit
+
+    @property
+    def engine(self) -> DataLoader[Any]:
+        return self._inner.engine
+
+    def size(self) -> int | None:
+        return self._inner.size()
+
+    def begin(self, at: Position) -> Position:
+        return self._inner.begin(at)
+
+    def remember(self, at: Position) -> Position:
+        return self._inner.remember(at)
+
+    def first(self, at: Position) -> Any:
+        return self._inner.first(at)
+
+    def change(self, name: str, value: Any) -> None:
+        self._inner.change(name, value)
+
+
 class IndexedSource:
     """Map-style data, read on this rank through a DataLoader that is fed this rank's indices."""
 

@@ -41,14 +41,14 @@ class Accumulates(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Search:
     start: int
-    reduce: Callable[[int], int] | None
+    reduce: Callable[..., int] | None
     accelerator: Accumulates | None
     keep_global_batch: bool
 
     def smaller(self, size: int) -> int:
         """The size to try after `size` did not fit."""
         if self.reduce is not None:
-            return int(self.reduce(size))
+            return int(self.reduce(size) if _takes_a_size(self.reduce) else self.reduce())
         if self.keep_global_batch:
             return next((n for n in range(size - 1, 0, -1) if self.start % n == 0), 0)
         return int(size * 0.9)
@@ -65,7 +65,7 @@ def should_reduce_batch_size(error: BaseException) -> bool:
 def find_executable_batch_size(
     function: Callable[Concatenate[int, P], R],
     starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[[int], int] | None = ...,
+    reduce_batch_size_fn: Callable[..., int] | None = ...,
     *,
     accelerator: Accumulates | None = ...,
     keep_global_batch: bool = ...,
@@ -74,7 +74,7 @@ def find_executable_batch_size(
 def find_executable_batch_size(
     function: None = ...,
     starting_batch_size: int = ...,
-    reduce_batch_size_fn: Callable[[int], int] | None = ...,
+    reduce_batch_size_fn: Callable[..., int] | None = ...,
     *,
     accelerator: Accumulates | None = ...,
     keep_global_batch: bool = ...,
@@ -82,7 +82,7 @@ def find_executable_batch_size(
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[[int], int] | None = None,
+    reduce_batch_size_fn: Callable[..., int] | None = None,
     *,
     accelerator: Accumulates | None = None,
     keep_global_batch: bool = False,
@@ -92,7 +92,8 @@ def find_executable_batch_size(
     The function takes the batch size as its first argument; callers leave it out. With an `accelerator`, ranks try
     the same size together: when one runs out of memory, all try again (the function must fail before it waits for
     another rank in a collective). `keep_global_batch` multiplies the accelerator's accumulation steps so that
-    batch size times steps stays what it was; sizes are then divisors of the starting size.
+    batch size times steps stays what it was; sizes are then divisors of the starting size. `reduce_batch_size_fn` is
+    called with the size that did not fit, or without arguments if it needs none.
 
     Raises: StepError when no size is left.
     """
@@ -120,8 +121,9 @@ def _searching(function: Callable[..., Any], search: _Search) -> Callable[..., A
             fits, value = _attempt(function, size, search, args, kwargs)
             if fits:
                 return value
-            log.warning("batch size %d does not fit into memory; trying %d", size, search.smaller(size))
-            size = _next_size(search, size)
+            smaller = _next_size(search, size)
+            log.warning("batch size %d does not fit into memory; trying %d", size, smaller)
+            size = smaller
         raise StepError(
             f"{_name(function)} ran out of memory at every batch size from {search.start} down to zero; nothing is "
             "left to try. Use a smaller model, recompute activations, or shard it over more devices."
@@ -167,6 +169,12 @@ def _next_size(search: _Search, size: int) -> int:
             "Return a smaller batch size, or 0 to give up."
         )
     return smaller
+
+
+def _takes_a_size(reduce: Callable[..., int]) -> bool:
+    """Whether the function needs an argument; those that count by themselves do not."""
+    parameters = inspect.signature(reduce).parameters.values()
+    return any(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in parameters)
 
 
 def _set_steps(search: _Search, size: int, steps: int) -> None:

@@ -179,8 +179,8 @@ class StepClock:
         window.weights, window.weighted, window.lanes = [], None, None
         self.interrupted = False
 
-    def weigh(self, loss: Tensor, weight: Number | None = None) -> Tensor:
-        """The loss to backpropagate: divided by the window's length, or multiplied by its share of the weight.
+    def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:
+        """The loss to backpropagate, multiplied by its share of the weight, and what it is still to be divided by.
 
         Raises: StepError when weighted and unweighted losses meet in one window.
         """
@@ -206,8 +206,8 @@ class StepClock:
         if weight is None:
             if self.share is not None:
                 loss = loss * self.share
-            return loss if window.every == 1 else loss / window.every
-        return self._weigh_in(window, loss, weight)
+            return loss, window.every
+        return self._weigh_in(window, loss, weight), 1
 
     def begin_part(self, share: float, first: bool) -> None:
         """Weigh the losses that follow as those of a part of the batch, which holds `share` of its rows."""

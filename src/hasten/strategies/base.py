@@ -154,8 +154,8 @@ class Strategy(KeepsLoopState, Protocol):
         """How the model takes part in a step that may be run again, at a window's end or not; None where it cannot. Local."""
         ...
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backpropagate; keywords are passed to `Tensor.backward`."""
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:
+        """Backpropagate the loss divided by `parts`; keywords are passed to `Tensor.backward`."""
         ...
 
     def forward_backward(

@@ -9,11 +9,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from hasten.comm.base import Comm
-from hasten.data.position import Position, Unit
-from hasten.data.source import Item, Source
+from hasten.data.position import Position
+from hasten.data.source import Item, OuterSource, Source
 from hasten.errors import DataError
 from hasten.strategies.context_masks import IGNORED, look
 
@@ -96,33 +95,16 @@ def _check_padding(mask: Any) -> None:
         )
 
 
-class PartedSource:
+class PartedSource(OuterSource):
     """Parts of the sequences of every process of a group, in turns; a position counts parts."""
 
     def __init__(self, inner: Source, cut: Cut) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._cut = cut
-
-    @property
-    def unit(self) -> Unit:
-        return self._inner.unit
-
-    @property
-    def engine(self) -> DataLoader[Any]:
-        return self._inner.engine
-
-    def size(self) -> int | None:
-        return self._inner.size()
 
     def steps(self) -> int | None:
         steps = self._inner.steps()
         return None if steps is None else steps * self._cut.comm.size
-
-    def begin(self, at: Position) -> Position:
-        return self._inner.begin(at)
-
-    def remember(self, at: Position) -> Position:
-        return self._inner.remember(at)
 
     def first(self, at: Position) -> Any:
         batch = self._inner.first(at)
@@ -139,9 +121,6 @@ class PartedSource:
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
-
-    def change(self, name: str, value: Any) -> None:
-        self._inner.change(name, value)
 
     def copied(self, even: bool | None = None) -> PartedSource:
         return PartedSource(self._inner.copied(even), self._cut)

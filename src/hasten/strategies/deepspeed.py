@@ -17,6 +17,7 @@ from hasten import trees
 from hasten.bundle import Bundle, Item
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
+from hasten.optim.dividing import divided
 from hasten.optim.dummy import DummyScheduler
 from hasten.optim.engine import Placeholder
 from hasten.precision.base import Precision
@@ -189,9 +190,9 @@ class DeepSpeedStrategy:
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
         return None  # the engine keeps gradients where they cannot be taken back
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
         before = [one.optimizer.num_passes for one in self.engines]
-        scale = self._scale()
+        loss, scale = divided(loss, parts), self._scale()
         with ExitStack() as stack:
             for one in self.engines:
                 stack.enter_context(one.optimizer.in_backward())

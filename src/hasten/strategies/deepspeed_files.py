@@ -240,7 +240,7 @@ def place(
     partition = init(config_dict_or_path=config, param_swapper=files)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):
-            parameter.all_gather()  # type: ignore[attr-defined]
+            parameter.all_gather()  # type: ignore[attr-defined]  # given to it by DeepSpeed
         parameter.data = parameter.data.to(ctx.device, files.dtype_of(parameter))
         partition._zero_init_param(parameter)
 

@@ -18,6 +18,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
 from hasten.modules.stages import StagePart
+from hasten.optim.dividing import backpropagate
 from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
@@ -168,7 +169,7 @@ class MegatronStrategy:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()  # gradients are reduced when the window ends
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
         if self._pp.size > 1:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (megatron.pp_degree > 1). Replace the "
@@ -177,7 +178,7 @@ class MegatronStrategy:
             )
         self._trained()[1].passed()
         with hushed():
-            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+            backpropagate(loss, parts, **kwargs)
 
     def forward_backward(
         self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Callable[[Tensor], Tensor]

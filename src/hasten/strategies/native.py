@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from hasten.bundle import Bundle, Item, is_factory
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
+from hasten.optim.dividing import backpropagate
 from hasten.optim.engine import Placeholder
 from hasten.optim.rebind import OptimizerRecord
 from hasten.precision.base import Precision
@@ -87,14 +88,14 @@ class NativeStrategy:
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
         return self._spread.retry(model, boundary)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:  # Any: torch's own keywords
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
         if self._stages is not None:
             raise StepError(
                 "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (pp_size > 1). Replace the "
                 "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
                 "loss_of takes the model and a batch and returns the loss."
             )
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        backpropagate(loss, parts, **kwargs)
 
     def forward_backward(
         self,

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from hasten.bigmodel.dispatch import is_dispatched
+from hasten.bigmodel.placed import is_dispatched
 from hasten.config.precision import MasterWeights
 from hasten.errors import PrepareError
 from hasten.precision.base import Precision

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hasten.bigmodel.align import remove_hook_from_submodules
 from hasten.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
 from hasten.bigmodel.placed import detach, moved, streamers_of
-from hasten.errors import PrepareError
+from hasten.errors import DeviceError, PrepareError
 
 
 class Block(nn.Module):
@@ -88,6 +89,16 @@ def _warm() -> None:
 
 WAYS = (on_cpu, half_resident, with_buffers, on_disk, by_map)
 IDS = torch.arange(12).view(3, 4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_dispatched_model_refuses_to_be_moved_as_a_whole(way: Any, tmp_path: Path) -> None:
+    model = way(build(), tmp_path)
+    for move in (lambda: model.to("cpu"), lambda: model.to(torch.float16), model.cuda):
+        with pytest.raises(DeviceError, match=r"can't move a model .* remove_hook_from_submodules"):
+            move()
+    remove_hook_from_submodules(model)
+    assert not {"to", "cuda"} & vars(model).keys()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -166,7 +177,9 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
         with torch.no_grad():
             for turn in range(100):
                 model(IDS, order=None if turn % 5 else [0, 3, 7])
-                if turn % 50 >= 40:  # the middle of ten: a block may be on its way while the others are counted, or not
+                if turn % 50 >= 40:
+                    assert streamer._thread is not None
+                    streamer._thread.submit(int).result()  # blocks that are on their way have arrived
                     gc.collect()
                     counts[turn >= 50].append(num_tensors())
                 if turn % 50 == 49:
@@ -175,7 +188,7 @@ def test_memory_does_not_grow_over_fifty_forwards(tmp_path: Path) -> None:
         gc.unfreeze()
     detach(model)
     assert min(counts[False]) > 0, "tensors of the run are counted"
-    assert median(counts[True]) <= median(counts[False]) + 10
+    assert median(counts[True]) <= median(counts[False])
     assert peaks[1] - peaks[0] < 20_000  # kB
 
 

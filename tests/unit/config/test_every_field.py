@@ -16,7 +16,7 @@ import pytest
 
 from hasten.cli.flags import SettingsParser
 from hasten.config import files, handoff
-from hasten.config.base import Section, default_of, given, meta_of
+from hasten.config.base import Section, default_of, fit, given, meta_of
 from hasten.config.decode import Mismatch, decode, encode
 from hasten.config.established import from_established_environment
 from hasten.config.layers import Problems, from_code, from_environment
@@ -66,12 +66,12 @@ def samples(tp: Any) -> list[Any]:
     return known[tp]
 
 
-def text_of(value: Any) -> str:
+def text_of(value: Any, info: FieldInfo) -> str:
     """Return a value as a flag or a variable spells it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return ",".join(text_of(item) for item in value)
+        return ("\n" if info.meta.lines else ",").join(text_of(item, info) for item in value)
     if isinstance(value, dict):
         return json.dumps(value)
     return str(encode(value))
@@ -86,9 +86,9 @@ def entry_from(kind: SourceKind, info: FieldInfo, value: Any) -> Entry:
                 tree = {name: tree}
             return files.read_text(json.dumps(tree), Path("c.json")).entries[0]
         case "environment":
-            return from_environment({info.variable: text_of(value)})[0]
+            return from_environment({info.variable: text_of(value, info)})[0]
         case "flag":
-            (entry,) = PARSER.parse_args([f"--{info.flag}={text_of(value)}"]).settings
+            (entry,) = PARSER.parse_args([f"--{info.flag}={text_of(value, info)}"]).settings
             assert isinstance(entry, Entry)
             return entry
         case _:
@@ -184,7 +184,8 @@ def field_law(info: FieldInfo) -> None:
         assert decode(value, info.type) == value
         assert decode(encode(value), info.type) == value, "a file holds it"
         if not info.meta.code_only:
-            assert decode(text_of(value), info.type, text=True) == value, "a flag and a variable hold it"
+            text = text_of(value, info)
+            assert fit(info.owner, info.path[-1], text, info.name, text=True) == value, "a flag and a variable hold it"
 
 
 def precedence(info: FieldInfo) -> None:
@@ -208,7 +209,7 @@ def precedence(info: FieldInfo) -> None:
 
 def flag_in_both_spellings(info: FieldInfo) -> None:
     """Every name of a flag works with underscores and with dashes, with a space and with =."""
-    value = text_of(samples(info.type)[0])
+    value = text_of(samples(info.type)[0], info)
     for flag in info.flags:
         for spelled in (flag, flag.replace("_", "-")):
             for argv in ([f"--{spelled}={value}"], [f"--{spelled}", value]):

@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from hasten.comm.local import LocalComm
 from hasten.data.iterable import Cutting
+from hasten.data.loader import Loader
 from hasten.data.lookup import find
 from hasten.data.plan import plan_rows
 from hasten.data.position import Position
@@ -202,6 +203,29 @@ def test_torchs_order_resumes_bitwise(kind: str, after: int) -> None:
     torch.set_rng_state(rng)
     assert [batch.tolist() for batch in again] == rest
     assert [batch.tolist() for batch in again] == following
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["another_run", "the_same_run"])
+@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("kind", ["shuffle", "generator"])
+def test_torchs_order_resumes_bitwise_between_epochs_of_persistent_workers(kind: str, epochs: int, back: bool) -> None:
+    """torch draws a seed when it starts them, which a resumed run does at another epoch, and a run that goes back not again."""
+
+    def made(seed: int) -> Loader:
+        torch.manual_seed(seed)
+        user = DataLoader(Noisy(), batch_size=4, num_workers=1, persistent_workers=True, **KINDS[kind]())
+        return prepared(user, order="torch", seed=seed)
+
+    loader = made(11)
+    for _ in range(epochs):
+        list(loader)
+    state, rng = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+    following = [[batch.tolist() for batch in loader] for _ in range(2)]
+    again = loader if back else made(99)
+    again.load_state_dict(state)
+    assert again.state_dict() == state, "saved again before it is used"
+    torch.set_rng_state(rng)
+    assert [[batch.tolist() for batch in again] for _ in range(2)] == following
 
 
 def test_a_pass_over_torchs_order_knows_its_end() -> None:

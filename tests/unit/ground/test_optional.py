@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -30,6 +32,11 @@ def test_old_package_names_both_versions() -> None:
 
 def test_absent_submodule_of_absent_package() -> None:
     assert not available("no_such_package.inner")
+
+
+def test_a_stand_in_without_a_spec_is_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "stand_in", ModuleType("stand_in"))
+    assert not available("stand_in")
 
 
 @pytest.mark.parametrize(

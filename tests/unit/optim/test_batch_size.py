@@ -57,6 +57,13 @@ def test_a_custom_reduction_is_honoured_in_both_forms(with_parentheses: bool) ->
     assert seen == [40, 30, 20, 10]
 
 
+def test_a_reduction_that_counts_by_itself_is_called_without_arguments() -> None:
+    seen: list[int] = []
+    sizes = iter((30, 25, 15))
+    found = find_executable_batch_size(lambda size: fits_below(20, seen, size), 40, lambda: next(sizes))()
+    assert (found, seen) == (15, [40, 30, 25, 15])
+
+
 def test_the_global_batch_is_kept_by_more_accumulation() -> None:
     stand, seen = Stand(steps=2), list[int]()
 

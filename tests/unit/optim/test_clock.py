@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
 from hasten.optim.clock import LoaderCursor, StepClock
+from hasten.optim.dividing import divided
+
+
+def weighed(clock: StepClock, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
+    """What is backpropagated of a loss."""
+    return divided(*clock.weigh(loss, weight))
 
 
 def active(clock: StepClock) -> LoaderCursor | None:
@@ -40,7 +47,7 @@ def test_each_epoch_ends_at_a_boundary_and_each_window_is_a_mean(every: int, len
                 cursor.at_end = batch == length - 1
                 boundary = clock.tick((0,))
                 loss = torch.tensor(float(batch + 1))
-                total += clock.weigh(loss).item()
+                total += weighed(clock, loss).item()
                 losses.append(batch + 1)
                 if boundary:
                     factor = clock.correction()
@@ -107,7 +114,7 @@ def test_weighted_losses_give_the_weighted_mean(every: int) -> None:
             total = 0.0
             for weight in window:
                 clock.tick()
-                total += clock.weigh(torch.tensor(10.0 * weight), weight).item()
+                total += weighed(clock, torch.tensor(10.0 * weight), weight).item()
             assert clock.pending
             factor = clock.correction()
             assert factor is not None
@@ -121,7 +128,7 @@ def test_weights_may_be_tensors_and_stay_on_the_device() -> None:
     total = torch.tensor(0.0)
     for weight in (torch.tensor(3), torch.tensor([5])):
         clock.tick()
-        total = total + clock.weigh(torch.tensor(1.0), weight)
+        total = total + weighed(clock, torch.tensor(1.0), weight)
     factor = clock.correction()
     assert isinstance(factor, torch.Tensor)
     assert float(total * factor) == pytest.approx(1.0)
@@ -131,29 +138,29 @@ def test_a_window_that_weighs_nothing_is_left_alone() -> None:
     for zero in (0, torch.tensor(0)):
         clock = StepClock()
         clock.tick()
-        assert clock.weigh(torch.tensor(2.0), zero).item() == 0
+        assert weighed(clock, torch.tensor(2.0), zero).item() == 0
         assert float(clock.correction() or 0) == 1.0
 
 
 def test_mixing_weighted_and_plain_losses_is_an_error_within_a_window_only() -> None:
     clock = StepClock(2)
     clock.tick()
-    clock.weigh(torch.tensor(1.0), 3)
+    weighed(clock, torch.tensor(1.0), 3)
     clock.tick()
     with pytest.raises(StepError, match="with and without weight="):
-        clock.weigh(torch.tensor(1.0))
+        weighed(clock, torch.tensor(1.0))
     clock = StepClock()  # no accumulate(): a step ends the window
-    clock.weigh(torch.tensor(1.0), 3)
+    weighed(clock, torch.tensor(1.0), 3)
     assert clock.pending
     clock.used()
-    assert clock.weigh(torch.tensor(1.0)).item() == 1.0
+    assert weighed(clock, torch.tensor(1.0)).item() == 1.0
     assert not clock.pending
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), torch.ones(2)])
 def test_a_weight_that_is_no_count_is_refused(weight: float) -> None:
     with pytest.raises(ConfigError, match=r"backward\(weight="):
-        StepClock().weigh(torch.tensor(1.0), weight)
+        weighed(StepClock(), torch.tensor(1.0), weight)
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, "4"])
@@ -165,14 +172,14 @@ def test_a_length_that_never_ends_is_refused(every: int) -> None:
 def test_without_accumulate_every_backward_is_a_boundary_and_still_divided() -> None:
     clock = StepClock(4)
     assert clock.boundary
-    assert clock.weigh(torch.tensor(8.0)).item() == 2.0
+    assert weighed(clock, torch.tensor(8.0)).item() == 2.0
     assert clock.correction() is None
 
 
 def test_a_forced_boundary_closes_the_window_at_its_true_length() -> None:
     clock = StepClock(4)
     clock.tick()
-    clock.weigh(torch.tensor(1.0))
+    weighed(clock, torch.tensor(1.0))
     clock.force(True)
     assert clock.pending
     assert clock.correction() == 4.0
@@ -196,10 +203,10 @@ def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
     clock = StepClock(2)
     clock.tick()
     assert not may_clear(clock)
-    clock.weigh(torch.tensor(1.0))
+    weighed(clock, torch.tensor(1.0))
     clock.tick()
     assert not may_clear(clock), "a loop that clears first must not lose micro-step one"
-    clock.weigh(torch.tensor(1.0))
+    weighed(clock, torch.tensor(1.0))
     assert may_clear(clock)
     assert clock.in_flight == 2
     clock.used()
@@ -211,12 +218,12 @@ def test_clearing_waits_while_a_window_needs_its_gradients() -> None:
 def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
     clock = StepClock(2)
     clock.tick()
-    clock.weigh(torch.tensor(1.0), weight)
+    weighed(clock, torch.tensor(1.0), weight)
     clock.tick()  # the last of the window, but it fails before its backward
     clock.interrupt()
     assert may_clear(clock), "an except block may clear"
     assert clock.tick(), "and may as well go on: the next micro-step takes its place"
-    clock.weigh(torch.tensor(1.0), weight)
+    weighed(clock, torch.tensor(1.0), weight)
     assert clock.micro == 2
     assert clock.pending == (weight is not None)
     clock.used()
@@ -227,12 +234,12 @@ def test_an_interrupted_micro_step_is_taken_back(weight: int | None) -> None:
 def test_gradients_cleared_after_an_interruption_are_missing(weight: int | None) -> None:
     clock = StepClock(2)
     clock.tick()
-    clock.weigh(torch.tensor(1.0), weight)
+    weighed(clock, torch.tensor(1.0), weight)
     clock.tick()
     clock.interrupt()
     clock.forget()
     assert clock.tick()
-    share = clock.weigh(torch.tensor(1.0), weight)
+    share = weighed(clock, torch.tensor(1.0), weight)
     factor = clock.correction()
     assert factor is not None
     assert float(share * factor) == pytest.approx(1.0)

@@ -17,6 +17,7 @@ from hasten.config.precision import GradScalerKwargs
 from hasten.errors import StepError
 from hasten.optim.clip import clip_norm, clip_value
 from hasten.optim.clock import LoaderCursor, StepClock
+from hasten.optim.dividing import divided
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.precision.base import Precision
@@ -55,7 +56,7 @@ class Loop:
                 yield batch
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        torch.autograd.backward(self.precision.scale(self.clock.weigh(loss, weight)))
+        torch.autograd.backward(self.precision.scale(divided(*self.clock.weigh(loss, weight))))
 
     def clip(self, max_norm: float) -> Tensor | None:
         if not self.clock.boundary:
