@@ -6,6 +6,7 @@ READY  := $(VENV)/.ready
 SHELL  := /bin/bash
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
 .PHONY: help train docs test test-all test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity bench clean
@@ -29,15 +30,17 @@ train: $(READY) ## train the digits example on two CPU processes
 docs: $(READY) ## build the documentation site into build/site; a warning or a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Tests that watch the clock have the processors to themselves, the others share them.
-test: $(READY) ## run the test suite: every law on a small world, a quarter of an hour on two cores
-	@status=0; \
-	$(BIN)/python -m pytest -m 'not exhaustive and not timed' -n 2 --dist loadfile || status=$$?; \
-	$(BIN)/python -m pytest -m 'not exhaustive and timed' tests/dist || status=$$?; \
+# Tests that watch the clock have the processors to themselves, the others share them. $(1) chooses, $(2) are options.
+suite = status=0; \
+	$(BIN)/python -m pytest $(2) -m '$(1)not timed' -n 2 --dist loadfile || status=$$?; \
+	$(BIN)/python -m pytest $(2) -m '$(1)timed' tests || status=$$?; \
 	exit $$status
 
+test: $(READY) ## run the test suite: every law on a small world, a quarter of an hour on two cores
+	@$(call suite,not exhaustive and )
+
 test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM, 1000 random cases and torch_xla: hours
-	HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=0
+	@export HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1; $(call suite,,-o faulthandler_timeout=0)
 	@$(MAKE) --no-print-directory laws
 	@$(MAKE) --no-print-directory test-xla
 
