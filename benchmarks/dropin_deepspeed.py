@@ -6,7 +6,10 @@
 On a CPU the original leaves DeepSpeed out and trains with DDP, so a GPU is needed to compare the two. Each package runs in a
 process of its own (either_package.py says how) and trains a small BERT without DeepSpeed, with ZeRO 2 and the Trainer's
 optimizer, with ZeRO 3 and an optimizer and a scheduler made by DeepSpeed, and with ZeRO 3 from weights that are partitioned
-while they are read. Losses, gradient norms and learning rates of all steps are compared.
+while they are read; then each again, resumed from its checkpoint after three updates. Losses, gradient norms and learning
+rates of all steps are compared. The scheduler that DeepSpeed makes steps inside of `backward` in the original and where the
+loop steps it on the drop-in, so that Trainer, which reads the rate between the two, logs the rate of the next update with the
+original and that of this one with the drop-in: there, rates are compared by the update they belong to.
 
 Ends with an error when the numbers differ.
 """
@@ -37,6 +40,8 @@ CASES = {
     "partitioned": "ZeRO 3, weights partitioned while they are read",
 }
 Log = list[dict[str, float]]
+Logs = dict[str, Log]
+"""A whole training, and a resumed one."""
 
 
 def main() -> None:
@@ -54,7 +59,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         logs = pool.map(lambda package: trained(package, args.original, Path(folder) / package), PACKAGES)
         found = dict(zip(PACKAGES, logs, strict=True))
-    rows = [compared(name, *(found[package][name] for package in PACKAGES)) for name in CASES]
+    rows = [
+        compared(name, how, *(found[package][name][how] for package in PACKAGES))
+        for name in CASES
+        for how in ("whole", "resumed")
+    ]
     known = {**versions("cuda"), **{name: metadata.version(name) for name in ("transformers", "deepspeed")}}
     out = args.out or RESULTS
     out.mkdir(parents=True, exist_ok=True)
@@ -63,7 +72,7 @@ def main() -> None:
         sys.exit("the drop-in's numbers differ from the original's")
 
 
-def trained(package: str, original: Path | None, folder: Path) -> dict[str, Log]:
+def trained(package: str, original: Path | None, folder: Path) -> dict[str, Logs]:
     """The logs of every case in a process that finds this package."""
     place = environment(package, folder / "site", original)
     words, variables = command(place, __file__, "--inside", str(folder))
@@ -73,17 +82,29 @@ def trained(package: str, original: Path | None, folder: Path) -> dict[str, Log]
     variables |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     subprocess.run(words, env=variables, check=True)
-    found: dict[str, Log] = json.loads((folder / "found.json").read_text())
+    found: dict[str, Logs] = json.loads((folder / "found.json").read_text())
     return found
 
 
-def compared(name: str, theirs: Log, ours: Log) -> dict[str, Any]:
+def compared(name: str, how: str, theirs: Log, ours: Log) -> dict[str, Any]:
     """The largest difference over all steps of one case."""
+    if name == "made":
+        theirs, ours = by_update(theirs, ahead=1), by_update(ours, ahead=0)
     same = [set(a) for a in theirs] == [set(b) for b in ours]
     pairs = [(a[key], b[key]) for a, b in zip(theirs, ours, strict=True) for key in a] if same else []
     apart = max((abs(a - b) for a, b in pairs), default=float("inf"))
-    equal = apart <= TOLERANCE
-    return {"case": CASES[name], "steps": len(theirs), "numbers": len(pairs), "apart": apart, "equal": equal}
+    row = {"case": f"{CASES[name]}, {how}", "steps": len(theirs), "numbers": len(pairs), "apart": apart}
+    return {**row, "equal": apart <= TOLERANCE}
+
+
+def by_update(log: Log, ahead: int) -> Log:
+    """The log with each learning rate at the update that used it, without the first update, whose rate one package does not log."""
+    rates = {row["step"] + ahead: row["learning_rate"] for row in log if "learning_rate" in row}
+    return [
+        {**row, "learning_rate": rates[row["step"]]} if "learning_rate" in row else row
+        for row in log
+        if row["step"] > 1
+    ]
 
 
 def page(known: dict[str, str], rows: list[dict[str, Any]]) -> str:
@@ -108,27 +129,25 @@ def inside(folder: Path) -> None:
     import outcome  # type: ignore[import-not-found]
     import torch
 
-    from accelerate.state import AcceleratorState
-
     torch.use_deterministic_algorithms(True, warn_only=True)
     outcome.SHORT["use_cpu"] = not torch.cuda.is_available()
     outcome.SHORT["warmup_steps"] = 2  # DeepSpeed's scheduler needs some
     engine.MADE["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own kernel would have to be compiled
     weights = str(folder / "weights")
     engine.model().save_pretrained(weights)
-    logs: dict[str, Log] = {}
+    logs: dict[str, Logs] = {}
     for name, config, build in (
         ("without", None, engine.model),
         ("own", engine.OWN, engine.model),
         ("made", engine.MADE, engine.model),
         ("partitioned", engine.PARTITIONED, lambda: engine.loaded(weights)),
     ):
-        AcceleratorState._reset_state(True)
         try:
-            logs[name] = engine.losses(str(folder), config, build)
+            logs[name] = engine.losses(str(folder / name), config, build)
         except Exception as error:  # the other configurations are compared all the same
             traceback.print_exc()
-            logs[name] = [{f"{type(error).__name__}: {error}"[:200]: float("nan")}]
+            failed = [{f"{type(error).__name__}: {error}"[:200]: float("nan"), "step": 0.0}]
+            logs[name] = {"whole": failed, "resumed": failed}
     (folder / "found.json").write_text(json.dumps(logs))
     os._exit(0)  # the original leaves a process group behind, whose end is not a matter of this comparison
 

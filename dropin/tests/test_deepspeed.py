@@ -153,7 +153,7 @@ def test_counts_of_micro_steps_that_differ_are_refused() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("processes", [1, 2])
-def test_trainer_has_the_same_losses_with_an_engine(
+def test_trainer_has_the_same_losses_with_an_engine_and_after_a_resume(
     tmp_path: Path, warm: Any, parity: ModuleType, processes: int
 ) -> None:
     pytest.importorskip("transformers")
@@ -161,6 +161,8 @@ def test_trainer_has_the_same_losses_with_an_engine(
     done = warm.run(tmp_path, [str(HERE / "clients" / "engine.py"), str(tmp_path / "run"), str(out)], processes)
     assert not done.failed, done.err
     found = json.loads(out.read_text())
+    for name, logs in found.items():
+        assert parity.differences(logs["whole"], logs["resumed"], tolerance=1e-6) == [], f"{name}, resumed"
+        assert len(logs["whole"]) == len(found["without"]["whole"])
     for name in ("own", "partitioned"):
-        assert parity.differences(found["without"], found[name], tolerance=1e-5) == [], name
-    assert len(found["made"]) == len(found["without"])
+        assert parity.differences(found["without"]["whole"], found[name]["whole"], tolerance=1e-5) == [], name

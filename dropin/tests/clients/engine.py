@@ -1,10 +1,13 @@
-"""transformers' Trainer with and without DeepSpeed: the losses of both. Usage: engine.py FOLDER OUT.json"""
+"""transformers' Trainer with and without DeepSpeed, whole and resumed: the losses of all. Usage: engine.py FOLDER OUT.json"""
 
+import copy
 import os
 
 from outcome import SHORT, history, record
 from trainer import data, model
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+
+from accelerate.state import AcceleratorState
 
 OWN = {
     "zero_optimization": {"stage": 2},
@@ -47,25 +50,29 @@ def loaded(folder):
 
 
 def losses(folder, config, build):
-    args = TrainingArguments(
-        folder,
-        num_train_epochs=1,
-        learning_rate=1e-3,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
-        save_strategy="no",
-        deepspeed=config,
-        optim="adamw_torch",
-        **SHORT,
-    )
-    trainer = Trainer(model=build(), args=args, train_dataset=data(37, 0))
-    trainer.train()
-    return history(trainer, "loss", "grad_norm", "learning_rate", "step")
+    """The log of a training, and of one that resumes from its checkpoint after three updates."""
+    logs = []
+    for start in (None, os.path.join(folder, "checkpoint-3")):
+        AcceleratorState._reset_state(True)
+        args = TrainingArguments(
+            folder if start is None else f"{folder}-resumed",
+            num_train_epochs=2,
+            learning_rate=1e-3,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.5,
+            save_strategy="no" if start else "steps",
+            save_steps=3,
+            deepspeed=copy.deepcopy(config),
+            optim="adamw_torch",
+            **SHORT,
+        )
+        trainer = Trainer(model=build(), args=args, train_dataset=data(37, 0))
+        trainer.train(resume_from_checkpoint=start)
+        logs.append(history(trainer, "loss", "grad_norm", "learning_rate", "step"))
+    return {"whole": logs[0], "resumed": logs[1]}
 
 
 def main(folder):
-    from accelerate.state import AcceleratorState
-
     found = {}
     weights = os.path.join(folder, f"weights-{os.environ.get('RANK', '0')}")
     model().save_pretrained(weights)
@@ -75,8 +82,7 @@ def main(folder):
         ("made", MADE, model),
         ("partitioned", PARTITIONED, lambda: loaded(weights)),
     ):
-        AcceleratorState._reset_state(True)
-        found[name] = losses(folder, config, build)
+        found[name] = losses(os.path.join(folder, name), config, build)
     return found
 
 

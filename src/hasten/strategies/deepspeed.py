@@ -28,6 +28,7 @@ from hasten.strategies.deepspeed_building import Told, building, is_partitioned,
 from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.deepspeed_config import building as partitioning
 from hasten.strategies.deepspeed_optimizer import DeepSpeedOptimizer
+from hasten.strategies.deepspeed_own_checkpoints import complete
 from hasten.strategies.deepspeed_shards import weight_slice
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.placing import Convert, Place
@@ -112,10 +113,10 @@ class DeepSpeedStrategy:
                 buffer
             ) in model.buffers():  # DeepSpeed leaves those of a model that was built partitioned where they are
                 buffer.data = buffer.to(ctx.device)
-        if isinstance(given, Placeholder):
-            for group, inner in zip(groups, engine.basic_optimizer.param_groups, strict=True):
-                group.update({key: value for key, value in inner.items() if key != "params"})
         prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
+        complete(prepared)
+        if isinstance(given, Placeholder):
+            prepared.take_options()
         if carried:
             prepared.take_over(carried)
         one = Engine(engine, prepared, made, linear)
@@ -166,22 +167,29 @@ class DeepSpeedStrategy:
         if found is None:
             return scheduler
         prepared = found[1]
-        if isinstance(scheduler, DummyScheduler):
-            engine = prepared.engine
-            if scheduler.lr_scheduler_callable is not None:
-                return scheduler.lr_scheduler_callable(prepared)
-            made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like every other
-            if made is None:
-                raise PrepareError(
-                    "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so there is no "
-                    'schedule. Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
-                )
-            made.optimizer = prepared
-            for group, inner in zip(prepared.param_groups, engine.basic_optimizer.param_groups, strict=True):
-                group.update({key: value for key, value in inner.items() if key != "params"})
-            return made
-        scheduler.optimizer = prepared
+        if not isinstance(scheduler, DummyScheduler):
+            scheduler.optimizer = prepared
+        elif scheduler.lr_scheduler_callable is not None:
+            scheduler = scheduler.lr_scheduler_callable(prepared)
+        else:
+            scheduler = self._made_scheduler(prepared)
+        prepared.schedule = prepared.schedule or scheduler
         return scheduler
+
+    def _made_scheduler(self, prepared: DeepSpeedOptimizer) -> Any:  # Any: DeepSpeed is untyped
+        engine = prepared.engine
+        made, engine.lr_scheduler = engine.lr_scheduler, None  # the loop steps it, like every other
+        if made is None:
+            raise PrepareError(
+                "a DummyScheduler was prepared, but DeepSpeed's configuration has no scheduler section, so there is no "
+                'schedule. Add {"scheduler": {"type": "WarmupLR", "params": {...}}}, or prepare a real scheduler.'
+            )
+        made.optimizer = prepared
+        prepared.take_options()
+        made._last_lr = [
+            group["lr"] for group in prepared.param_groups
+        ]  # before its first step it would have none to show
+        return made
 
     # -- one step -------------------------------------------------------------------------------------------------
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -48,6 +48,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
         """Weights were loaded that this engine's persistent parameters do not show yet (ZeRO-3)."""
         self.entered = False
         """The backward that runs has reached this engine."""
+        self.schedule: Any = None
+        """The scheduler that the loop steps for this engine."""
         self._clipping = made.clipping
         self._told = False
         self._clipped = False
@@ -126,8 +128,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         self.finalize()
         if self._clipping and not self._clipped:
             self.clip(self._clipping)
-        for own, inner in zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True):
-            inner.update({key: value for key, value in own.items() if key != "params"})
+        self.give_options()
         before = self.loss_scale
         if self._swapped is not None:
             self._swapped.move_gradients()
@@ -146,6 +147,19 @@ class DeepSpeedOptimizer(EngineOptimizer):
             )
         self._reset()
         return StepResult(applied=applied, scale=before if before != 1.0 else None)
+
+    def give_options(self) -> None:
+        """Write the options that schedulers and the script have set to the engine's groups. Local."""
+        for own, inner in self._paired_groups():
+            inner.update({key: value for key, value in own.items() if key != "params"})
+
+    def take_options(self) -> None:
+        """Read the options back from the engine's groups, which it has made or loaded. Local."""
+        for own, inner in self._paired_groups():
+            own.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        return zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""

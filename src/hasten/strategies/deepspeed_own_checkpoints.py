@@ -1,0 +1,70 @@
+"""DeepSpeed's own checkpoints (`engine.save_checkpoint`, `load_checkpoint`) of an engine whose schedule and window the loop keeps."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from hasten.errors import CheckpointError
+from hasten.strategies.deepspeed_optimizer import DeepSpeedOptimizer
+
+log = logging.getLogger(__name__)
+
+# Any in this file: DeepSpeed is untyped.
+
+
+def complete(optimizer: DeepSpeedOptimizer) -> None:
+    """Save the options and the schedule that the loop keeps in the engine's own checkpoints, and take them over at a load."""
+    engine = optimizer.engine
+    save, load = engine.save_checkpoint, engine.load_checkpoint
+
+    @functools.wraps(save)
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        _refuse_nvme(optimizer, "save_checkpoint")
+        if optimizer.num_passes:
+            log.warning(
+                "save_checkpoint() of a DeepSpeed engine was called in the middle of an accumulation window; the gradients of its "
+                "%d backward passes are not in the checkpoint. Save after optimizer.step() to lose nothing.",
+                optimizer.num_passes,
+            )
+        with _scheduled(optimizer):
+            return save(*args, **kwargs)
+
+    @functools.wraps(load)
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        _refuse_nvme(optimizer, "load_checkpoint")
+        optimizer.zero_grad()  # gradients of the weights before
+        with _scheduled(optimizer):
+            found = load(*args, **kwargs)
+        optimizer.take_options()
+        schedule = optimizer.schedule
+        if schedule is not None and not isinstance(schedule, LRScheduler):  # DeepSpeed's do not store their last rates
+            schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+        return found
+
+    engine.save_checkpoint, engine.load_checkpoint = saved, loaded
+
+
+@contextmanager
+def _scheduled(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
+    """A block in which the engine has the loop's schedule and options as its own."""
+    engine = optimizer.engine
+    optimizer.give_options()
+    own, engine.lr_scheduler = engine.lr_scheduler, optimizer.schedule or engine.lr_scheduler
+    try:
+        yield
+    finally:
+        engine.lr_scheduler = own
+
+
+def _refuse_nvme(optimizer: DeepSpeedOptimizer, call: str) -> None:
+    if optimizer.on_nvme:
+        raise CheckpointError(
+            f"{call}() of a DeepSpeed engine was called while parameters or optimizer state are on NVMe, in files that DeepSpeed's own "
+            "checkpoints do not include; a resume would be wrong. Use accelerator.save_state() and load_state()."
+        )
