@@ -1,6 +1,7 @@
 """Ranks that end at different times: `exit_cases.py FILE` forks two ranks for each case, which end as a script does, and writes how.
 
 FILE gets, by "case/rank": the exit code, and when the script was over, what runs at exit had run, and the process had ended.
+What a rank prints to stderr goes to "case.rank.err" beside it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ def train(case: str, rank: int, port: int) -> None:
     others.append(accelerator)  # all of them live until the process ends
     globals()["kept"] = others
     match case, rank:
-        case ("gone_0", 1) | ("first_1", 0):
+        case ("first_1", 0):
+            time.sleep(2)
+        case ("gone_0", 1):
+            _get_default_store().set("trained", "1")
             time.sleep(2)
         case ("fails_0", 1):
             time.sleep(4)
@@ -59,6 +63,7 @@ def train(case: str, rank: int, port: int) -> None:
             time.sleep(2)
             assert _get_default_store().get("word") == b"said"
         case ("gone_0", 0):
+            _get_default_store().get("trained")  # what is sent to it last may be lost with the sender
             os._exit(0)
         case ("fails_0", 0):
             raise ValueError("on purpose")
@@ -94,6 +99,7 @@ if __name__ == "__main__":
             child = os.fork()
             if not child:
                 times = place.parent / f"{name}.{number}"
+                os.dup2(os.open(f"{times}.err", os.O_WRONLY | os.O_CREAT), 2)
                 atexit.register(note, times)  # the last one to run, before the interpreter's own end
                 try:
                     train(name, number, meeting)

@@ -23,17 +23,27 @@ Ends = dict[str, dict[str, float]]
 """By "case/rank": the exit code, and when the script was over, what runs at exit had run, and the process had ended."""
 
 
+def said_by(case: str, place: Path) -> str:
+    """What the ranks of a case have printed."""
+    return "\n".join(path.read_text() for path in sorted(place.glob(f"{case}.*.err")))
+
+
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    place = tmp_path_factory.mktemp("exits") / "ends.json"
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exits")
+
+
+@pytest.fixture(scope="module")
+def ends(place: Path) -> Ends:
+    out = place / "ends.json"
     env = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
-    with subprocess.Popen([sys.executable, str(CASES), str(place)], env=env, start_new_session=True) as program:
+    with subprocess.Popen([sys.executable, str(CASES), str(out)], env=env, start_new_session=True) as program:
         try:
             assert program.wait(100) == 0
         except subprocess.TimeoutExpired:
             os.killpg(program.pid, signal.SIGKILL)  # its ranks, too
             raise
-    found: Ends = json.loads(place.read_text())
+    found: Ends = json.loads(out.read_text())
     return found
 
 
@@ -41,10 +51,10 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     ("case", "codes"),
     [("first_0", (0, 0)), ("first_1", (0, 0)), ("gone_0", (0, 0)), ("fails_0", (1, 0)), ("killed_1", (0, -9))],
 )
-def test_ranks_end_soon_and_well(case: str, codes: tuple[int, int], ends: Ends) -> None:
+def test_ranks_end_soon_and_well(case: str, codes: tuple[int, int], ends: Ends, place: Path) -> None:
     for rank, wanted in enumerate(codes):
         one = ends[f"{case}/{rank}"]
-        assert one["code"] == wanted
+        assert one["code"] == wanted, said_by(case, place)
         assert one["ended"] - one["over"] < SOON_S
 
 
