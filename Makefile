@@ -33,7 +33,7 @@ docs: $(READY) ## build the documentation site into build/site; a warning or a b
 # Tests that watch the clock have the processors to themselves, the others share them. $(1) chooses, $(2) are options.
 suite = status=0; \
 	$(BIN)/python -m pytest $(2) -m '$(1)not timed' -n 2 --dist loadfile || status=$$?; \
-	$(BIN)/python -m pytest $(2) -m '$(1)timed' tests || status=$$?; \
+	$(BIN)/python -m pytest $(2) -m '$(1)timed' $$(grep -rl --include='test_*.py' mark.timed tests) || status=$$?; \
 	exit $$status
 
 test: $(READY) ## run the test suite: every law on a small world, a quarter of an hour on two cores

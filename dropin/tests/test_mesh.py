@@ -14,6 +14,7 @@ SCRIPT = str(Path(__file__).parent / "scripts" / "mesh_loop.py")
 READING = str(Path(__file__).parent / "scripts" / "mesh_reading.py")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_a_llama_with_its_own_plan_trains_like_plain_torch(tmp_path: Path, warm: Any) -> None:
     """The script checks the mesh, the split layers and the losses itself."""

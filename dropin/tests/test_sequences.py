@@ -115,7 +115,8 @@ print("found", options.sp_seq_length, options.sp_seq_length_is_variable, options
 """
 
 
-@pytest.mark.parametrize("way", ["flags", pytest.param("file", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["flags", "file"])
 def test_a_launch_passes_the_options_of_sequences_to_its_workers(
     tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,16 +167,14 @@ def test_without_sp_size_there_is_nothing_to_split() -> None:
 
 
 @needs_transformers
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("stage", "processes"),
     [
         ("none", 2),
-        *(
-            pytest.param(stage, processes, marks=[pytest.mark.exhaustive, needs_deepspeed])
-            for stage, processes in (("0", 2), ("2", 2), ("3", 2), ("2", 4))
-        ),
-        pytest.param("none", 4, marks=pytest.mark.exhaustive),
+        ("none", 4),
+        *(pytest.param(*one, marks=needs_deepspeed) for one in (("0", 2), ("2", 2), ("3", 2), ("2", 4))),
     ],
 )
 def test_the_documented_loop_trains_like_plain_torch(tmp_path: Path, warm: Any, stage: str, processes: int) -> None:

@@ -54,8 +54,9 @@ def test_prints_what_it_prints_on_the_original(
     assert done.out[1:] == [""] * (processes - 1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["accumulation", pytest.param("course_mrpc", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", ["accumulation", "course_mrpc"])
 def test_the_launcher_starts_a_tutorial_on_two_processes(
     tmp_path: Path, offline: dict[str, str], warm: Any, parity: ModuleType, name: str
 ) -> None:

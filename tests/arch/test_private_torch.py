@@ -44,6 +44,7 @@ NOT_TORCH: Final = frozenset(
         "_get_data_parallel_group",
         "_hp_mapping",
         "_hp_optimizer_states_linked",
+        "_last_lr",  # of its schedulers
         "_lazy_init_hp_params_optimizer_state",
         "_offload_accumulated_param_ids",
         "_offload_boundary_param_ids",

@@ -88,6 +88,7 @@ def test_shuffle_buffers_lose_and_repeat_nothing(ctx: ProcessContext, dispatch: 
 
 
 @ranks(2, timeout_s=110, exhaustive=(1,))
+@pytest.mark.exhaustive
 def test_shuffle_buffers_in_workers(ctx: ProcessContext) -> None:
     after_every_stop(ctx, partial(buffered, 23, 4), 3, **fork(2))
 

@@ -145,13 +145,14 @@ def one_machine_is_lost(ctx: ProcessContext, folder: Path, how: str) -> None:
             goes_on_like(whole, second)
 
 
-@ranks(2, 4)
+@ranks(2, exhaustive=(4,))
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_a_lost_machine_costs_nothing_that_was_copied(ctx: ProcessContext, tmp_path: Path, how: str) -> None:
     one_machine_is_lost(ctx, tmp_path, how)
 
 
 @ranks(4)
+@pytest.mark.exhaustive
 def test_the_same_with_shards_and_replicas(ctx: ProcessContext, tmp_path: Path) -> None:
     one_machine_is_lost(ctx, tmp_path, "hsdp")
 

@@ -175,7 +175,7 @@ def check(ctx: ProcessContext, case: Case, atol: float = 1e-6) -> None:
 
 
 @ranks(2, exhaustive=(1, 3))
-@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_weights_equal_the_run_that_fits(ctx: ProcessContext, strategy: str) -> None:
     for every, weighted in ((1, False), (3, True)):
         check(ctx, Case(strategy, every, weighted, seed=every))
@@ -296,6 +296,7 @@ def test_what_run_step_refuses(ctx: ProcessContext) -> None:
         accelerator.run_step(twice, {"text": "a"})
 
 
+@pytest.mark.exhaustive
 def test_a_real_allocation_that_fails(tmp_path: Any) -> None:
     """A process whose address space is limited: 24 rows of 32 MiB do not fit, some of them do."""
     script = tmp_path / "limited.py"

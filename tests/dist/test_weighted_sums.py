@@ -83,7 +83,7 @@ def run(ctx: ProcessContext, heads: int, every: int, seed: int, tensors: bool, *
 
 
 @ranks(2, exhaustive=(1, 3))
-@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_each_loss_is_divided_by_its_own_weight(ctx: ProcessContext, strategy: str) -> None:
     for heads in (1, 2, 3):
         for every in (1, 2, 3):

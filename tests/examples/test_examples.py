@@ -73,6 +73,7 @@ def test_cross_validation_tracks_every_fold(ctx: ProcessContext) -> None:
 
 
 @ranks(2)
+@pytest.mark.exhaustive
 def test_local_sgd_learns(ctx: ProcessContext) -> None:
     printed = run("local_sgd.py", "--epochs", 3)
     if ctx.world.rank == 0:

@@ -283,6 +283,7 @@ def test_who_told_the_run_to_stop_is_said_in_words() -> None:
     assert said == [f"rank 3 was told to stop by {who}" for who in ("the program itself", "SIGTERM")]
 
 
+@pytest.mark.exhaustive  # test_launch_preemption.py does it through the launcher
 def test_a_preempted_run_continues_at_the_same_sample(tmp_path: Path) -> None:
     def run(*how: str) -> tuple[int, str]:
         command = [sys.executable, "-W", "ignore", "-c", PREEMPTED, str(tmp_path), *how]
