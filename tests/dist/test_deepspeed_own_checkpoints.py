@@ -124,6 +124,21 @@ def test_an_open_window_is_named_at_a_save_and_dropped_at_a_load(
 
 
 @ranks(1)
+def test_a_checkpoint_without_a_schedule_leaves_the_schedule_and_says_so(ctx: ProcessContext, tmp_path: Path) -> None:
+    run = Run(ctx, 1, "no", made=False)
+    run.passes(0, 2)
+    inner, run.optimizer.optimizer.schedule = run.optimizer.optimizer.schedule, None
+    run.model.save_checkpoint(str(tmp_path), tag="without")
+    run.optimizer.optimizer.schedule = inner
+    run.passes(2, 6)
+    before = run.schedule.state_dict()
+    with mock.patch.object(own_checkpoints, "log") as log:
+        run.model.load_checkpoint(str(tmp_path), tag="without")
+    assert "has no state of a scheduler" in log.warning.call_args.args[0]
+    assert run.schedule.state_dict() == before
+
+
+@ranks(1)
 def test_an_engine_on_nvme_refuses_checkpoints_that_would_leave_it_out(ctx: ProcessContext, tmp_path: Path) -> None:
     run = Run(ctx, 3, "no", made=False)
     with mock.patch.object(type(run.optimizer.optimizer), "on_nvme", True):

@@ -50,12 +50,34 @@ def complete(optimizer: DeepSpeedOptimizer) -> None:
     engine.save_checkpoint, engine.load_checkpoint = saved, loaded
 
 
+class _Schedule:
+    """The loop's scheduler as an engine saves and loads it; a checkpoint may have been written without one."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> Any:
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if state is not None:
+            self._scheduler.load_state_dict(state)
+            return
+        log.warning(
+            "the DeepSpeed checkpoint has no state of a scheduler, so the schedule goes on where it is (%s); load the scheduler's own "
+            "state if the run that was saved had one.",
+            type(self._scheduler).__name__,
+        )
+
+
 @contextmanager
 def _scheduled(optimizer: DeepSpeedOptimizer) -> Iterator[None]:
     """A block in which the engine has the loop's schedule and options as its own."""
     engine = optimizer.engine
     optimizer.give_options()
-    own, engine.lr_scheduler = engine.lr_scheduler, optimizer.schedule or engine.lr_scheduler
+    own = engine.lr_scheduler
+    if optimizer.schedule is not None:
+        engine.lr_scheduler = _Schedule(optimizer.schedule)
     try:
         yield
     finally:
