@@ -28,7 +28,7 @@ from hasten.strategies.deepspeed_building import Told, building, is_partitioned,
 from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.deepspeed_config import building as partitioning
 from hasten.strategies.deepspeed_optimizer import DeepSpeedOptimizer
-from hasten.strategies.deepspeed_own_checkpoints import complete
+from hasten.strategies.deepspeed_own_checkpoints import complete, show_rates
 from hasten.strategies.deepspeed_shards import weight_slice
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.placing import Convert, Place
@@ -186,9 +186,7 @@ class DeepSpeedStrategy:
             )
         made.optimizer = prepared
         prepared.take_options()
-        made._last_lr = [
-            group["lr"] for group in prepared.param_groups
-        ]  # before its first step it would have none to show
+        show_rates(made, prepared)
         return made
 
     # -- one step -------------------------------------------------------------------------------------------------

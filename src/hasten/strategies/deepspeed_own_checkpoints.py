@@ -42,12 +42,16 @@ def complete(optimizer: DeepSpeedOptimizer) -> None:
         with _scheduled(optimizer):
             found = load(*args, **kwargs)
         optimizer.take_options()
-        schedule = optimizer.schedule
-        if schedule is not None and not isinstance(schedule, LRScheduler):  # DeepSpeed's do not store their last rates
-            schedule._last_lr = [group["lr"] for group in optimizer.param_groups]
+        if optimizer.schedule is not None and not isinstance(optimizer.schedule, LRScheduler):
+            show_rates(optimizer.schedule, optimizer)
         return found
 
     engine.save_checkpoint, engine.load_checkpoint = saved, loaded
+
+
+def show_rates(scheduler: Any, optimizer: DeepSpeedOptimizer) -> None:
+    """Let `get_last_lr()` of a scheduler made by DeepSpeed return the rates in use, which it knows after its own step only."""
+    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
 
 
 class _Schedule:
