@@ -1,11 +1,13 @@
 """Engines beside the native path on one device: a GPT-2-small-sized model, its tokens a second and its losses.
 
-    PYTHONPATH=src python benchmarks/engines.py --device cuda      # one GPU, about three minutes
-    PYTHONPATH=src python benchmarks/engines.py                    # a tiny model on the CPU, to see that it runs
+    PYTHONPATH=src python benchmarks/engines.py --device cuda --only megatron      # one GPU, about three minutes
+    PYTHONPATH=src python benchmarks/engines.py --device cuda --only deepspeed     # one GPU, about ten minutes
+    PYTHONPATH=src python benchmarks/engines.py                                    # a tiny model on the CPU, to see that it runs
 
 Needs transformers and megatron-core 0.16 (an unpacked wheel on PYTHONPATH will do; it needs no package beyond torch, numpy and packaging).
-DeepSpeed takes part where it can be imported. Every contender trains the same transformers model from the same weights on the same
-batches: first its losses, alone, with its peak of memory; then it is saved, goes on, and is loaded and goes on again; then its
+DeepSpeed takes part where it is installed, with its parameters and state on the GPU, in host memory and in a temporary folder of the drive; the state
+there needs a library that DeepSpeed compiles (libaio-dev, g++, ninja). Every contender trains the same transformers model from the same weights on the same
+batches: first its losses, alone and with deterministic algorithms, with its peak of memory; then it is saved, goes on, and is loaded and goes on again; then its
 speed in turns. A contender that fails is named with its traceback, and the others go on. Results go to benchmarks/results (or --out).
 
 On the CPU megatron-core runs through the stand-in for torch.cuda that the tests use, so its speed there means nothing.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 import statistics
 import tempfile
 import time
@@ -27,6 +30,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from fp8 import Size, floor, sequences
@@ -39,6 +43,9 @@ from hasten import Accelerator
 SMALL = Size("GPT-2-small-sized", 50304, 1024, 768, 12, 12, 16, 24, 8)
 TINY = Size("tiny", 64, 16, 32, 2, 4, 4, 6, 2)
 TURN = 4
+IN_MEMORY = "parameters and state in host memory"
+ON_DRIVE = "parameters on the drive"
+ALL_ON_DRIVE = "parameters and state on the drive"
 STAND_IN = Path(__file__).parent.parent / "tests" / "dist" / "megatron_on_cpu.py"
 Step = Callable[[Tensor], Tensor]
 
@@ -54,22 +61,40 @@ class Contender:
     """The distribution it needs beside torch and transformers."""
     scheduled: bool = False
     """Forward and backward are run by the engine's own schedule."""
+    bare: dict[str, Any] | None = None
+    """DeepSpeed's settings where it is called without hasten."""
 
 
-def contenders() -> list[Contender]:
+def contenders(drive: Path) -> list[Contender]:
+    """All of them; those that offload to a drive write to this folder."""
+    memory, files = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(drive)}
     found = []
     for precision in ("bf16", "no"):
         name = "fp32" if precision == "no" else precision
         engine = {"strategy": "megatron", "megatron_lm_plugin": {"num_micro_batches": 1}}
         again = {"strategy": "megatron", "megatron_lm_plugin": {"recompute_activations": True}}
-        zero = {"strategy": "deepspeed", "deepspeed_plugin": {"zero_stage": 1}}
         found += [
             Contender(f"native, {name}", precision, {"strategy": "none"}),
             Contender(f"Megatron, {name}", precision, engine, "megatron-core", scheduled=True),
             Contender(f"Megatron, {name}, attention recomputed", precision, again, "megatron-core", scheduled=True),
-            Contender(f"DeepSpeed ZeRO 1, {name}", precision, zero, "deepspeed"),
+            Contender(f"DeepSpeed ZeRO 1, {name}", precision, zero(stage=1), "deepspeed"),
+            Contender(f"bare DeepSpeed ZeRO 1, {name}", precision, package="deepspeed", bare={"stage": 1}),
+            Contender(f"DeepSpeed ZeRO 3, {name}", precision, zero(stage=3), "deepspeed"),
+            Contender(f"bare DeepSpeed ZeRO 3, {name}", precision, package="deepspeed", bare={"stage": 3}),
+            Contender(f"DeepSpeed ZeRO 3, {name}, {IN_MEMORY}", precision, offloaded(memory, memory), "deepspeed"),
+            Contender(f"DeepSpeed ZeRO 3, {name}, {ON_DRIVE}", precision, offloaded(files, memory), "deepspeed"),
+            Contender(f"DeepSpeed ZeRO 3, {name}, {ALL_ON_DRIVE}", precision, offloaded(files, files), "deepspeed"),
         ]
     return found
+
+
+def zero(**options: Any) -> dict[str, Any]:
+    return {"strategy": "deepspeed", "deepspeed": {"hf_ds_config": {"zero_optimization": options}}}
+
+
+def offloaded(parameters: dict[str, str], state: dict[str, str]) -> dict[str, Any]:
+    """Sub-groups of one parameter, as state on a drive has them, because they decide the order of sums."""
+    return zero(stage=3, sub_group_size=1, offload_param=dict(parameters), offload_optimizer=dict(state))
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
@@ -98,8 +123,35 @@ def loss_of(model: Any, batch: Any) -> Tensor:  # Any: a model of transformers, 
     return loss
 
 
-def training(contender: Contender, size: Size, device: torch.device, fused: bool) -> tuple[Step, Accelerator]:
-    """One step of the contender, which takes a batch and gives its loss, and what it runs on."""
+def bare_training(contender: Contender, size: Size, device: torch.device, fused: bool) -> Step:
+    """One step of DeepSpeed without hasten, in the process group that an Accelerator has made."""
+    import deepspeed
+
+    model = language_model(size, device)
+    config = {
+        "train_micro_batch_size_per_gpu": size.rows,
+        "bf16": {"enabled": contender.precision == "bf16"},
+        "gradient_clipping": 1.0,
+        "zero_optimization": contender.bare,
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, fused=fused)
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_of(engine, {"input_ids": tokens[:, :-1], "labels": tokens[:, :-1]})
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def training(contender: Contender, size: Size, device: torch.device, fused: bool) -> tuple[Step, Accelerator | None]:
+    """One step of the contender, which takes a batch and gives its loss, and what it runs on, if that is hasten."""
+    if contender.bare is not None:
+        return bare_training(contender, size, device, fused), None
     accelerator = Accelerator(
         mixed_precision=contender.precision, cpu=device.type == "cpu" and not contender.scheduled, **contender.settings
     )
@@ -145,10 +197,10 @@ def losses_of(
     step, accelerator = training(contender, size, device, fused)
     values = torch.stack([step(batch) for batch in batches]).float().tolist()
     row: dict[str, Any] = {"contender": contender.name, "first loss": values[0], "last loss": values[-1]}
-    row["losses"] = [round(value, 5) for value in values]
+    row["losses"] = values
     row["seconds with set-up"] = round(time.perf_counter() - begun, 1)
     row["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else None
-    row["resumed"] = resumed(step, accelerator, batches[:4])
+    row["resumed"] = None if accelerator is None else resumed(step, accelerator, batches[:4])
     return step, row
 
 
@@ -182,6 +234,21 @@ def farthest(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
     return max(abs(a - b) for a, b in zip(row["losses"], base["losses"], strict=True))
 
 
+def offload_is_exact(rows: list[dict[str, Any]]) -> list[str]:
+    """Whether losses with the parameters or the state on the drive are those with both in host memory, in one line for each."""
+    lines = []
+    for row in rows:
+        name = row["contender"]
+        where = name.split(", ", 2)[-1]
+        base = next((one for one in rows if one["contender"] == name.replace(where, IN_MEMORY)), None)
+        if where in (ON_DRIVE, ALL_ON_DRIVE) and base is not None:
+            same = row["losses"] == base["losses"]
+            lines.append(
+                f"- {name}: losses {'equal, bit for bit, to' if same else 'DIFFERENT from'} those with {IN_MEMORY}."
+            )
+    return lines
+
+
 def page(found: dict[str, Any]) -> str:
     def shown(value: float | None, digits: int, scale: float = 1.0) -> str:
         return "" if value is None else f"{value * scale:.{digits}f}"
@@ -210,9 +277,10 @@ def page(found: dict[str, Any]) -> str:
             shown(row["first loss"], 4),
             shown(row["last loss"], 4),
             shown(farthest(row, found["rows"]), 5),
-            "bit for bit" if row["resumed"] == 0 else f"{row['resumed']:.1e}",
+            "" if row["resumed"] is None else "bit for bit" if row["resumed"] == 0 else f"{row['resumed']:.1e}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *offload_is_exact(found["rows"])]
     lines += ["", *(f"Left out: {name} ({why})." for name, why in found["left out"].items())]
     for name, text in found["failed"].items():
         lines += ["", f"## {name} failed", "", "```", text.rstrip(), "```"]
@@ -259,12 +327,14 @@ def missing(contender: Contender) -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="contenders whose names hold this text")
+    parser.add_argument("--only", choices=["megatron", "deepspeed"], help="this engine beside the native path")
+    parser.add_argument("--precision", choices=["bf16", "fp32"], help="only this one")
     parser.add_argument("--rows", type=int, default=None, help="sequences of a batch")
     parser.add_argument("--not-fused", action="store_true", help="AdamW without torch's fused kernel")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as deterministic algorithms need it
     device = torch.device(args.device)
     size = SMALL if args.device == "cuda" else TINY
     if args.rows:
@@ -278,15 +348,19 @@ def main() -> None:
     for name in ("transformers", "megatron-core", "deepspeed"):
         if not missing(Contender(name, "no", package=name)):
             found["versions"][name] = metadata.version(name)
-    stem = args.out / f"engines_{args.device}"
+    stem = args.out / "_".join(["engines", *([args.only] if args.only else []), args.device])
     steps: dict[str, Step] = {}
     with ExitStack() as stack:
         if args.device == "cpu":
             torch.set_num_threads(1)
             if "megatron-core" in found["versions"]:
                 stand_in(stack)
-        for contender in contenders():
-            if args.only not in contender.name:
+        drive = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        torch.use_deterministic_algorithms(True)
+        for contender in contenders(drive):
+            if args.only and contender.package and not contender.package.startswith(args.only):
+                continue
+            if args.precision and args.precision not in contender.name:
                 continue
             if (why := missing(contender)) is not None:
                 found["left out"][contender.name] = why
@@ -300,6 +374,7 @@ def main() -> None:
                 print(f"{contender.name} failed:\n{found['failed'][contender.name]}", flush=True)
             gc.collect()
         write_results(stem, found, page(found))
+        torch.use_deterministic_algorithms(False)
         with_speed(found["rows"], turns(steps, size, batches, found["failed"]), size.rows * size.length)
     write_results(stem, found, page(found))
 
