@@ -203,6 +203,20 @@ def test_contradictions_name_both_sides(given: dict[str, Any], facts: Facts, wor
         translate(DeepSpeedPlugin(hf_ds_config=given), facts)
 
 
+def test_sections_that_are_one_mapping_are_filled_in_apart() -> None:
+    place = dict(NVME)
+    shared = {"zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place}}
+    apart = json.loads(json.dumps(shared))
+    made, expected = (translate(DeepSpeedPlugin(hf_ds_config=given), Facts()) for given in (shared, apart))
+    assert made == expected
+    sections = made.config["zero_optimization"]
+    assert sections["offload_param"] is not sections["offload_optimizer"]
+    assert "max_in_cpu" not in sections["offload_optimizer"], (
+        "a setting of offload_param, which DeepSpeed refuses there"
+    )
+    assert place == NVME
+
+
 def test_files_are_read_and_explained(tmp_path: Path) -> None:
     good, bad, other = tmp_path / "good.json", tmp_path / "bad.json", tmp_path / "list.json"
     good.write_text(json.dumps({"zero_optimization": {"stage": 1}}))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -86,7 +85,7 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if given is None:
         return {}
     if isinstance(given, Mapping):
-        return deepcopy(dict(given))
+        return {key: _unshared(value) for key, value in given.items()}
     path = Path(given).expanduser()
     try:
         read = json.loads(path.read_text())
@@ -101,6 +100,13 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
             "Write DeepSpeed's settings as {...}."
         )
     return read
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which two sections that are one mapping become two, as in a file: each is filled in by itself."""
+    if isinstance(value, Mapping):
+        return {key: _unshared(inner) for key, inner in value.items()}
+    return [_unshared(inner) for inner in value] if isinstance(value, list) else value
 
 
 def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
