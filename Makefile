@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity bench clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,10 +39,11 @@ suite = status=0; \
 test: $(READY) ## run the test suite: every law on a small world, a quarter of an hour on two cores
 	@$(call suite,not exhaustive and )
 
-test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM, 1000 random cases and torch_xla: hours
+test-all: $(READY) ## run the suite with its exhaustive tests, the real SLURM, 1000 random cases and torch_xla: four hours
+	@$(MAKE) --no-print-directory --keep-going test-exhaustive laws test-xla
+
+test-exhaustive: $(READY) # the first part of test-all
 	@export HASTEN_TEST_SLURM=1 HASTEN_LONG_TESTS=1; $(call suite,,-o faulthandler_timeout=0)
-	@$(MAKE) --no-print-directory laws
-	@$(MAKE) --no-print-directory test-xla
 
 test-megatron: $(READY) ## run the laws of Megatron-LM on a real megatron-core, through a stand-in for CUDA's calls: minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt 'megatron-core>=0.16,<0.17'
