@@ -433,6 +433,12 @@ def check(case: Case, pool: Pool) -> str:
         assert first == [steps[:stop] for steps in whole], "two runs of one program differ"
         if case.new_world != case.world:
             rest = pool.run(run, case.new_world, case, Path(folder), None, True, timeout_s=PATIENCE_S)
+            # Parts of the dataset's own fit one number of ranks, so an epoch that begins there is in its order.
+            expected = (
+                pool.run(run, case.new_world, case, Path(folder), None, False, timeout_s=PATIENCE_S)
+                if case.refused
+                else whole
+            )
     inside = not whole[0][stop - 1][4] or case.seed % 2 == 1  # odd ones are saved with an epoch's last batch in hand
     if inside and case.refused:
         return refused_by_all(rest, ("Resume on",))
@@ -443,9 +449,11 @@ def check(case: Case, pool: Pool) -> str:
         return "exact"
     for epoch in (0, 1):
         compare_with_torch(case, real_ids(first, epoch) + real_ids(rest, epoch))
-        if not case.workers and not case.drop_last and not case.own_shards(case.world):
-            both = in_global_order(first, epoch) + in_global_order(rest, epoch)
-            assert both == in_global_order(whole, epoch), f"epoch {epoch} goes on in another order: {both}"
+        if not case.workers and not case.drop_last:
+            begun = in_global_order(first, epoch)
+            both = begun + in_global_order(rest, epoch)
+            wanted = in_global_order(whole if begun else expected, epoch)
+            assert both == wanted, f"epoch {epoch} goes on in another order: {both}"
     return "each sample once on another world"
 
 
@@ -512,7 +520,14 @@ def test_random_loaders_resume_exactly_or_are_refused(rank_pool: Pool) -> None:
     assert tally.verdicts["exact"], str(tally)
 
 
-ONCE_BROKEN: Final = (131, 271, 2114, 2134, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (311, 3377)))
+ONCE_BROKEN: Final = (
+    131,
+    271,
+    724,
+    2114,
+    2134,
+    *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (311, 3377)),
+)
 
 
 @pytest.mark.parametrize("seed", ONCE_BROKEN)
