@@ -82,8 +82,8 @@ names: $(READY) ## accept the present public names into the snapshot
 CASES ?= 1000
 START ?= 0
 laws: $(READY) ## search for cases that break the laws: CASES=1000 START=0, or one case by SEED=17
-	@for script in tests/laws/test_*.py; do echo "== $$script"; \
-		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || exit 1; done
+	@status=0; for script in tests/laws/test_*.py; do echo "== $$script"; \
+		$(BIN)/python $$script --start $(START) --cases $(CASES) $(if $(SEED),--seed $(SEED)) || status=1; done; exit $$status
 
 PARITY := .parity
 parity: $(READY) ## record scripts, clients, tutorials under the original package and the drop-in, and compare: CLIENTS="parity lora"

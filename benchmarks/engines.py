@@ -94,7 +94,7 @@ def zero(**options: Any) -> dict[str, Any]:
 
 def offloaded(parameters: dict[str, str], state: dict[str, str]) -> dict[str, Any]:
     """Sub-groups of one parameter, as state on a drive has them, because they decide the order of sums."""
-    return zero(stage=3, sub_group_size=1, offload_param=dict(parameters), offload_optimizer=dict(state))
+    return zero(stage=3, sub_group_size=1, offload_param=parameters, offload_optimizer=state)
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------
