@@ -16,9 +16,13 @@ from hasten import trees
 from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.reshard import Copy, local_tensor
 from hasten.modules.dtensors import is_dtensor
+from hasten.runtime.devices import empty_cache, free_memory
 from hasten.runtime.logs import get_logger
 
 log = get_logger(__name__)
+
+_SPARE_BYTES = 1024**3
+"""Device memory that keeping old values leaves free for what else loading allocates."""
 
 
 class Stateful(Protocol):
@@ -34,6 +38,7 @@ class Undo:
 
     def __init__(self) -> None:
         self._steps: list[tuple[str, Callable[[], object]]] = []
+        self._room: dict[torch.device, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -42,7 +47,11 @@ class Undo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         steps, self._steps = self._steps, []
+        devices, self._room = self._room, {}
         if error is None:
+            steps.clear()
+            for device in devices:
+                empty_cache(device)  # the old values were in memory that training has no use for
             return
         for what, step in reversed(steps):
             try:
@@ -69,10 +78,26 @@ class Undo:
         self.add(type(thing).__name__, _keep_attributes(thing, tensors))
 
     def keep_targets(self, copies: Sequence[Copy]) -> None:
-        """Keep the memory that these copies will overwrite, in host memory."""
-        back = [Copy(one.target, _host_memory(one.target)) for one in copies]
+        """Save the memory that these copies will overwrite: on its device where there is room, else on the host."""
+        back = [Copy(one.target, self._memory_like(one.target)) for one in copies]
         run_copies([Copy(one.source, one.target) for one in back])
         self.add("tensors", lambda: run_copies(back))
+
+    def _memory_like(self, target: Tensor) -> Tensor:
+        """Allocate memory for a tensor's old values."""
+        if type(target) is not Tensor and not isinstance(target, torch.nn.Parameter):
+            return target.detach().clone()  # subclasses know best how they are copied
+        if target.device.type != "cpu":
+            if target.device not in self._room:
+                self._room[target.device] = free_memory(target.device) - _SPARE_BYTES
+            size = target.numel() * target.element_size()
+            if size <= self._room[target.device]:
+                self._room[target.device] -= size
+                try:
+                    return torch.empty_like(target, requires_grad=False)
+                except torch.OutOfMemoryError:
+                    self._room[target.device] = 0
+        return torch.empty_like(target, device="cpu", requires_grad=False)
 
 
 class _Kept:
@@ -94,12 +119,6 @@ def _kept(leaf: Any) -> Any:  # Any: a value of the user's state
 
 def _thawed(leaf: Any) -> Any:
     return leaf.thawed() if isinstance(leaf, _Kept) else leaf
-
-
-def _host_memory(target: Tensor) -> Tensor:
-    if type(target) is not Tensor and not isinstance(target, torch.nn.Parameter):
-        return target.detach().clone()  # subclasses know best how they are copied
-    return torch.empty_like(target, device="cpu", requires_grad=False)
 
 
 def _keep_attributes(thing: object, tensors: bool) -> Callable[[], None]:

@@ -19,9 +19,11 @@ from hasten.checkpoint.transfer import (
     HostBuffer,
     as_bytes,
     byte_view,
+    copy_bytes,
     devices_of,
     finish_copies,
     host_memory,
+    is_plain,
     worker_pool,
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError
@@ -55,10 +57,10 @@ def run_copies(
     Raises: CheckpointError when a file cannot be read any more; the tensors are then in an undefined state, which the
     caller must undo.
     """
-    buffer, devices = HostBuffer(), devices_of(copy.target for copy in copies)
+    buffer, devices = HostBuffer(), devices_of(side for copy in copies for side in (copy.target, copy.source))
     stretches, others = _stretches(copies)
     jobs: list[Callable[[], int]] = [partial(_fill, stretch, buffer) for stretch in stretches]
-    jobs += [partial(_copy, portion) for portion in _portions(others)]
+    jobs += [partial(_copy, portion, buffer) for portion in _portions(others)]
     try:
         with worker_pool(threads or default_threads(), devices, "hasten-read") as pool:
             for done in pool.map(_guarded, jobs):
@@ -117,11 +119,31 @@ def _guarded(job: Callable[[], int]) -> CheckpointError | int:
         return error
 
 
-def _copy(copies: Sequence[Copy]) -> int:
+def _copy(copies: Sequence[Copy], buffer: HostBuffer) -> int:
     for copy in copies:
-        copy.target.copy_(copy.source)
+        if copy.target.device.type == "cpu" and _through_buffer(copy):
+            _copy_to_host(copy, buffer)
+        else:
+            copy.target.copy_(copy.source)
     finish_copies(devices_of(copy.target for copy in copies))
     return sum(copy.target.numel() * copy.target.element_size() for copy in copies)
+
+
+def _through_buffer(copy: Copy) -> bool:
+    """Return whether these are bytes of an accelerator that page-locked memory brings to the host faster."""
+    target, source = copy.target, copy.source
+    same = target.dtype == source.dtype and target.shape == source.shape
+    return same and bool(devices_of([source])) and is_plain(target) and is_plain(source)
+
+
+def _copy_to_host(copy: Copy, buffer: HostBuffer) -> None:
+    target, source = as_bytes(copy.target), as_bytes(copy.source)
+    for low in range(0, source.numel(), CHUNK_BYTES):
+        part = source[low : low + CHUNK_BYTES]
+        staged = buffer.take(part.numel(), pinned=True)
+        staged.copy_(part, non_blocking=True)
+        finish_copies([source.device])
+        copy_bytes(target[low : low + part.numel()], staged)
 
 
 def _fill(stretch: _Stretch, buffer: HostBuffer) -> int:

@@ -106,3 +106,14 @@ def empty_cache(device: torch.device) -> None:
     module = torch.get_device_module(device)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated on an accelerator; 0 where torch cannot tell."""
+    if device.type == "cpu" or kind_of(device).lazy:
+        return 0
+    module = torch.get_device_module(device)
+    if not (hasattr(module, "mem_get_info") and hasattr(module, "memory_reserved")):
+        return 0
+    cached = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    return int(module.mem_get_info(device)[0]) + cached
