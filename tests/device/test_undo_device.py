@@ -9,10 +9,7 @@ from hasten.accelerator import undo as undoing
 from hasten.accelerator.undo import Undo
 from hasten.checkpoint.reshard import Copy
 
-pytestmark = [
-    pytest.mark.device,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator"),
-]
+pytestmark = pytest.mark.device
 
 
 @pytest.mark.parametrize("room", ["device", "host"])
