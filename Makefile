@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity bench clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,14 @@ test-newest: ## run the suite against the newest torch there is
 	@.torch-newest/bin/python -m pip install --quiet --constraint .torch-newest/constraints.txt \
 		--editable '.[dev,clients,docs]' --editable ./dropin
 	.torch-newest/bin/python -m pytest -m 'not exhaustive'
+
+dist: $(READY) ## build sdist and wheel of both distributions, check them, and train with the wheels in an empty environment
+	@rm -rf dist
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt build twine
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist dropin
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tests/release/try_wheels.py dist constraints.txt
 
 bench: $(READY) ## run the benchmarks and write one table
 	$(BIN)/python benchmarks/run_all.py
