@@ -247,8 +247,8 @@ def test_off_and_a_pattern_without_a_name(ctx: ProcessContext) -> None:
 
 
 # -- other ways of spreading ----------------------------------------------------------------------------------------
-def language_run(sizes: dict[str, Any], strategy: str, spoil: Callable[[nn.Module], None], **settings: Any) -> None:
-    """Train a small language model; a case may spoil it after six updates."""
+def language_run(sizes: dict[str, Any], strategy: str, spoil: Callable[[nn.Module], None], **settings: Any) -> Tensor:
+    """Train a small language model and return this rank's part of a layer; a case may spoil it after six updates."""
     config = ParallelismConfig(**sizes)
     accelerator = Accelerator(parallelism_config=config, strategy=strategy, divergence_every=EVERY, **settings)
     net = seeded(lambda: TinyLM(vocab=16, width=8, heads=4, depth=2, context=6))
@@ -263,6 +263,7 @@ def language_run(sizes: dict[str, Any], strategy: str, spoil: Callable[[nn.Modul
             with torch.no_grad():
                 spoil(accelerator.unwrap_model(model))
     accelerator.end_training()
+    return part(accelerator.unwrap_model(model)).detach().clone()
 
 
 def keep(net: nn.Module) -> None:
@@ -300,8 +301,9 @@ def test_ranks_of_a_tensor_parallel_group_compare_what_is_whole(ctx: ProcessCont
 
 @ranks(2)
 def test_shards_have_no_copy_to_differ_from(ctx: ProcessContext) -> None:
-    language_run({}, "fsdp", keep)
-    language_run({}, "fsdp", edit_own_part)
+    kept = language_run({}, "fsdp", keep)
+    edited = language_run({}, "fsdp", edit_own_part)
+    assert bool((edited[0] - kept[0] > 0.5).all()) == (ctx.rank > 0), "the edit must outlast the checks"
 
 
 @pytest.mark.exhaustive

@@ -37,8 +37,13 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
 def test_a_loop_on_the_main_process_alone_does_not_hang(ctx: ProcessContext) -> None:
     watch, pulse = straggler_watch(ctx, every_s=0.0), Pulse(ctx.device)
     if ctx.world.rank == 0:
-        for _ in progress(range(5), ctx=ctx, console=Console(file=io.StringIO()), pulse=pulse, watch=watch):
+        seen = []
+        for number in progress(range(5), ctx=ctx, console=Console(file=io.StringIO()), pulse=pulse, watch=watch):
             pulse.reached()
+            seen.append(number)
+        assert seen == [0, 1, 2, 3, 4]
+        assert watch is not None
+        assert watch.found is None, "a rank that has no loop is not a slow one"
 
 
 class Runs(Tracker):

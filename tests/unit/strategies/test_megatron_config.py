@@ -201,9 +201,11 @@ def test_options_that_a_model_has_no_place_for_are_refused(model: str, given: di
 
 
 def test_options_that_say_what_a_model_is_are_taken() -> None:
-    made("llama", use_rotary_position_embeddings=True)
-    made("bert", encoder_seq_length=12)
-    made("t5", encoder_seq_length=12, decoder_seq_length=8)
+    assert made("llama", use_rotary_position_embeddings=True) == made("llama")
+    assert made("bert", encoder_seq_length=12) == made("bert")
+    assert made("t5", encoder_seq_length=12, decoder_seq_length=8) == made("t5")
+    with pytest.raises(ConfigError, match="whose weights were made for other positions"):
+        made("gpt2", use_rotary_position_embeddings=True)
 
 
 @pytest.mark.parametrize(
