@@ -32,7 +32,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from loading import RESULTS, versions
+from loading import versions
+from recording import RESULTS, record
 from torch import nn
 
 from hasten import __version__ as hasten_version
@@ -267,12 +268,8 @@ def main() -> None:
         print(json.dumps(background), flush=True)
         ways["hasten"].accelerator.end_training()
     known = {**versions(device.type), "hasten": hasten_version, "parameters": f"{count / 1e6:.0f} M"}
-    given.out.mkdir(parents=True, exist_ok=True)
-    stem = given.out / f"checkpoint_{device.type}"
-    stem.with_suffix(".json").write_text(
-        json.dumps({"versions": known, "ways": results, "background": background}, indent=1) + "\n"
-    )
-    stem.with_suffix(".md").write_text(markdown(known, results, background))
+    found = {"ways": results, "background": background}
+    record("checkpoint", device.type, found, markdown(known, results, background), known, given.out)
 
 
 def markdown(known: dict[str, str], results: list[dict[str, Any]], background: dict[str, Any]) -> str:

@@ -47,8 +47,8 @@ def main() -> None:
     if args.inside:
         inside(args)
         return
-    from loading import RESULTS, versions
-    from measuring import write_results
+    from loading import versions
+    from recording import record
 
     device = "cpu" if args.cpu else _device()
     with tempfile.TemporaryDirectory() as folder:
@@ -56,8 +56,7 @@ def main() -> None:
     rows = compared(found)
     known = {**versions(device), "transformers": metadata.version("transformers")}
     known["accelerate"] = " and ".join(found[package]["version"] for package in PACKAGES)
-    result = {"versions": known, "rows": rows, "found": found}
-    write_results(RESULTS / f"dropin_clients_{device}", result, page(known, rows))
+    record("dropin_clients", device, {"rows": rows, "found": found}, page(known, rows), known)
     if not all(row["equal"] == "yes" for row in rows):
         sys.exit("the drop-in's numbers differ from the original's")
 

@@ -53,8 +53,8 @@ def main() -> None:
     if args.inside:
         inside(args.inside)
         return
-    from loading import RESULTS, versions
-    from measuring import write_results
+    from loading import versions
+    from recording import record
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         logs = pool.map(lambda package: trained(package, args.original, Path(folder) / package), PACKAGES)
@@ -65,9 +65,7 @@ def main() -> None:
         for how in ("whole", "resumed")
     ]
     known = {**versions("cuda"), **{name: metadata.version(name) for name in ("transformers", "deepspeed")}}
-    out = args.out or RESULTS
-    out.mkdir(parents=True, exist_ok=True)
-    write_results(out / "dropin_deepspeed_cuda", {"versions": known, "rows": rows, "found": found}, page(known, rows))
+    record("dropin_deepspeed", "cuda", {"rows": rows, "found": found}, page(known, rows), known, args.out)
     if not all(row["equal"] for row in rows):
         sys.exit("the drop-in's numbers differ from the original's")
 

@@ -42,7 +42,7 @@ def main() -> None:
         for package in PACKAGES
         if args.only in (None, package)
     ]
-    report(f"dropin_input_bound_{args.device}", "Input-bound loop through the drop-in", rows, args.device)
+    report("dropin_input_bound", "Input-bound loop through the drop-in", rows, args.device)
     ratio = next((row["accelerate / max(copy, compute)"] for row in rows if row["package"] == "drop-in"), 0.0)
     if args.device == "cuda" and ratio > GOAL:
         sys.exit(f"the drop-in takes {ratio:.3f} times the longer of copy and compute, more than {GOAL}")

@@ -34,8 +34,8 @@ from unittest import mock
 
 import torch
 from fp8 import Size, floor, sequences
-from loading import RESULTS, versions
-from measuring import write_results
+from loading import versions
+from recording import RESULTS, record
 from torch import Tensor
 
 from hasten import Accelerator
@@ -348,7 +348,7 @@ def main() -> None:
     for name in ("transformers", "megatron-core", "deepspeed"):
         if not missing(Contender(name, "no", package=name)):
             found["versions"][name] = metadata.version(name)
-    stem = args.out / "_".join(["engines", *([args.only] if args.only else []), args.device])
+    setting = ", ".join([*([args.only] if args.only else []), args.device])
     steps: dict[str, Step] = {}
     with ExitStack() as stack:
         if args.device == "cpu":
@@ -373,10 +373,10 @@ def main() -> None:
                 found["failed"][contender.name] = traceback.format_exc()
                 print(f"{contender.name} failed:\n{found['failed'][contender.name]}", flush=True)
             gc.collect()
-        write_results(stem, found, page(found))
+        record("engines", setting, found, page(found), found.get("versions"), args.out)
         torch.use_deterministic_algorithms(False)
         with_speed(found["rows"], turns(steps, size, batches, found["failed"]), size.rows * size.length)
-    write_results(stem, found, page(found))
+    record("engines", setting, found, page(found), found.get("versions"), args.out)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import statistics
 import time
@@ -25,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import RESULTS, versions
+from loading import versions
+from recording import RESULTS, record
 from step_overhead import GPT2
 from torch import Tensor, nn
 
@@ -200,16 +200,13 @@ def main() -> None:
     known = {**versions(args.device), "torchao": metadata.version("torchao")}
     found: dict[str, Any] = {"model": size.name, "versions": known, "parameters": count, "steps": size.losses}
     found |= {"tokens": size.rows * size.length, "floor": floor(size), "groups": []}
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"fp8_{args.device}"
     compiled = args.device == "cuda" and not args.eager
     for kind in (False, True) if compiled else (False,):
         group = [contender for contender in CONTENDERS if contender.compiled is kind]
         found["groups"].append(measure(group, size, device, batches))
-        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-        stem.with_suffix(".md").write_text(markdown(found))
+        record("fp8", args.device, found, markdown(found), known, args.out)
         gc.collect()
-    print(f"{stem.with_suffix('.md').read_text()}\nwritten: {stem}.md")
+    print(markdown(found))
 
 
 if __name__ == "__main__":

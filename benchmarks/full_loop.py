@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
 import statistics
 import sys
 import tempfile
@@ -32,8 +31,9 @@ from typing import Any
 
 import input_bound
 import torch
-from loading import RESULTS, versions
+from loading import versions
 from measuring import computing
+from recording import RESULTS, record
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -526,14 +526,12 @@ def main() -> None:
     }
     begun = time.perf_counter()
     found: dict[str, Any] = {"versions": versions(args.device), "loaders": [], "loops": [], "left_out": []}
-    stem = args.out / f"full_loop_{args.device}"
-    args.out.mkdir(parents=True, exist_ok=True)
+    setting = args.device + (", workers" if args.workers and 0 not in args.workers else "")
 
     def keep() -> None:
         found["left_out"] = sorted(left_out)
         found["seconds"] = time.perf_counter() - begun
-        stem.with_suffix(".md").write_text(markdown(found, args.device))
-        stem.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        record("full_loop", setting, found, markdown(found, args.device), found["versions"], args.out)
 
     found["calls"] = calls(device, 20)
     for row in loops(device, workers[:1], rounds, args.columns, left_out):
@@ -550,7 +548,7 @@ def main() -> None:
             print(f"stopped after {args.seconds} s", flush=True)
             break
     keep()
-    print(f"{stem.with_suffix('.md').read_text()}\nwritten: {stem}.md, {found['seconds']:.0f} s")
+    print(f"{markdown(found, args.device)}\n{found['seconds']:.0f} s")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loading import RESULTS, versions
+from loading import versions
 from measuring import on_two_ranks
+from recording import RESULTS, record
 from torch import Tensor
 
 TURN = 50
@@ -101,9 +102,7 @@ def main() -> None:
     for row in rows:
         cells = [f"{row[name]['µs']:.0f} µs (× {row[name]['ratio']:.2f})" for name in names]
         lines.append(f"| {row['what']} | " + " | ".join(cells) + " |")
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gather.md").write_text("\n".join(lines) + "\n")
-    (args.out / "gather.json").write_text(json.dumps({"versions": known, "rows": rows}, indent=1) + "\n")
+    record("gather", "cpu", {"rows": rows}, "\n".join(lines), known, args.out)
     print("\n".join(lines))
 
 

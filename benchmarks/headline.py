@@ -5,28 +5,21 @@ python benchmarks/headline.py     # writes docs/pictures/headline.png
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
-from loading import RESULTS
+from recording import newest
 
 COLOURS = {"hasten": "#2f6f4f", "bare torch": "#9aa5b1", "Accelerate": "#d98c3f", "Fabric": "#7a6fb0"}
 Panel = tuple[str, str, dict[str, float]]
 
 
-def read(name: str) -> Any:
-    """The content of a committed result."""
-    return json.loads((RESULTS / name).read_text())
-
-
 def panels() -> list[Panel]:
     """Title, unit and a number for each contender; every number stands in a file of benchmarks/results."""
-    offload = {(row["part"], row["what"]): row for row in read("offload_cuda.json")["rows"]}
+    offload = {(row["part"], row["what"]): row for row in newest("offload", "cuda")["rows"]}
     forward = {who: offload[("cpu forward", who)]["seconds"] for who in ("hasten", "Accelerate")}
     load = offload[("loading", "6.9 GB of safetensors to the device")]
-    bound = read("full_loop_cuda.json")["input_bound"]
+    bound = newest("full_loop", "cuda")["input_bound"]
     return [
         ("forward of a 20 GB model\nfrom host memory", "s", forward),
         ("load 6.9 GB to the GPU", "s", {"hasten": load["hasten_s"], "Accelerate": load["Accelerate_s"]}),
@@ -35,14 +28,14 @@ def panels() -> list[Panel]:
             "ms",
             {who: bound[f"{who} (ms)"] for who in ("hasten", "bare torch", "Accelerate", "Fabric")},
         ),
-        ("save 9.3 GB of training state,\nsynced to disk", "s", ways("checkpoint_cuda.json", "save_s", " synced")),
-        ("load it again", "s", ways("checkpoint_cuda_again.json", "load_s")),
+        ("save 9.3 GB of training state,\nsynced to disk", "s", ways("save_s", " synced")),
+        ("load it again", "s", ways("load_s")),
     ]
 
 
-def ways(file: str, key: str, suffix: str = "") -> dict[str, float]:
+def ways(key: str, suffix: str = "") -> dict[str, float]:
     """One number of the checkpoint benchmark for each contender; hasten always syncs."""
-    rows = {row["way"]: row[key] for row in read(file)["ways"]}
+    rows = {row["way"]: row[key] for row in newest("checkpoint", "cuda")["ways"]}
     return {
         "hasten": rows["hasten"],
         "bare torch": rows["torch" + suffix],

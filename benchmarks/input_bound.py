@@ -139,7 +139,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     row = measure(device, 3 if args.quick or args.device == "cpu" else 12, args.rounds)
-    report(f"input_bound_{args.device}", "Input-bound loop", [row], args.device)
+    report("input_bound", "Input-bound loop", [row], args.device)
 
 
 def _compute_only(compute: Callable[[Tensor], None], device: torch.device) -> Callable[[], int]:

@@ -9,7 +9,6 @@ everything it started) are told, each as median and as best. Results go to bench
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -20,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from loading import RESULTS
+from recording import record
 
 
 def commands(script: str, accelerate: str | None) -> dict[str, list[str]]:
@@ -104,9 +103,8 @@ def main() -> None:
     ).stdout.strip()
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {version}, {given.rounds} rounds"
     text = table(rows)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "launch_overhead.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
-    (RESULTS / "launch_overhead.md").write_text(f"# Starting an empty script on two processes\n\n{machine}\n\n{text}\n")
+    page = f"# Starting an empty script on two processes\n\n{machine}\n\n{text}\n"
+    record("launch_overhead", "cpu", {"machine": machine, "rows": rows}, page, {"torch": version})
     print(f"{machine}\n\n{text}")
 
 

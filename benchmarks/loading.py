@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import platform
 import statistics
@@ -13,14 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
+from recording import record
 from torch.utils.data import DataLoader
 
-RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
-"""The folder of the pages; run_all.py names another one for short runs."""
 REFERENCE = "bare torch"
 
 
@@ -145,10 +142,7 @@ def report(name: str, title: str, rows: list[dict[str, Any]], device: str = "cpu
     for row in rows:
         lines.append("| " + " | ".join(_cell(row.get(column, "–")) for column in columns) + " |")
         print(", ".join(f"{key}: {_cell(value)}" for key, value in row.items()), flush=True)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    stem = RESULTS / name
-    stem.with_suffix(".json").write_text(json.dumps({"versions": known, "rows": rows}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    record(name, device, {"rows": rows}, "\n".join(lines), known)
 
 
 def _cell(value: object) -> str:

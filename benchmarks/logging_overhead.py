@@ -11,7 +11,6 @@ Rounds of the variants alternate, in another order each time; each is compared w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import record
 from rich.console import Console
 
 from hasten import Accelerator
@@ -192,10 +192,7 @@ def main() -> None:
     }
     print(table(result))
     if args.out:
-        stem = "logging_overhead" + ("" if accelerator.device.type == "cpu" else f"_{accelerator.device.type}")
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (args.out / f"{stem}.md").write_text(table(result))
+        record("logging_overhead", accelerator.device.type, result, table(result), folder=args.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Two machines (network namespaces) of which one is killed again and again at a random update: how soon the run goes on, what is lost.
 
-sudo python benchmarks/lost_machine.py --kills 20 [--from disk] [--strategy fsdp] [--width 512] [--out benchmarks/results/lost_machine]
+sudo python benchmarks/lost_machine.py --kills 20 [--from disk] [--strategy fsdp] [--width 512] [--out benchmarks/results]
 
 Everything on the killed machine dies by SIGKILL, its launcher as well, and its folder in memory is removed, as if its power went. The
 time counts from the start of its new launcher to the end of the first new update on both machines. Launchers and ranks are forks of processes
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import write_results
+from recording import record
 
 from hasten.testing.machines import Machine, machines, meet, warm_launcher
 
@@ -242,7 +242,8 @@ def main() -> None:
     )
     print(page)
     if args.out is not None:
-        write_results(args.out, {"summary": table, "kills": found}, page)
+        setting = f"from {args.source}, width {args.width}"
+        record("lost_machine", setting, {"summary": table, "kills": found}, page, folder=args.out)
     if digest != wanted:
         sys.exit(1)
 

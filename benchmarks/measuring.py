@@ -7,9 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,11 +50,3 @@ def on_two_ranks(script: str, *options: str) -> Any:  # Any: JSON
     if any(one.returncode for one in workers):
         sys.exit("a rank failed")
     return json.loads(outputs[0].splitlines()[-1])
-
-
-def write_results(stem: Path, found: Mapping[str, Any], page: str) -> None:
-    """Leave STEM.json and STEM.md, and print the page."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(page)

@@ -12,7 +12,6 @@ the rounds' ratios to the plain loop of the same round. Results go to benchmarks
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharding import RESULTS, TARGET, TINY, WARM_UP, Size, Step, Writer, facts, seconds
+from recording import RESULTS, record
+from sharding import TARGET, TINY, WARM_UP, Size, Step, Writer, facts, seconds
 from torch import nn
 
 from hasten import Accelerator, ParallelismConfig, TorchContextParallelConfig
@@ -166,7 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds of one step, no file")
-    parser.add_argument("--out", type=Path, default=None, help="folder for mesh_overhead_DEVICE.json and .md")
+    parser.add_argument("--out", type=Path, default=None, help="folder for mesh_overhead.json and .md")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=6, help="steps of a round")
     args = parser.parse_args()
@@ -181,11 +181,8 @@ def main() -> None:
     print(text)
     out = args.out if args.out is not None or cpu or args.quick else RESULTS
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        name = f"mesh_overhead_{args.device}"
         found = {"facts": known, "rounds": rounds, "steps_per_round": times, "table": rows}
-        (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-        (out / f"{name}.md").write_text(text)
+        record("mesh_overhead", args.device, found, text, folder=out)
     with suppress(ValueError):
         dist.destroy_process_group()
 

@@ -9,7 +9,6 @@ Every seed is one run of examples/mrpc.py as it is. Ends with an error when a se
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import record
 
 from hasten import read_metrics
 
@@ -48,8 +48,9 @@ def main() -> None:
         "device": device, "torch": torch.__version__, "epochs": args.epochs, "extra": rest,
         "target": {"accuracy": ACCURACY, "f1": F1}, "reached": reached, "seeds": rows,
     }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "mrpc_seeds.json").write_text(json.dumps(result, indent=2) + "\n")
+    rows_of = [f"| {row['seed']} | {row['accuracy']:.3f} | {row['f1']:.3f} |" for row in rows]
+    page = "\n".join(["# MRPC on several seeds", "", "| seed | accuracy | F1 |", "|---|---|---|", *rows_of])
+    record("mrpc_seeds", "cuda" if torch.cuda.is_available() else "cpu", result, page, folder=args.out)
     if not reached:
         sys.exit(f"below the target of accuracy {ACCURACY} and F1 {F1}")
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import write_results
 from mrpc_seeds import mrpc_options
+from recording import record
 from torch.utils.data import DataLoader, SequentialSampler
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -63,7 +63,7 @@ def main() -> None:
         "equal": all(row["largest"] <= TOLERANCE for row in losses), "losses": losses,
     }  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    write_results(args.out / f"mrpc_trainer_{device}", result, page(result))
+    record("mrpc_trainer", device, result, page(result), folder=args.out)
     if not (result["reached"] and result["equal"]):
         sys.exit(f"below accuracy {ACCURACY} or F1 {F1}, or losses more than {TOLERANCE} apart")
 

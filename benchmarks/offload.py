@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import RESULTS, versions
+from loading import versions
+from recording import record
 from torch import Tensor, nn
 
 from hasten.bigmodel.dispatch import cpu_offload, dispatch_model
@@ -459,13 +460,10 @@ def judge(rows: list[Row], aims: tuple[Aim, ...]) -> list[Row]:
     return judged
 
 
-def write(bench: Bench, out: Path, seconds: float, title: str, aims: tuple[Aim, ...]) -> None:
-    """The rows and the aims, as JSON and Markdown."""
+def write(bench: Bench, benchmark: str, out: Path | None, seconds: float, title: str, aims: tuple[Aim, ...]) -> None:
+    """Record the rows and the aims."""
     known = {**versions(bench.device.type), "seconds": str(round(seconds))}
     judged = judge(bench.rows, aims)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    everything = {"versions": known, "aims": judged, "rows": bench.rows}
-    out.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
     lines = [f"# {title}", "", ", ".join(f"{key} {value}" for key, value in known.items()), ""]
     if bench.tiny:
         lines += ["A tiny model on the CPU, to see that it runs; the bounds are meant for an accelerator.", ""]
@@ -478,7 +476,8 @@ def write(bench: Bench, out: Path, seconds: float, title: str, aims: tuple[Aim, 
     for row in bench.rows:
         rest = ", ".join(f"{key} {_cell(value)}" for key, value in row.items() if key not in ("part", "what"))
         lines.append(f"- **{row['part']}** ({row['what']}){': ' if rest else ''}{rest}")
-    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    found = {"aims": judged, "rows": bench.rows}
+    record(benchmark, bench.device.type, found, "\n".join(lines), known, out)
 
 
 def _cell(value: object) -> str:
@@ -511,7 +510,7 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path, help="where the results go, without an ending")
+    parser.add_argument("--out", type=Path, help="folder for the results")
     return parser
 
 
@@ -534,8 +533,7 @@ def main() -> None:
         failed = measure(bench, {name: parts[name] for name in chosen.parts})
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        out = chosen.out or RESULTS / f"offload_{device.type}"
-        write(bench, out, time.perf_counter() - started, "Offloaded models", AIMS)
+        write(bench, "offload", chosen.out, time.perf_counter() - started, "Offloaded models", AIMS)
     sys.exit(bool(failed))
 
 

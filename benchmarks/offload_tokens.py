@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from loading import RESULTS
 from offload import GB, Aim, Bench, arguments, free, measure, num_bytes, on_host, original_accelerate, write
 from torch import Tensor, nn
 
@@ -251,8 +250,14 @@ def main() -> None:
     try:
         failed = measure(bench, {"timing": timing, "step by step": step_by_step})
     finally:
-        out = chosen.out or RESULTS / f"offload_tokens_{device.type}"
-        write(bench, out, time.perf_counter() - started, "Generation with offloaded weights", AIMS)
+        write(
+            bench,
+            "offload_tokens",
+            chosen.out,
+            time.perf_counter() - started,
+            "Generation with offloaded weights",
+            AIMS,
+        )
     sys.exit(bool(failed))
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import RESULTS, versions
-from measuring import write_results
+from loading import versions
+from recording import RESULTS, record
 from sharding import Size, Writer
 
 from hasten import Accelerator
@@ -62,7 +62,7 @@ def train(ballast_share: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run both and write oom_recovery_cuda.json and .md."""
+    """Run both and write oom_recovery.json and .md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leave", type=float, default=9.0, help="GiB that the second run finds free")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -85,7 +85,7 @@ def main() -> None:
         f"{len(LENGTHS) * 2} updates, {SIZE.rows} sequences of 128 to 2048 tokens, float32; largest difference of a loss {apart:.1e}.", "",
         "| run | GiB free | samples at once | first loss | last loss | seconds |", "|---|---|---|---|---|---|", *rows,
     ]  # fmt: skip
-    write_results(args.out / "oom_recovery_cuda", result, "\n".join(page) + "\n")
+    record("oom_recovery", "cuda", result, "\n".join(page), versions("cuda"), args.out)
     if apart > TOLERANCE or splits["samples_at_once"] == fits["samples_at_once"]:
         raise SystemExit(
             f"losses {apart:.1e} apart, {splits['samples_at_once']} samples at once: not what was to be shown"

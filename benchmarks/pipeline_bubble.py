@@ -10,14 +10,14 @@ the rest of the step by the clock is bubble, messages and Python. The formula co
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from loading import RESULTS, versions
+from loading import versions
+from recording import record
 from torch import Tensor, nn
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
@@ -110,8 +110,7 @@ def main() -> None:
         "|---|---|---|---|---|",
         *(f"| {name} | {v} | {m} | {got:.1%} | {want:.1%} |" for name, v, m, got, want in rows),
     ]
-    (RESULTS / "pipeline_bubble.md").write_text("\n".join(lines) + "\n")
-    (RESULTS / "pipeline_bubble.json").write_text(json.dumps(rows, indent=1) + "\n")
+    record("pipeline_bubble", "cpu", rows, "\n".join(lines), versions())
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 
 import msgspec
 import torch
+from recording import RESULTS, record
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
@@ -46,7 +47,6 @@ from hasten.planner.traced import ModelTrace, PrecisionName
 from hasten.planner.watch import StepWatch
 from hasten.runtime.axes import MeshSpec
 
-RESULTS = Path(__file__).parent / "results"
 WARM_UP = 3
 STEPS = 10
 SHORT = 16
@@ -324,12 +324,12 @@ def main() -> None:
             row = {"case": case.name, "error": f"{type(error).__name__}: {first}"}
         table.append(row)
         print(json.dumps(row), flush=True)
-        write(table, args.device, args.gpu, args.out)
-    print((args.out / f"plan_accuracy_{args.device}.md").read_text())
+        page = write(table, args.device, args.gpu, args.out)
+    print(page)
 
 
-def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> None:
-    """The page and the numbers."""
+def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> str:
+    """Record the numbers and return the page."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU, tiny models"
     paces = [row["launch_us"] for row in table if "launch_us" in row] or [0.0]
     lines = [
@@ -350,9 +350,9 @@ def write(table: list[dict[str, Any]], device: str, gpu: str, folder: Path) -> N
             f"| {row['case']} | {row['predicted_bytes'] / 2**30:.3f} GiB | {row['measured_bytes'] / 2**30:.3f} GiB | {memory:+.1%} "
             f"| {row['predicted_s'] * 1e3:.2f} ms | {row['calibrated_s'] * 1e3:.2f} ms | {row['measured_s'] * 1e3:.2f} ms | {step:+.1%} |"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"plan_accuracy_{device}.md").write_text("\n".join(lines) + "\n")
-    (folder / f"plan_accuracy_{device}.json").write_text(json.dumps(table, indent=2) + "\n")
+    page = "\n".join(lines)
+    record("plan_accuracy", device, table, page, {"torch": torch.__version__, "hardware": name}, folder)
+    return page
 
 
 if __name__ == "__main__":

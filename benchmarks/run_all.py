@@ -17,7 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from loading import RESULTS, versions
+from loading import versions
+from recording import RESULTS, read
 
 HERE = Path(__file__).parent
 SHORT = HERE.parent / "build" / "benchmarks"
@@ -32,15 +33,13 @@ class Plan:
     script: str
     short: tuple[str, ...] = ()
     always: tuple[str, ...] = ()
-    page: str = ""
-    """The page it writes, when that is not called like the script."""
 
 
 PLANS = (
-    Plan("full_loop.py", ("--quick",), page="full_loop_cpu.md"),
-    Plan("step_overhead.py", ("--quick",), page="step_overhead_cpu.md"),
+    Plan("full_loop.py", ("--quick",)),
+    Plan("step_overhead.py", ("--quick",)),
     Plan("data_overhead.py", ("--quick",)),
-    Plan("input_bound.py", ("--quick",), page="input_bound_cpu.md"),
+    Plan("input_bound.py", ("--quick",)),
     Plan("index_cost.py"),
     Plan("resume.py"),
     Plan("dispatch.py", ("--quick", "--ranks", "2")),
@@ -48,9 +47,9 @@ PLANS = (
     Plan("pipeline_bubble.py", ("--quick",)),
     Plan("launch_overhead.py", ("--rounds", "3")),
     Plan("logging_overhead.py", ("--steps", "100", "--rounds", "3"), ("--cpu", "--out", "{results}")),
-    Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",), "checkpoint_cpu.md"),
-    Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu"), "trainer_overhead_cpu.md"),
-    Plan("fp8.py", page="fp8_cpu.md"),
+    Plan("checkpoint.py", ("--rounds", "2"), ("--cpu",)),
+    Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu")),
+    Plan("fp8.py"),
 )
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
@@ -77,15 +76,16 @@ NOT_HERE = {
     "dropin_input_bound.py": "needs the original package beside the drop-in",
     "either_package.py": "shared by the others",
     "loading.py": "shared by the others",
+    "recording.py": "shared by the others",
     "run_all.py": "this script",
 }
 
 
-def tables(page: Path) -> list[tuple[str, str]]:
+def tables(page: list[str]) -> list[tuple[str, str]]:
     """(what, numbers) for every row of every table of a page."""
     rows: list[tuple[str, str]] = []
     header: list[str] = []
-    for line in page.read_text().splitlines():
+    for line in page:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if not line.startswith("|"):
             header = []
@@ -136,7 +136,7 @@ def main() -> None:
             failures += 1
             lines.append(f"| {plan.script} | failed | {failed.replace('|', '/')} |")
             continue
-        page = results / (plan.page or f"{Path(plan.script).stem}.md")
+        page = read(Path(plan.script).stem, results)[-1]["page"]
         lines += [f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)]
     lines += [f"| {name} | not run | {why} |" for name, why in NOT_HERE.items() if why.startswith("needs")]
     (results / "all.md").write_text("\n".join(lines) + "\n")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import platform
 import statistics
@@ -26,12 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recording import RESULTS, record
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten import Accelerator, FullyShardedDataParallelPlugin
 
-RESULTS = Path(__file__).parent / "results"
 TARGET = 1.03
 WARM_UP = 8
 """Steps until memory of every stream has been taken; fewer leave the first rounds slow."""
@@ -283,11 +282,7 @@ def main() -> None:
     print(text)
     out = args.out if args.out is not None or cpu else RESULTS
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "sharding.json").write_text(
-            json.dumps({"facts": known, "beside": beside, "table": table}, indent=1) + "\n"
-        )
-        (out / "sharding.md").write_text(text)
+        record("sharding", args.device, {"facts": known, "beside": beside, "table": table}, text, folder=out)
     with suppress(ValueError):
         dist.destroy_process_group()
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import RESULTS
 from measuring import computing
+from recording import RESULTS, record
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -409,17 +409,6 @@ def markdown(results: list[dict[str, Any]], known: dict[str, str], device: str) 
     return "\n".join(lines) + "\n"
 
 
-def keep(result: dict[str, Any], stem: Path, known: dict[str, str], order: list[str]) -> None:
-    """Put one case's result among those of the same versions in the result files."""
-    path = stem.with_suffix(".json")
-    old = json.loads(path.read_text()) if path.exists() else {"versions": known, "results": []}
-    rows = {r["case"]: r for r in old["results"]} if old["versions"] == known else {}
-    rows[result["case"]] = result
-    results = [rows[name] for name in order if name in rows]
-    path.write_text(json.dumps({"versions": known, "results": results}, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(markdown(results, known, stem.name.rpartition("_")[2]))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -434,8 +423,7 @@ def main() -> None:
         print(json.dumps(run_case(next(c for c in cases if c.name == args.case), args)))
         return
     chosen = [c for c in cases if not args.cases or any(word in c.name for word in args.cases)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"step_overhead_{args.device}"
+    results: list[dict[str, Any]] = []
     known = {**versions(args.device), "date": datetime.now(UTC).strftime("%Y-%m-%d")}
     for case in chosen:
         result = spawn(case, args)
@@ -443,8 +431,9 @@ def main() -> None:
             continue
         rows = [f"{n} {r['microseconds']:.1f} µs (x {r['ratio']:.3f})" for n, r in result["contenders"].items()]
         print(f"{case.name}: {', '.join(rows)}", flush=True)
-        keep(result, stem, known, [c.name for c in cases])
-    print(f"written: {stem}.md")
+        results.append(result)
+        page = markdown(results, known, args.device)
+        record("step_overhead", args.device, {"results": results}, page, known, args.out)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from loading import RESULTS, versions
-from measuring import write_results
+from loading import versions
+from recording import RESULTS, record
 from torch.utils.data import DataLoader
 
 from hasten import (
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for trainer_overhead_DEVICE.json and .md")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for trainer_overhead.json and .md")
     given = parser.parse_args()
     cpu = given.device == "cpu"
     if cpu:
@@ -170,7 +170,7 @@ def main() -> None:
         "device": "CPU, one thread" if cpu else torch.cuda.get_device_name(), "versions": ", ".join(f"{k} {v}" for k, v in versions(given.device).items()),
         "clock": "Processor time" if cpu else "By the clock", "steps": given.steps, "rounds": given.rounds, "rows": rows,
     }  # fmt: skip
-    write_results(given.out / f"trainer_overhead_{given.device}", found, page(found))
+    record("trainer_overhead", given.device, found, page(found), found.get("versions"), given.out)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from loading import RESULTS, versions
-from measuring import on_two_ranks, write_results
+from loading import versions
+from measuring import on_two_ranks
+from recording import RESULTS, record
 from torch import nn
 from torch.nn import functional as F
 
@@ -148,9 +149,7 @@ def main() -> None:
         f"# Always-on watches in a group of one\n\n{', '.join(f'{key} {value}' for key, value in known.items())}\n\n"
     )
     about = f"{given.rounds} rounds of {TURN} updates of each loop in turns; ratios of medians.\n\n"
-    write_results(
-        given.out / f"trust_{given.device}", {"versions": known, "spent": spent}, title + about + table(spent) + "\n"
-    )
+    record("trust_overhead", given.device, {"spent": spent}, title + about + table(spent), known, given.out)
 
 
 if __name__ == "__main__":

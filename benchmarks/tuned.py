@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from loading import RESULTS, versions
-from measuring import write_results
+from loading import versions
+from recording import RESULTS, record
 from torch import Tensor
 from torch.utils.data import DataLoader
 from tuned_script import batch_of, data_of, model_of, optimizer_of, precision_of
@@ -309,8 +309,10 @@ def part(kind: str, args: argparse.Namespace) -> None:
         for name in steps
     }
     known = versions(device.type)
-    content = {"versions": known, "rows": rows, "left_out": left_out, "tune": found, "losses": losses}
-    write_results(args.out / f"tuned_{kind}_{device.type}", content, page(bench, found, rows, left_out, known))
+    content = {"rows": rows, "left_out": left_out, "tune": found, "losses": losses}
+    text = page(bench, found, rows, left_out, known)
+    record("tuned", f"{kind}, {device.type}", content, text, known, args.out)
+    print(text)
 
 
 def page(bench: Bench, found: dict[str, Any], rows: dict[str, Any], left_out: dict[str, str], known: Any) -> str:

@@ -105,7 +105,7 @@ KNOWN: Final = _known(
         node_gb_s=450,
         network_gb_s=50,
         host_gb_s=50,
-        matmul_share=0.4,  # measured on an H200: benchmarks/results/plan_accuracy_cuda.md
+        matmul_share=0.4,  # measured on an H200: benchmarks/results/plan_accuracy.md
         memory_share=0.53,
         fp32_share=0.72,
     ),
@@ -120,7 +120,7 @@ KNOWN: Final = _known(
         node_gb_s=450,
         network_gb_s=50,
         host_gb_s=50,
-        matmul_share=0.4,  # measured on an H200: benchmarks/results/plan_accuracy_cuda.md
+        matmul_share=0.4,  # measured on an H200: benchmarks/results/plan_accuracy.md
         memory_share=0.53,
         fp32_share=0.72,
     ),

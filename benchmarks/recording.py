@@ -1,0 +1,100 @@
+"""The results of benchmarks: one JSON file for each benchmark with all of its runs, and the page that is made from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(os.environ.get("BENCHMARK_RESULTS") or Path(__file__).parent / "results")
+"""The folder of the results; run_all.py names another one for short runs."""
+STARTED = datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def commit() -> str:
+    """Return the commit that is measured, with a plus sign when the library was changed since; BENCHMARK_COMMIT where git is not."""
+    if given := os.environ.get("BENCHMARK_COMMIT"):
+        return given
+    root = Path(__file__).parents[1]
+    ask = ["git", "-C", str(root)]
+    try:
+        found = subprocess.run([*ask, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*ask, "status", "--porcelain", "src"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def record(
+    benchmark: str,
+    setting: str,
+    found: Any,  # Any: JSON
+    page: str,
+    versions: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> None:
+    """Add this process's run to the benchmark's file, in place of an earlier state of the same run, and make the page."""
+    target = (folder or RESULTS) / f"{benchmark}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    runs = read(benchmark, folder) if target.exists() else []
+    known = dict(versions or {})
+    run = {
+        "setting": setting,
+        "started": STARTED,
+        "date": known.pop("date", STARTED[:10]),
+        "commit": commit(),
+        "hardware": known.pop("hardware", f"CPU, {os.cpu_count()} cores"),
+        "versions": known,
+        "found": found,
+        "page": page.rstrip().splitlines(),
+    }
+    runs = [one for one in runs if (one["started"], one["setting"]) != (STARTED, setting)] + [run]
+    write(benchmark, runs, folder)
+
+
+def read(benchmark: str, folder: Path | None = None) -> list[dict[str, Any]]:
+    """Return all runs of a benchmark, oldest first."""
+    content = json.loads(((folder or RESULTS) / f"{benchmark}.json").read_text(encoding="utf-8"))
+    found: list[dict[str, Any]] = content["runs"]
+    return found
+
+
+def newest(benchmark: str, setting: str, folder: Path | None = None) -> Any:  # Any: JSON
+    """Return the numbers of the newest run under a setting."""
+    return [run for run in read(benchmark, folder) if run["setting"] == setting][-1]["found"]
+
+
+def write(benchmark: str, runs: list[dict[str, Any]], folder: Path | None = None) -> None:
+    """Write the runs and the page made from them."""
+    target = (folder or RESULTS) / f"{benchmark}.json"
+    text = json.dumps({"benchmark": benchmark, "runs": runs}, indent=1)
+    target.write_text(_short_lists(text) + "\n", encoding="utf-8")
+    target.with_suffix(".md").write_text(page_of(benchmark, runs), encoding="utf-8")
+
+
+def page_of(benchmark: str, runs: list[dict[str, Any]]) -> str:
+    """Return the page with every run's table, the newest run first."""
+    script = Path(__file__).parent / f"{benchmark}.py"
+    made_by = f"`benchmarks/{script.name}`" if script.exists() else "hand"
+    lines = [
+        f"# {benchmark}",
+        "",
+        f"Every run that was kept, the newest first. Made by {made_by}; the numbers are in `{benchmark}.json`.",
+    ]
+    for run in reversed(runs):
+        where = f"{run['setting']}, {run['date']}, {run['hardware']}, commit {run['commit']}"
+        lines += ["", f"## {where}", ""]
+        lines += [re.sub(r"^(#+) ", r"##\1 ", line) for line in run["page"]]
+    return "\n".join(lines) + "\n"
+
+
+def _short_lists(text: str) -> str:
+    """Put lists of plain numbers on one line."""
+    return re.sub(
+        r"\[\n\s+(-?[\d.e+-]+(?:,\n\s+-?[\d.e+-]+)*)\n\s+\]", lambda m: "[" + re.sub(r",\n\s+", ", ", m[1]) + "]", text
+    )
