@@ -9,10 +9,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-ledger clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # The stamp is newer than what it was made from: a second call installs nothing.
 $(READY): pyproject.toml constraints.txt dropin/pyproject.toml dropin/setup.cfg
@@ -121,6 +121,9 @@ dist: $(READY) ## build sdist and wheel of both distributions, check them, and t
 
 bench: $(READY) ## run the benchmarks and write one table
 	$(BIN)/python benchmarks/run_all.py
+
+bench-ledger: $(READY) ## list every published number: its benchmark, commit and machine, and what has changed since
+	@$(BIN)/python benchmarks/published.py
 
 clean: ## remove the environment, caches and runs
 	rm -rf $(VENV) $(PARITY) .torch-oldest .torch-newest .torch-xla runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache build dist

@@ -1,0 +1,221 @@
+"""The tables of measured numbers in README.md and docs/, made from benchmarks/results, and the commit behind each.
+
+    python benchmarks/published.py           # list every table: benchmark, runs, commits, and what has changed since
+    python benchmarks/published.py --write   # write the tables into the pages, between their marks
+
+A page marks the place of a table with `<!-- measured: NAME -->` and `<!-- end -->`; tests/arch/test_published_numbers.py fails when
+what stands between differs from the results. `make bench-ledger` runs the first form.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recording import read
+
+ROOT = Path(__file__).parents[1]
+Run = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One published table: its page, the runs it is made from, and the code whose change makes it doubtful."""
+
+    name: str
+    page: str
+    benchmark: str
+    setting: str
+    code: tuple[str, ...]
+    """Folders of src/hasten that the measured code lies in."""
+    make: Callable[[list[Run]], list[str]]
+    most_runs: int = 1
+
+    def runs(self) -> list[Run]:
+        """Return the newest runs under the setting, oldest first."""
+        return [run for run in read(self.benchmark) if run["setting"] == self.setting][-self.most_runs :]
+
+    def text(self) -> str:
+        """Return the table as Markdown."""
+        return "\n".join(self.make(self.runs()))
+
+
+def rows(header: list[str], *lines: list[str]) -> list[str]:
+    """Return a Markdown table."""
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+LOOPS = ("fp32", "accumulation 4", "bf16", "fp16", "fp32, clipping")
+
+
+def ratios(runs: list[Run], case: str, who: str, workers: int = 0) -> str:
+    """Return the ratio to bare torch of each run."""
+    found = [
+        row["contenders"][who]["ratio"]
+        for run in runs
+        for row in run["found"]["loops"]
+        if row["case"] == case and row["workers"] == workers and who in row["contenders"]
+    ]
+    return "; ".join(f"{ratio:.2f}" for ratio in found) or "–"
+
+
+def loop(runs: list[Run]) -> list[str]:
+    who = ("hasten", "Accelerate", "Fabric")
+    return rows(
+        ["× bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
+        *([case, *(ratios(runs, case, name) for name in who)] for case in LOOPS),
+    )
+
+
+def loop_cpu(runs: list[Run]) -> list[str]:
+    return rows(
+        ["× bare torch", "no workers", "2 workers", "4 workers"],
+        *([case, *(ratios(runs, case, "hasten", workers) for workers in (0, 2, 4))] for case in LOOPS),
+    )
+
+
+def input_bound(runs: list[Run]) -> list[str]:
+    found = runs[-1]["found"]["input_bound"]
+    names = ("hasten", "bare torch", "Accelerate", "Fabric", "bare torch, side stream")
+    size, copy, compute = (found[key] for key in ("batch (MB)", "copy alone (ms)", "compute alone (ms)"))
+    return rows(
+        [f"a step with batches of {size:.0f} MB (copy {copy:.1f} ms, compute {compute:.1f} ms)", *names],
+        ["milliseconds", *(f"{found[f'{name} (ms)']:.2f}" for name in names)],
+    )
+
+
+# -- checkpoints and big models ---------------------------------------------------------------------------------------
+def checkpoints(runs: list[Run]) -> list[str]:
+    ways = {row["way"]: row for row in runs[-1]["found"]["ways"]}
+    size = max(row["gigabytes"] for row in ways.values())
+    names = {"hasten": "hasten", "torch": "torch synced", "Accelerate": "accelerate synced"}
+    lines = []
+    for name, way in names.items():
+        row = ways.get(way) or ways[way.removesuffix(" synced")]
+        checked = ", every byte verified" if name == "hasten" else ""
+        first = f"{row['loads'][0]:.1f} s"
+        lines.append([name, f"{row['save_s']:.1f} s", first, f"{row['load_s']:.1f} s{checked}"])
+    return rows([f"{size:.1f} GB", "save, synced to the disk", "first load after it", "load, median"], *lines)
+
+
+def big_models(runs: list[Run]) -> list[str]:
+    found = {(row["part"], row["what"]): row for row in runs[-1]["found"]["rows"]}
+    forward, peer = found[("cpu forward", "hasten")], found[("cpu forward", "Accelerate")]
+    load = next(row for (part, _), row in found.items() if part == "loading")
+    name = next(what for part, what in found if part == "loading")
+    return rows(
+        ["", "hasten", "Accelerate"],
+        [
+            f"forward of {forward['GB']:.0f} GB of weights in host memory (the link alone needs {forward['limit_s']:.2f} s)",
+            f"{forward['seconds']:.2f} s",
+            f"{peer['seconds']:.2f} s",
+        ],
+        [f"load {name}", f"{load['hasten_s']:.2f} s", f"{load['Accelerate_s']:.2f} s"],
+    )
+
+
+def tokens(runs: list[Run]) -> list[str]:
+    row = next(row for row in runs[-1]["found"]["rows"] if row["part"] == "generation")
+    return rows(
+        ["", "hasten", "Accelerate"],
+        [
+            f"a token of `generate()`, {row['what']}, weights in host memory",
+            f"{row['hasten_s_a_token']:.3f} s",
+            f"{row['Accelerate_s_a_token']:.2f} s",
+        ],
+    )
+
+
+def sharding(runs: list[Run]) -> list[str]:
+    found = runs[-1]["found"]
+    table = {row["row"]: row for row in found["table"]}
+    plain = table["plain"]["ms"]
+    lines = [["FSDP2, world of one, in turns with the plain model", f"{found['beside']['ratio']:.2f} ×", "–"]]
+    for name, row in table.items():
+        if name not in ("FSDP2", "FSDP2, parameters kept after forward"):
+            lines.append([name, f"{row['ms'] / plain:.2f} ×", f"{row['peak_gib']:.1f} GiB"])
+    return rows(["355 M parameters, bf16", "time of a step", "peak memory"], *lines)
+
+
+def fp8(runs: list[Run]) -> list[str]:
+    lines = []
+    for group in runs[-1]["found"]["groups"]:
+        base = group[0]["tokens a second"]
+        lines += [[row["contender"], f"{row['tokens a second'] / base:.2f} ×"] for row in group]
+    return rows(["355 M parameters, width 1024", "speed"], *lines)
+
+
+def headline(runs: list[Run]) -> list[str]:
+    names = ("hasten", "Accelerate", "Fabric")
+    cases = ("fp32", "accumulation 4", "bf16", "fp16")
+    cells = [", ".join(ratios(runs[-1:], case, name) for case in cases) for name in names]
+    return rows(
+        ["× bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
+        [f"whole loop, tiny model: {', '.join(cases)}", f"**{cells[0]}**", *cells[1:]],
+    )
+
+
+LOOP_CODE = ("accelerator", "optim", "data", "precision", "strategies")
+TABLES = (
+    Table("headline", "README.md", "full_loop", "cuda", LOOP_CODE, headline),
+    Table("headline checkpoints", "README.md", "checkpoint", "cuda", ("checkpoint", "accelerator"), checkpoints),
+    Table("headline big models", "README.md", "offload", "cuda", ("bigmodel",), big_models),
+    Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop, 2),
+    Table("loop cpu", "docs/performance.md", "full_loop", "cpu", LOOP_CODE, loop_cpu, 2),
+    Table("input bound", "docs/performance.md", "full_loop", "cuda", ("data",), input_bound),
+    Table("checkpoints", "docs/performance.md", "checkpoint", "cuda", ("checkpoint", "accelerator"), checkpoints),
+    Table("big models", "docs/performance.md", "offload", "cuda", ("bigmodel",), big_models),
+    Table("tokens", "docs/performance.md", "offload_tokens", "cuda", ("bigmodel",), tokens),
+    Table("sharding", "docs/performance.md", "sharding", "cuda", ("strategies",), sharding),
+    Table("fp8", "docs/performance.md", "fp8", "cuda", ("precision",), fp8),
+)
+
+
+def block(table: Table) -> str:
+    """Return what stands in the page: the marks, the table and the runs it comes from."""
+    up = "../" * (len(Path(table.page).parts) - 1)
+    runs = table.runs()
+    where = "; ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}" for run in runs))
+    link = f"[{table.benchmark}]({up}benchmarks/results/{table.benchmark}.md)"
+    return f"<!-- measured: {table.name} -->\n{table.text()}\n\n{runs[-1]['hardware']}, {where}: {link}\n<!-- end -->"
+
+
+def found_in(page: str, name: str) -> re.Match[str] | None:
+    """Return the place of a table in a page."""
+    return re.search(rf"<!-- measured: {re.escape(name)} -->\n.*?<!-- end -->", page, re.DOTALL)
+
+
+def changed_since(commit: str, code: tuple[str, ...]) -> str:
+    """Return how many files of the measured code have changed since a commit."""
+    paths = [f"src/hasten/{folder}" for folder in code]
+    ask = ["git", "-C", str(ROOT), "diff", "--name-only", commit.rstrip("+"), "HEAD", "--", *paths]
+    done = subprocess.run(ask, capture_output=True, text=True, check=False)
+    return f"{len(done.stdout.split())} files of it changed since" if done.returncode == 0 else "its commit is not here"
+
+
+def main() -> None:
+    """List the tables, or write them."""
+    for table in TABLES:
+        path = ROOT / table.page
+        if "--write" in sys.argv:
+            text = path.read_text(encoding="utf-8")
+            place = found_in(text, table.name)
+            if place is None:
+                sys.exit(f"{table.page} has no mark `<!-- measured: {table.name} -->`; add it where the table belongs")
+            path.write_text(text[: place.start()] + block(table) + text[place.end() :], encoding="utf-8")
+        print(f"{table.page}: {table.name}")
+        for run in table.runs():
+            print(
+                f"    {table.benchmark} ({run['setting']}), {run['date']}, {run['hardware']}, commit {run['commit']}; "
+                f"measures {', '.join(table.code)}: {changed_since(run['commit'], table.code)}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Every table of measured numbers in the pages is the one that benchmarks/results give."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    return runpy.run_path(str(ROOT / "benchmarks" / "published.py"))
+
+
+def test_pages_show_what_was_measured(published: dict[str, Any]) -> None:
+    for table in published["TABLES"]:
+        page = (ROOT / table.page).read_text(encoding="utf-8")
+        place = published["found_in"](page, table.name)
+        assert place is not None, f"{table.page} has no mark of {table.name!r}"
+        assert place[0] == published["block"](table), (
+            f"{table.page}: {table.name!r} differs from the results; run python benchmarks/published.py --write"
+        )
+
+
+def test_every_run_names_its_commit_machine_and_date(published: dict[str, Any]) -> None:
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        for run in published["read"](file.stem):
+            missing = [key for key in ("setting", "date", "commit", "hardware", "found", "page") if key not in run]
+            assert not missing, f"{file.name}: a run has no {missing}"
+
+
+def test_pages_of_results_are_those_of_their_numbers(published: dict[str, Any]) -> None:
+    recording = sys.modules["recording"]
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        made = recording.page_of(file.stem, published["read"](file.stem))
+        assert file.with_suffix(".md").read_text(encoding="utf-8") == made, f"{file.stem}.md was edited by hand"
