@@ -65,7 +65,7 @@ def test_from_pretrained_with_a_map_equals_the_whole_model(device_map: Any, save
     from accelerate.hooks import remove_hook_from_submodules
 
     reference = whole(saved)
-    options: dict[str, Any] = {"max_memory": {"cpu": 60_000}} if device_map == "auto" else {}
+    options: dict[str, Any] = {"max_memory": {"cpu": "60KB"}} if device_map == "auto" else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
         saved, device_map=device_map, offload_folder=tmp_path / "off", **options
     )
@@ -98,6 +98,11 @@ def test_checkpoints_load_and_dispatch_by_hand(saved: Path, tmp_path: Path) -> N
     with init_empty_weights():
         model = build(AutoConfig.from_pretrained(saved)).eval()
     assert get_max_memory({"cpu": "1MB"}) == {"cpu": 10**6}
+    given: dict[Any, Any] = {"disk": 7.5, "cpu": "60KB", 1: 200, 0: "1KiB"}
+    assert list(get_max_memory(given).items()) == [(0, 1024), (1, 200), ("cpu", 60_000), ("disk", 7.5)]
+    assert given == {"disk": 7.5, "cpu": 60_000, 1: 200, 0: 1024}, "transformers reads the numbers from what it gave"
+    with pytest.raises(ValueError, match="Device gpu is not recognized"):
+        get_max_memory({"gpu": 5})
     places = infer_auto_device_map(model, {"cpu": 120_000}, no_split_module_classes=["LlamaDecoderLayer"])
     assert set(places.values()) == {"cpu", "disk"}
     model = load_checkpoint_and_dispatch(
