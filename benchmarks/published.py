@@ -35,10 +35,19 @@ class Table:
     """Folders of src/hasten that the measured code lies in."""
     make: Callable[[list[Run]], list[str]]
     most_runs: int = 1
+    also: tuple[tuple[str, str], ...] = ()
+    """Further benchmarks and settings, of each the newest run."""
 
     def runs(self) -> list[Run]:
         """Return the newest runs under the setting, oldest first."""
-        return [run for run in read(self.benchmark) if run["setting"] == self.setting][-self.most_runs :]
+        found = [run for run in read(self.benchmark) if run["setting"] == self.setting][-self.most_runs :]
+        for benchmark, setting in self.also:
+            found.append([run for run in read(benchmark) if run["setting"] == setting][-1])
+        return found
+
+    def names(self) -> list[str]:
+        """Return the benchmark of each run."""
+        return [self.benchmark] * (len(self.runs()) - len(self.also)) + [name for name, _ in self.also]
 
     def text(self) -> str:
         """Return the table as Markdown."""
@@ -91,13 +100,16 @@ def input_bound(runs: list[Run]) -> list[str]:
 
 
 # -- checkpoints and big models ---------------------------------------------------------------------------------------
+SYNCED = {"hasten": "hasten", "torch": "torch synced", "Accelerate": "accelerate synced"}
+"""The ways to save that leave the bytes on the disk."""
+
+
 def checkpoints(runs: list[Run]) -> list[str]:
     ways = {row["way"]: row for row in runs[-1]["found"]["ways"]}
     size = max(row["gigabytes"] for row in ways.values())
-    names = {"hasten": "hasten", "torch": "torch synced", "Accelerate": "accelerate synced"}
     lines = []
-    for name, way in names.items():
-        row = ways.get(way) or ways[way.removesuffix(" synced")]
+    for name, way in SYNCED.items():
+        row = ways[way]
         checked = ", every byte verified" if name == "hasten" else ""
         first = f"{row['loads'][0]:.1f} s"
         lines.append([name, f"{row['save_s']:.1f} s", first, f"{row['load_s']:.1f} s{checked}"])
@@ -152,20 +164,39 @@ def fp8(runs: list[Run]) -> list[str]:
 
 
 def headline(runs: list[Run]) -> list[str]:
-    names = ("hasten", "Accelerate", "Fabric")
+    loops, checkpoint, offload = runs
     cases = ("fp32", "accumulation 4", "bf16", "fp16")
-    cells = [", ".join(ratios(runs[-1:], case, name) for case in cases) for name in names]
+    cells = [", ".join(ratios([loops], case, name) for case in cases) for name in ("hasten", "Accelerate", "Fabric")]
+    ways = {row["way"]: row for row in checkpoint["found"]["ways"]}
+    state = [f"{ways[way]['save_s']:.1f} s; {ways[way]['load_s']:.1f} s" for way in SYNCED.values()]
+    size = max(row["gigabytes"] for row in ways.values())
+    forward = {row["what"]: row for row in offload["found"]["rows"] if row["part"] == "cpu forward"}
+    limit, weights = forward["hasten"]["limit_s"], forward["hasten"]["GB"]
     return rows(
-        ["× bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
-        [f"whole loop, tiny model: {', '.join(cases)}", f"**{cells[0]}**", *cells[1:]],
+        ["", "bare torch", "hasten", "Accelerate 1.15", "Fabric 2.6"],
+        [f"whole loop, tiny model: {', '.join(cases)}", "1.00", f"**{cells[0]}**", *cells[1:]],
+        [f"save {size:.1f} GB of training state, synced; load it", state[1], f"**{state[0]}**", state[2], ""],
+        [
+            f"forward of {weights:.0f} GB of weights in host memory (the link: {limit:.2f} s)",
+            "",
+            f"**{forward['hasten']['seconds']:.2f} s**",
+            f"{forward['Accelerate']['seconds']:.2f} s",
+            "",
+        ],
     )
 
 
 LOOP_CODE = ("accelerator", "optim", "data", "precision", "strategies")
 TABLES = (
-    Table("headline", "README.md", "full_loop", "cuda", LOOP_CODE, headline),
-    Table("headline checkpoints", "README.md", "checkpoint", "cuda", ("checkpoint", "accelerator"), checkpoints),
-    Table("headline big models", "README.md", "offload", "cuda", ("bigmodel",), big_models),
+    Table(
+        "headline",
+        "README.md",
+        "full_loop",
+        "cuda",
+        (*LOOP_CODE, "checkpoint", "bigmodel"),
+        headline,
+        also=(("checkpoint", "cuda"), ("offload", "cuda")),
+    ),
     Table("loop", "docs/performance.md", "full_loop", "cuda", LOOP_CODE, loop, 2),
     Table("loop cpu", "docs/performance.md", "full_loop", "cpu", LOOP_CODE, loop_cpu, 2),
     Table("input bound", "docs/performance.md", "full_loop", "cuda", ("data",), input_bound),
@@ -181,9 +212,14 @@ def block(table: Table) -> str:
     """Return what stands in the page: the marks, the table and the runs it comes from."""
     up = "../" * (len(Path(table.page).parts) - 1)
     runs = table.runs()
-    where = "; ".join(dict.fromkeys(f"{run['date']}, commit {run['commit']}" for run in runs))
-    link = f"[{table.benchmark}]({up}benchmarks/results/{table.benchmark}.md)"
-    return f"<!-- measured: {table.name} -->\n{table.text()}\n\n{runs[-1]['hardware']}, {where}: {link}\n<!-- end -->"
+    sources: dict[str, list[str]] = {}
+    for name, run in zip(table.names(), runs, strict=True):
+        sources.setdefault(name, []).append(f"{run['date']}, commit {run['commit']}")
+    told = "; ".join(
+        f"[{name}]({up}benchmarks/results/{name}.md) ({'; '.join(dict.fromkeys(where))})"
+        for name, where in sources.items()
+    )
+    return f"<!-- measured: {table.name} -->\n{table.text()}\n\n{runs[-1]['hardware']}: {told}\n<!-- end -->"
 
 
 def found_in(page: str, name: str) -> re.Match[str] | None:
@@ -210,9 +246,9 @@ def main() -> None:
                 sys.exit(f"{table.page} has no mark `<!-- measured: {table.name} -->`; add it where the table belongs")
             path.write_text(text[: place.start()] + block(table) + text[place.end() :], encoding="utf-8")
         print(f"{table.page}: {table.name}")
-        for run in table.runs():
+        for name, run in zip(table.names(), table.runs(), strict=True):
             print(
-                f"    {table.benchmark} ({run['setting']}), {run['date']}, {run['hardware']}, commit {run['commit']}; "
+                f"    {name} ({run['setting']}), {run['date']}, {run['hardware']}, commit {run['commit']}; "
                 f"measures {', '.join(table.code)}: {changed_since(run['commit'], table.code)}"
             )
 
