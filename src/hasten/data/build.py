@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sized
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data.agreement import agree_on_loader
 from hasten.data.dispatch import DispatchSource, Reader, Seats
-from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, plainly
+from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, MakeMove, Move, Parts, Track, plain_move
 from hasten.data.memory import Memory
@@ -23,7 +23,7 @@ from hasten.data.order import DistributedOrder, check_distributed, order_of
 from hasten.data.plan import plan_batches, plan_rows
 from hasten.data.position import Position
 from hasten.data.prefetch import LookAhead, Prefetch
-from hasten.data.readers import BatchReader, IndexedReader, SliceFn
+from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
 from hasten.data.sampler import Assignment, PlannedSampler
 from hasten.data.source import Ahead, IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
@@ -191,8 +191,23 @@ def _stream_parts(request: _Request) -> Made:
         total: int | None = plan.global_batch
     else:
         total = None
+        _refuse_full_padding(config, "batch_size=None: the stream's elements are whole batches")
     shown: dict[str, Any] = {} if batch_size is None else {"batch_size": rows}
     batched = batch_size is not None
+    if config.dispatch_batches and batched and request.slice_fn is None:
+        cutting = Cutting(
+            seats.num_shards,
+            seats.shard,
+            rows,
+            True,
+            drop_last,
+            config.even_batches,
+            pad=config.pad,
+            step=total,
+            every=True,
+        )
+        inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
+        return _dispatched(inner, StreamReader(), ctx, seats), total, shown
     if config.dispatch_batches:
         cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches, pad=config.pad)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
@@ -203,7 +218,15 @@ def _stream_parts(request: _Request) -> Made:
         dataset = loader.dataset
     else:
         cutting = Cutting(
-            seats.num_shards, seats.shard, rows, batched, drop_last, config.even_batches, sharing, pad=config.pad
+            seats.num_shards,
+            seats.shard,
+            rows,
+            batched,
+            drop_last,
+            config.even_batches,
+            sharing,
+            pad=config.pad,
+            step=total,
         )
     return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank), total, shown
 
@@ -257,7 +280,7 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
     """What must be equal on all ranks, by the name a user knows it."""
     return {
-        "the dataset's length": _length(loader.dataset),
+        "the dataset's length": "unknown" if (length := length_of(loader.dataset)) is None else length,
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "the kind of sampler": type(loader.sampler).__name__,
@@ -267,13 +290,6 @@ def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str
         "pad": config.pad,
         "order": config.order,
     }
-
-
-def _length(dataset: object) -> int | str:
-    try:
-        return len(dataset) if isinstance(dataset, Sized) else "unknown"
-    except (TypeError, NotImplementedError):  # a length that is defined and not known, as some wrappers have it
-        return "unknown"
 
 
 def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -> int:
@@ -293,6 +309,7 @@ def _assignment(
     split, dispatch, even = config.split_batches, bool(config.dispatch_batches), config.even_batches
     batches = loader.batch_sampler
     if batches is None:  # batch_size=None: the dataset's items are the batches
+        _refuse_full_padding(config, "batch_size=None: the dataset's items are whole batches")
         plan = plan_batches(
             num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=False, even=even
         )
@@ -304,6 +321,8 @@ def _assignment(
         )
         shares = (num_shards, shard) if split else None
         fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
+        if fill is None:
+            _refuse_full_padding(config, f"{type(batches).__name__}, a batch sampler without batch_size")
         order = order_of(batches, seekable=seekable, comm=comm, as_torch=as_torch)
         return Assignment(order, plan, "batches", shares, fill=fill)
     order = order_of(batches.sampler, seekable=seekable, comm=comm, as_torch=as_torch)
@@ -322,6 +341,15 @@ def _assignment(
         pad=config.pad,
     )
     return Assignment(order, plan, "rows", stride=stride)
+
+
+def _refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
+    """Raise for pad="full" where the rows of a full batch are not known."""
+    if config.pad == "full":
+        raise ConfigError(
+            f'pad="full" with {what}, so the rows that the last batches should be filled to are not known, and they would '
+            f'stay short. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
+        )
 
 
 def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any, Final, TypeGuard, TypeVar
 
 from torch import Tensor
@@ -12,6 +12,14 @@ T = TypeVar("T")
 # Any in this file: objects of packages that hasten does not depend on.
 _HUB_STREAM: Final = ("datasets.iterable_dataset", "IterableDataset")
 _HUB_BUFFER: Final = ("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
+
+
+def length_of(dataset: object) -> int | None:
+    """The dataset's length; None where it has none, or defines one that it does not know, as `ChainDataset` of streams."""
+    try:
+        return len(dataset) if isinstance(dataset, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def is_hub_stream(dataset: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
-from hasten.data.foreign import has_fixed_shard_order
+from hasten.data.foreign import has_fixed_shard_order, length_of
 from hasten.data.iterable import BlockCollate, Cutting, Stand, Start, StreamShard
 from hasten.data.own_rng import RandomStates, decode_states, encode_states
 from hasten.data.plan import Padding
@@ -66,16 +66,12 @@ class StreamSource:
 
     def size(self) -> int | None:
         """The stream's length where its end can be computed: one reader, the same stream on all ranks."""
-        known = self._cutting.sharing == "strided" and self._num_workers == 1 and isinstance(self._dataset, Sized)
-        return len(self._dataset) if known else None
+        known = self._cutting.sharing == "strided" and self._num_workers == 1
+        return length_of(self._dataset) if known else None
 
     def steps(self) -> int | None:
-        size, cutting = self.size(), self._cutting
-        if size is None:
-            return None
-        full, tail = divmod(size, cutting.rows * cutting.num_shards)
-        served = tail > 0 and not cutting.drop_last and (cutting.even or tail > cutting.shard * cutting.rows)
-        return full + int(served)
+        size = self.size()
+        return None if size is None else self._cutting.plan.steps(size)
 
     def begin(self, at: Position) -> Position:
         return at
@@ -147,7 +143,7 @@ class StreamSource:
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, more = divmod(num_batches, self._num_workers)
-        size = self._cutting.rows * (self._cutting.num_shards if self._cutting.sharing == "strided" else 1)
+        size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
         stands = tuple(
             Stand((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
