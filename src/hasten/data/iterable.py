@@ -14,7 +14,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
 from hasten.config.data import Pad
-from hasten.data.foreign import begin_anew, is_hub_stream, own_epoch, state_loses_samples
+from hasten.data.evidence import NUM_SAMPLES, Sample, leaves_of
+from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
 from hasten.data.own_rng import OwnRng, RandomStates, States
 from hasten.data.plan import LoaderPlan, Padding, cut
@@ -22,9 +23,10 @@ from hasten.data.shuffle import derive_seed
 from hasten.data.workers import Forwarding
 
 # Any in this file: samples, batches and dataset states are the user's own objects.
-Sharing = Literal["strided", "own", "asked"]
-"""strided: every rank reads the stream and keeps its blocks. own: the dataset is this rank's part already. asked: the
-dataset gives the part of each (rank, worker) through its `shard(num_shards=, index=)`."""
+Sharing = Literal["strided", "own", "asked", "given"]
+"""strided: every rank reads the stream and keeps its blocks. own: the dataset was sharded for this rank by prepare(). asked:
+the dataset gives the part of each (rank, worker) through its `shard(num_shards=, index=)`. given: the user's dataset is
+this rank's part already."""
 
 
 class Stand(NamedTuple):
@@ -57,6 +59,8 @@ class Block(NamedTuple):
     """This rank's samples, or those of every rank where one reads for all; None for a rank without any."""
     worker: int
     stand: Stand
+    head: tuple[Sample, ...] | None = None
+    """What the worker's first elements hold, with its first block of an epoch, where ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
     """No batch at all. begin: what the dataset of a worker remembers as the epoch begins. turn: it keeps the turn of a worker that had its turn before the run was resumed. end: the
     worker's stream has ended, and this is what its dataset remembers."""
@@ -80,6 +84,8 @@ class Cutting:
     pad: Pad = "least"
     step: int | None = None
     """Elements that all ranks take in one round; None for `rows` on each."""
+    shows_head: bool = False
+    """Whether blocks carry what the first elements hold."""
     every: bool = False
     """True where this rank cuts the blocks of all ranks, to send them."""
 
@@ -139,8 +145,9 @@ class StreamShard(Forwarding, IterableDataset[Block]):
         if stand.origin is not None or stand.position:  # no origin: nothing had changed since prepare
             memory.restore(stand.origin)
         stand = stand._replace(origin=memory.capture())
-        # Every rank that reads the same elements draws the same numbers.
-        place = (seed, epoch, worker) if cutting.sharing == "strided" else (seed, epoch, worker, cutting.shard)
+        # Every rank that reads the same elements draws the same numbers; so does one that splits what it shuffled before.
+        alike = cutting.sharing in ("strided", "given")
+        place = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
         rng = OwnRng(derive_seed(*place, 3), self.hasten_process)
         begin_anew(dataset)
         with rng.entered():
@@ -167,12 +174,14 @@ class _Cutter:
         self._rng = rng
         self._seeds = seeds
         self._batched = cutting.batched
+        self._shows = cutting.shows_head
         self._plan = plan = cutting.plan
         self._shards = range(plan.num_shards) if cutting.every else range(plan.shard, plan.shard + 1)
         self._names = self._shards if cutting.every else (cutting.shard,)  # of the ranks, in the seeds of their batches
         self._most_head = plan.head if plan.even and (plan.num_shards > 1 or plan.pad == "full") else 0
-        has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-        self._trusted = has_state and not state_loses_samples(stream, in_worker=get_worker_info() is not None)
+        self._trusted = has_plain_state(stream) and not state_loses_samples(
+            stream, in_worker=get_worker_info() is not None
+        )
         # The state of a stream of `datasets` holds its generators. Of others it is unknown, and those that draw are
         # read again up to the position instead.
         self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
@@ -191,8 +200,10 @@ class _Cutter:
         plan, position = self._plan, stand.position
         while True:
             with self._rng.entered():
-                round_ = _round(elements, plan, self._shards, self._most_head - len(head))
-            head += round_.first
+                wanted = self._most_head - len(head)
+                shown_of = NUM_SAMPLES if self._shows and not position else 0
+                round_ = _round(elements, plan, self._shards, max(wanted, shown_of))
+            head += round_.first[: max(wanted, 0)]
             full = round_.taken == plan.global_batch
             if not round_.taken or (not full and plan.drop_last):
                 break
@@ -202,7 +213,12 @@ class _Cutter:
             rng = self._rng.state() if state is not None else None
             lumps = tuple(self._lump(round_, head, shard, position) for shard in self._shards)
             if any(lumps):
-                yield Block(lumps, self._worker, Stand(position, state, rng, stand.origin))
+                shown = (
+                    tuple(map(leaves_of, round_.first[:NUM_SAMPLES]))
+                    if self._shows and position == round_.taken
+                    else None
+                )
+                yield Block(lumps, self._worker, Stand(position, state, rng, stand.origin), shown)
             if not full:
                 break
         memory = None if end is None else end.capture()
@@ -255,11 +271,11 @@ class BlockCollate:
         self.cutting = cutting
         self.process = process
 
-    def __call__(self, block: Block) -> tuple[Any, Padding | None, int, Stand, str]:
-        """(batch, padding, worker, stand, kind of blank); the batch is a list of (batch, padding) where one reads for all."""
+    def __call__(self, block: Block) -> tuple[Any, Padding | None, Block]:
+        """(batch, padding, the block without samples); the batch is a list of (batch, padding) where one reads for all."""
         parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
         batch, padding = (None, None) if block.blank else (parts, None) if self.cutting.every else parts[0]
-        return batch, padding, block.worker, block.stand, block.blank
+        return batch, padding, block._replace(lumps=())
 
     def _collated(self, lump: Lump) -> tuple[Any, Padding | None]:
         self.process.seed(lump.seed)
