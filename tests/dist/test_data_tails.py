@@ -32,7 +32,7 @@ def of_all(ctx: ProcessContext, data: Any, batch: int, drop_last: bool = False, 
 
 @ranks(2, exhaustive=(1, 3, 4))
 def test_every_way_to_read_ends_alike(ctx: ProcessContext) -> None:
-    sizes = (1, 2, 5, 7, 12, 26, 50) if ctx.world.size == 2 else range(1, 30)
+    sizes = (1, 2, 7, 50) if ctx.world.size == 2 else range(1, 30)
     for size, batch in itertools.product(sizes, (1, 3)):
         for drop_last, even, split in itertools.product((False, True), repeat=3):
             settings: dict[str, Any] = {"even_batches": even, "split_batches": split}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -12,11 +12,14 @@ from hasten.data.dispatch import Seats
 from hasten.data.foreign import plainly
 from hasten.data.order import DistributedOrder, Order, check_distributed, order_of
 from hasten.data.parts import PartOrder, empty_part, fit_of
-from hasten.data.plan import plan_batches, plan_rows
+from hasten.data.plan import LoaderPlan, plan_batches, plan_rows
 from hasten.data.sampler import Assignment
 from hasten.errors import ConfigError
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
+
+ALONE: Final = Seats(0, 1, (0,))
+"""The place of a rank whose order is its own."""
 
 
 def assignment_of(
@@ -33,58 +36,72 @@ def assignment_of(
 
     Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split like that.
     """
-    dispatch, even = bool(config.dispatch_batches), config.even_batches
+    dispatch, split = bool(config.dispatch_batches), config.split_batches
     batches = loader.batch_sampler
-    rows = plainly(batches, BatchSampler)
-    sampler: Any = batches.sampler if rows else loader.sampler if batches is None else batches
+    sampler: Any = loader.sampler if batches is None else batches
+    if plainly(batches, BatchSampler):
+        sampler = batches.sampler
     # the rank that reads for all, and one that has a part of its own, draw for themselves
     comm = LocalComm() if dispatch or sharded else ctx.world
-    drop_last = bool(getattr(batches, "drop_last", False))
-    order = order_of(
-        sampler, seekable=config.use_seedable_sampler, comm=comm, as_torch=config.order == "torch", checks=checks
-    )
-    num_shards, shard, split, stride = seats.num_shards, seats.shard, config.split_batches, 1
+    seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
+    order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch, checks=checks)
+    stride = 1
     if isinstance(order, DistributedOrder):
-        check_distributed(order.sampler, num_shards, shard, dispatch)
-        stride, num_shards, shard, split = num_shards, 1, 0, False
+        check_distributed(order.sampler, seats.num_shards, seats.shard, dispatch)
+        stride, seats, split = seats.num_shards, ALONE, False
     elif sharded:
-        order = _part(order, ctx, even, drop_last)
-        stride = num_shards
+        stride, order = seats.num_shards, _part(order, ctx, config.even_batches, _drops_last(batches))
     if not plainly(batches, BatchSampler):
-        form, fill = "items" if batches is None else "batches", None
-        if batches is None:  # batch_size=None
-            refuse_full_padding(config, "batch_size=None: the dataset's items are whole batches")
-        elif config.pad == "full" and (fill := getattr(batches, "batch_size", None)) is None:
-            refuse_full_padding(config, f"{type(batches).__name__}, a batch sampler without batch_size")
-        alone = (1, 0) if sharded else (num_shards, shard)
-        plan = plan_batches(
-            num_shards=alone[0], shard=alone[1], split=split, dispatch=dispatch, drop_last=drop_last, even=even
-        )
-        shares = (num_shards, shard) if split and batches is not None else None
-        return Assignment(order, plan, "items" if form == "items" else "batches", shares, stride, fill)
+        return _whole_batches(order, batches, config, ALONE if sharded else seats, split, stride)
     batch_size = batches.batch_size
-    if sharded and stride > 1 and num_shards > 1:  # a rank's rows of each step, all of its own part
-        batch_size = plan_rows(
-            batch_size=batch_size,
-            num_shards=num_shards,
-            shard=shard,
-            split=split,
-            dispatch=False,
-            drop_last=drop_last,
-            even=even,
-        ).rows
-        num_shards, shard, split = 1, 0, False
-    plan = plan_rows(
+    if isinstance(order, PartOrder):  # the rank's rows of each step, all of its own part
+        batch_size, seats, split = _plan(batch_size, batches, config, seats, split).rows, ALONE, False
+    return Assignment(order, _plan(batch_size, batches, config, seats, split), "rows", stride=stride)
+
+
+def _plan(
+    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: Seats, split: bool
+) -> LoaderPlan:
+    return plan_rows(
         batch_size=batch_size,
-        num_shards=num_shards,
-        shard=shard,
+        num_shards=seats.num_shards,
+        shard=seats.shard,
         split=split,
-        dispatch=dispatch,
-        drop_last=drop_last,
-        even=even,
+        dispatch=bool(config.dispatch_batches),
+        drop_last=batches.drop_last,
+        even=config.even_batches,
         pad=config.pad,
     )
-    return Assignment(order, plan, "rows", stride=stride)
+
+
+def _whole_batches(
+    order: Order,
+    batches: Any,  # Any: the user's batch sampler
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    split: bool,
+    stride: int,
+) -> Assignment:
+    """The assignment of batches that the user formed: by a batch sampler, or as items of the dataset."""
+    fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
+    if fill is None:
+        items = "batch_size=None: the dataset's items are whole batches"
+        what = items if batches is None else f"{type(batches).__name__}, a batch sampler without batch_size"
+        refuse_full_padding(config, what)
+    plan = plan_batches(
+        num_shards=seats.num_shards,
+        shard=seats.shard,
+        split=split,
+        dispatch=bool(config.dispatch_batches),
+        drop_last=_drops_last(batches),
+        even=config.even_batches,
+    )
+    shares = (seats.num_shards, seats.shard) if split and batches is not None else None
+    return Assignment(order, plan, "items" if batches is None else "batches", shares, stride, fill)
+
+
+def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
+    return bool(getattr(batches, "drop_last", False))
 
 
 def _part(order: Order, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,14 +13,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
 from hasten.data.agreement import Agreement, agree_on_loader
-from hasten.data.assigning import assignment_of, refuse_full_padding
+from hasten.data.assigning import ALONE, assignment_of, refuse_full_padding
 from hasten.data.dispatch import DispatchSource, Reader, Seats
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, MakeMove, Parts, Track
 from hasten.data.memory import Memory
 from hasten.data.parts import check_split, refuse_settings
-from hasten.data.placement import ahead_of, depth_of, move_of, pins
+from hasten.data.placement import ahead_of, depth_of
+from hasten.data.placement import move_of as _move
+from hasten.data.placement import pins as _pins
 from hasten.data.plan import plan_rows
 from hasten.data.position import Position
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
@@ -62,24 +64,15 @@ def prepare_loader(
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
-    given = config.already_sharded if already_sharded is None else already_sharded
-    streams = isinstance(loader.dataset, IterableDataset)
-    if given:
-        refuse_settings(bool(config.dispatch_batches), config.split_batches, _is_batched(loader))
-    agreed = agree_on_loader(
-        loader, _facts(loader, config), given, _seed(loader, config, seed), ctx.world, _compares(loader, config)
-    )
     seats = Seats(
         ctx.mesh.index(ctx.rank, *BATCH),
         ctx.mesh.size(*BATCH),
         tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
     )
-    if agreed.sharded and not given:
-        refuse_settings(bool(config.dispatch_batches), config.split_batches, _is_batched(loader))
-    if agreed.split is not None:
-        check_split(agreed.split, seats.shard, seats.num_shards, ctx.world.size, ctx.rank)
-    make = _stream_parts if streams else _indexed_parts
-    pinned = pins(loader, device, config)
+    given = config.already_sharded if already_sharded is None else already_sharded
+    agreed = _agreed(loader, ctx, config, seats, _seed(loader, config, seed), given)
+    make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
+    pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(
         _Request(reading, ctx, config, seats, slice_fn, depth_of(device, config, transfer), device, transfer, agreed)
@@ -93,23 +86,44 @@ def prepare_loader(
         source=source,
         clock=clock,
         track=track,
-        move=move_of(device, config, transfer),
+        move=_move(device, config, transfer),
         shard=seats.shard,
         total_batch_size=total,
         equalise=_equaliser(rng_types, loader, ctx),
         draws_as_torch=config.order == "torch",
     )
-    made = Loader.made(loader, parts, **shown)
+    _warn_if_empty(source, seats.num_shards, total)
+    return Loader.made(loader, parts, **shown)
+
+
+def _agreed(
+    loader: DataLoader[Any],
+    ctx: ProcessContext,
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    seed: int,
+    given: bool | None,
+) -> Agreement:
+    """What the ranks agree on, after settings that do not go with it were refused."""
+    agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
+    if agreed.sharded or given:
+        batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
+        refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
+    if agreed.split is not None:
+        check_split(agreed.split, seats.shard, seats.num_shards, ctx.world.size, ctx.rank)
+    return agreed
+
+
+def _warn_if_empty(source: Source, num_shards: int, total: int | None) -> None:
     if source.steps() == 0 and source.size():
         log.warning(
             "drop_last=True leaves no batch: the dataset has %s %s and a step of %d process(es) needs %s; use a smaller "
             "batch_size or drop_last=False",
             source.size(),
             source.unit,
-            seats.num_shards,
-            total or seats.num_shards,
+            num_shards,
+            total or num_shards,
         )
-    return made
 
 
 def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
@@ -183,8 +197,7 @@ def _indexed_parts(request: _Request) -> Made:
     if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
         inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, ahead="always")
         return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
-    alone = Seats(0, 1, (0,))
-    inner = IndexedSource(loader, assignment_of(loader, ctx, config, alone), ctx.rank, ahead="always")
+    inner = IndexedSource(loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always")
     reader = _batch_reader(request)
     return _dispatched(inner, reader, ctx, seats), total, shown
 
@@ -193,63 +206,48 @@ def _stream_parts(request: _Request) -> Made:
     loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
     if not request.sharded or (request.agreed is not None and request.agreed.split is not None):
         _draw_alike(loader.dataset, ctx)
-    batch_size = loader.batch_size
-    split = config.split_batches
-    rows = 1 if batch_size is None else batch_size
-    drop_last = bool(loader.drop_last)
-    if batch_size is not None:
-        plan = plan_rows(
-            batch_size=batch_size,
-            num_shards=seats.num_shards,
-            shard=seats.shard,
-            split=split,
-            dispatch=bool(config.dispatch_batches),
-            drop_last=drop_last,
-            even=config.even_batches,
-            pad=config.pad,
-        )
-        rows = plan.rows
-        total: int | None = plan.global_batch
-    else:
-        total = None
-        refuse_full_padding(config, "batch_size=None: the stream's elements are whole batches")
-    shown: dict[str, Any] = {} if batch_size is None else {"batch_size": rows}
-    batched = batch_size is not None
-    if config.dispatch_batches and batched and request.slice_fn is None:
-        cutting = Cutting(
-            seats.num_shards,
-            seats.shard,
-            rows,
-            True,
-            drop_last,
-            config.even_batches,
-            pad=config.pad,
-            step=total,
-            every=True,
-        )
-        inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
-        return _dispatched(inner, StreamReader(), ctx, seats), total, shown
+    cutting, total = _cutting(request)
+    shown: dict[str, Any] = {} if loader.batch_size is None else {"batch_size": cutting.rows}
     if config.dispatch_batches:
-        cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches, pad=config.pad)
+        reader: Reader = StreamReader()
+        if not cutting.batched or request.slice_fn is not None:  # the first rank reads whole batches
+            rows = loader.batch_size or 1
+            cutting, reader = replace(cutting, num_shards=1, shard=0, rows=rows, step=None), _batch_reader(request)
+        else:
+            cutting = replace(cutting, every=True)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
-        return _dispatched(inner, _batch_reader(request), ctx, seats), total, shown
-    sharing, dataset = ("given", loader.dataset) if request.sharded else _share_stream(loader.dataset, seats)
-    if split and not batched:  # every rank reads each batch and keeps its rows
-        cutting = Cutting(1, 0, 1, False, drop_last, config.even_batches, split=(seats.num_shards, seats.shard))
+        return _dispatched(inner, reader, ctx, seats), total, shown
+    sharing: Sharing = "given"
+    dataset: Any = loader.dataset  # Any: the user's dataset
+    if not request.sharded:
+        sharing, dataset = _share_stream(loader.dataset, seats)
+    if config.split_batches and not cutting.batched:  # every rank reads each batch and keeps its rows
+        cutting = replace(cutting, num_shards=1, shard=0, split=(seats.num_shards, seats.shard))
         dataset = loader.dataset
     else:
-        cutting = Cutting(
-            seats.num_shards,
-            seats.shard,
-            rows,
-            batched,
-            drop_last,
-            config.even_batches,
-            sharing,
-            pad=config.pad,
-            step=total,
-        )
+        cutting = replace(cutting, sharing=sharing)
     return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank, request.checks), total, shown
+
+
+def _cutting(request: _Request) -> tuple[Cutting, int | None]:
+    """How this rank's blocks of a stream are cut, and the samples of a global step where they are fixed."""
+    loader, config, seats = request.loader, request.config, request.seats
+    drop_last, even = bool(loader.drop_last), config.even_batches
+    if loader.batch_size is None:
+        refuse_full_padding(config, "batch_size=None: the stream's elements are whole batches")
+        return Cutting(seats.num_shards, seats.shard, 1, False, drop_last, even), None
+    plan = plan_rows(
+        batch_size=loader.batch_size,
+        num_shards=seats.num_shards,
+        shard=seats.shard,
+        split=config.split_batches,
+        dispatch=bool(config.dispatch_batches),
+        drop_last=drop_last,
+        even=even,
+        pad=config.pad,
+    )
+    total = plan.global_batch
+    return Cutting(seats.num_shards, seats.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total), total
 
 
 def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
@@ -300,11 +298,6 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
             f"order and samples would be lost or read twice. Give shuffle() a seed."
         )
     memory.restore(everyone[0])
-
-
-def _is_batched(loader: DataLoader[Any]) -> bool:
-    """Whether the loader has a fixed number of rows a batch."""
-    return loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
 
 
 def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:

@@ -84,7 +84,7 @@ def _is_library(module: str) -> bool:
 
 def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
     for path, holder in _holders(dataset):
-        yield f"{path}()", type(holder).__qualname__
+        yield path, holder
         for name, value in _attributes(holder):
             yield f"{path}.{name}", value
 

@@ -274,7 +274,7 @@ class BlockCollate:
     def __call__(self, block: Block) -> tuple[Any, Padding | None, Block]:
         """(batch, padding, the block without samples); the batch is a list of (batch, padding) where one reads for all."""
         parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
-        batch, padding = (None, None) if block.blank else (parts, None) if self.cutting.every else parts[0]
+        batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
         return batch, padding, block._replace(lumps=())
 
     def _collated(self, lump: Lump) -> tuple[Any, Padding | None]:

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from hasten.comm.base import Comm
 from hasten.data.drawing import NUM_UNITS, Trial, plain_unit
-from hasten.data.foreign import plainly
+from hasten.data.foreign import length_of, plainly
 from hasten.data.memory import Memory, decode_value, encode_value
 from hasten.data.own_rng import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.data.position import Position, Witness
@@ -186,7 +186,7 @@ class SharedOrder:
         self._head: list[Any] = []
 
     def size(self) -> int | None:
-        return len(self._sampler) if isinstance(self._sampler, Sized) else None
+        return length_of(self._sampler)
 
     def begin(self, at: Position) -> Position:
         self._again = None

@@ -86,8 +86,8 @@ class Assignment:
         start = self._start(at)
         seek = self._seek(at)
         if seek is not None:
-            lots = self._sought(seek, start)
-            return self._marked(lots, start) if isinstance(self.order, PartOrder) else lots
+            found = self._sought(seek, start)
+            return self._marked(found, start) if isinstance(self.order, PartOrder) else found
         shards = [self.plan.shard]
         lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
         if self.split is not None:
