@@ -94,20 +94,23 @@ def test_webdataset_splits_by_node(ctx: ProcessContext, tmp_path: Path) -> None:
         list(prepared(DataLoader(build(nodesplitter=every_second), batch_size=3), ctx=ctx))
 
 
+@pytest.fixture
+def chunks(tmp_path: Path) -> Path:
+    """A folder that litdata reads."""
+    cache = optional.need("litdata", ">=0.2").streaming.Cache(str(tmp_path), chunk_size=3)
+    for number in range(24):
+        cache[number] = number
+    cache.done()
+    cache.merge()
+    return tmp_path
+
+
 @needs("litdata")
 @ranks(2)
-def test_litdata_splits_by_rank(ctx: ProcessContext, tmp_path: Path) -> None:
+def test_litdata_splits_by_rank(ctx: ProcessContext, chunks: Path) -> None:
     litdata = optional.need("litdata", ">=0.2")
-    folder = ctx_folder(ctx, tmp_path)
-    if ctx.rank == 0:
-        cache = litdata.streaming.Cache(str(folder), chunk_size=3)
-        for number in range(24):
-            cache[number] = number
-        cache.done()
-        cache.merge()
-    ctx.world.barrier("written")
-    assert split_by_itself(litdata.StreamingDataset(str(folder))) is not None
-    check(ctx, lambda: litdata.StreamingDataset(str(folder)), 24, collate_fn=torch.tensor)
+    assert split_by_itself(litdata.StreamingDataset(str(chunks))) is not None
+    check(ctx, lambda: litdata.StreamingDataset(str(chunks)), 24, collate_fn=torch.tensor)
 
 
 def ctx_folder(ctx: ProcessContext, tmp_path: Path) -> Path:

@@ -89,7 +89,8 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
             f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is "
             f"of another kind, so the position has no meaning here. Prepare the loader the run was started with."
         )
-    if state["consumed"] and state["size"] != size and "part" not in state:  # parts are compared where they are read
+    sizes = "part" not in state and (size is not None or unit == "stream")  # parts are compared where they are read
+    if state["consumed"] and sizes and state["size"] != size:
         raise DataError(
             f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
             f"epoch has {size}; its order is another one, so samples would be repeated or lost. Restore the dataset, "
