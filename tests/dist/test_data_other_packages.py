@@ -26,7 +26,7 @@ from hasten.testing.pool import ranks
 # Any in this file: datasets of other packages.
 
 
-def needs(package: str) -> Any:
+def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
 
 

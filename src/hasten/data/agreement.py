@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
@@ -21,7 +21,7 @@ from hasten.runtime.logs import get_logger
 log = get_logger(__name__)
 
 # Any in this file: the user's datasets and samplers, and JSON values.
-_LENGTH = "the dataset's length"
+_LENGTH: Final = "the dataset's length"
 
 
 @dataclass(frozen=True, slots=True)

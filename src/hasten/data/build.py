@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -20,9 +20,7 @@ from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, MakeMove, Parts, Track
 from hasten.data.memory import Memory
 from hasten.data.parts import check_split, refuse_settings
-from hasten.data.placement import ahead_of, depth_of
-from hasten.data.placement import move_of as _move
-from hasten.data.placement import pins as _pins
+from hasten.data.placement import ahead_of, depth_of, move_of, pins
 from hasten.data.plan import plan_rows
 from hasten.data.position import Position
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
@@ -270,6 +268,10 @@ def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: th
 
 def _ahead(request: _Request) -> Ahead:
     return ahead_of(request.depth, request.device, request.transfer)
+
+
+_move: Final = move_of
+_pins: Final = pins
 
 
 def _dispatched(inner: Source, reader: Reader, ctx: ProcessContext, seats: Seats) -> Source:

@@ -6,7 +6,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -241,7 +241,9 @@ class _Cutter:
     def _seek(self, stand: Stand) -> tuple[list[Any], Iterator[Any]]:
         """The epoch's first elements, where padding may need them, and the stream from the stand on."""
         stream = self._stream
-        elements = iter(stream)
+        elements: Iterator[Any] = chain(
+            iter(stream)
+        )  # ends for good: streams of litdata begin again when asked once more
         if not stand.position:
             return [], elements
         head = list(islice(elements, min(self._most_head, stand.position)))
@@ -249,7 +251,7 @@ class _Cutter:
             _skip(elements, stand.position - len(head))
             return head, elements
         stream.load_state_dict(stand.state)
-        return head, iter(stream)
+        return head, chain(iter(stream))
 
     def _state(self) -> Any:
         """The stream's own state, if it is all that going on from here takes."""

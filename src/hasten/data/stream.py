@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ from hasten.data.source import Item, engine_of, own_generator
 from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are the user's own objects.
+_EMPTY: Final = 0
+_ENDED: Final = 1
+_MORE: Final = 2
+_FAILED: Final = 3
 
 
 class Mark(NamedTuple):
@@ -292,14 +296,11 @@ def agreed(
         yield batch, padding, not more, mark
 
 
-_EMPTY, _ENDED, _MORE, _FAILED = range(4)
-
-
 def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
     """The next item, or why there is none: whatever the user's stream raises must reach the ranks that wait."""
     try:
         return next(items, None), None
-    except Exception as error:
+    except Exception as error:  # of any type, and raised on by the caller
         return None, error
 
 
