@@ -53,9 +53,7 @@ class Trial:
                 if hasattr(self._sampler, "set_epoch"):
                     self._sampler.set_epoch(self._epoch)
                 return [plain_unit(unit) for unit in islice(iter(self._sampler), most)]
-        except (
-            Exception
-        ):  # the user's sampler, or generators of another making: raised where the loop draws, or of no use
+        except Exception:  # the user's sampler: its error is raised where the loop draws from it
             return None
         finally:
             put_back()
