@@ -18,12 +18,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
@@ -67,6 +69,16 @@ HUB: Final = {
     "hub shuffled": "`datasets` stream, shuffled through a buffer",
     "hub interleaved": "`datasets` streams, concatenated and shuffled",
 }
+PARTS: Final = {
+    "part of a list": "map-style data that is each process's part",
+    "part sampler": "a sampler that yields its process's indices",
+    "part batch sampler": "a batch sampler that yields its process's batches",
+    "part stream": "a stream that asks for its rank",
+    "part stream shuffled": "the same, shuffled with `random` before it is split",
+    "hub shard": "`shard()` of a `datasets` dataset",
+    "hub split": "`split_dataset_by_node()` of a `datasets` stream",
+}
+RECOGNISED: Final = ("hub shard", "hub split")
 OWN_BATCHES: Final = ("batch sampler", "own batch sampler")
 PATIENCE_S: Final = 300.0
 MODULE_RNG: Final = np.random.default_rng(5)
@@ -93,10 +105,17 @@ class Case:
     stop: float
     """The part of the run after which it is saved."""
     seed: int
+    flagged: bool = False
+    """Whether `already_sharded=True` is said of data that every rank has its own part of."""
 
     @property
     def is_stream(self) -> bool:
-        return self.data in STREAMS or self.data in HUB
+        return self.data in STREAMS or self.data in HUB or "stream" in self.data or self.data == "hub split"
+
+    @property
+    def is_unsaid(self) -> bool:
+        """Whether ranks have parts of the data, and nothing says so."""
+        return self.data in PARTS and not self.flagged and self.data not in RECOGNISED and self.world > 1
 
     def own_shards(self, world: int) -> bool:
         """Whether each of so many ranks reads a part that the dataset cuts for it."""
@@ -107,11 +126,27 @@ class Case:
     @property
     def refused(self) -> bool:
         """Whether going on inside an epoch must be refused: parts of the dataset's own fit one number of ranks only."""
-        return self.world != self.new_world and (self.own_shards(self.world) or self.own_shards(self.new_world))
+        parts = self.data in PARTS or self.own_shards(self.world) or self.own_shards(self.new_world)
+        return self.world != self.new_world and parts
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed."""
+    """The case of a seed: of data that is sharded already in one of six."""
+    r = random.Random(-seed - 2)
+    case = draw_whole(seed)
+    if r.random() > 1 / 6:
+        return case
+    data = r.choice(list(PARTS))
+    mode = "shard" if case.mode == "dispatch" or case.data in OWN_BATCHES or data == "part batch sampler" else case.mode
+    batch = case.batch
+    if mode != case.mode and case.mode == "split":
+        batch = r.choice((1, 2, 3, 4))
+    size = r.randint(8, 40)
+    return replace(case, data=data, mode=mode, batch=batch, size=size, flagged=r.random() < 0.8)
+
+
+def draw_whole(seed: int) -> Case:
+    """A case of data that is whole on every rank."""
     r = random.Random(seed)
     data = r.choice(list(r.choice((ORDERS, STREAMS, HUB))))
     mode = r.choice(("shard", "shard", "split", "dispatch"))
@@ -264,6 +299,67 @@ class Sharded(Stream):
         return list(range(cuts[index], min(cuts[index + 1], self.size)))
 
 
+class PartStream(Stream):
+    """This rank's part of a stream."""
+
+    def __init__(self, kind: str, size: int, augment: bool, place: tuple[int, int]) -> None:
+        super().__init__(kind, size, augment)
+        self.place = place
+
+    def elements(self) -> list[int]:
+        order = list(range(self.size))
+        if "shuffled" in self.kind:
+            random.shuffle(order)
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return order[self.place[0] :: self.place[1]][first::step]
+
+
+class PartSampler(Sampler[int]):
+    """Shuffles, and yields this rank's indices; without a length."""
+
+    def __init__(self, size: int, place: tuple[int, int]) -> None:
+        self.size, self.place = size, place
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size).tolist()[self.place[0] :: self.place[1]])
+
+
+class PartBatches(Batches):
+    """Batches of growing size of this rank's indices."""
+
+    def __init__(self, size: int, place: tuple[int, int]) -> None:
+        super().__init__(size, False)
+        self.place = place
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(self.size).tolist()[self.place[0] :: self.place[1]]
+        rows = 1
+        while order:
+            yield order[:rows]
+            order, rows = order[rows:], rows % 5 + 1
+
+
+def part_loader(case: Case, place: tuple[int, int], options: dict[str, Any]) -> DataLoader[Any]:
+    """A loader of the part of rank `place[0]` of `place[1]`."""
+    options = {"batch_size": case.batch, "drop_last": bool(case.batch) and case.drop_last, **options}
+    items = Items(case.size, case.augment)
+    rows = datasets.Dataset.from_dict({"x": list(range(case.size))})
+    if case.data == "hub shard":
+        return DataLoader(rows.shard(place[1], place[0]), shuffle=True, **options)
+    if case.data == "hub split":
+        stream = split_dataset_by_node(rows.to_iterable_dataset(min(case.size, 1 + case.seed % 9)), *place)
+        return DataLoader(stream.map(lambda row: {"noise": noise(case.augment)}), **options)
+    if "stream" in case.data:
+        return DataLoader(PartStream(case.data, case.size, case.augment, place), **options)
+    if case.data == "part of a list":
+        return DataLoader(Subset(items, range(place[0], case.size, place[1])), shuffle=True, **options)
+    if case.data == "part sampler":
+        return DataLoader(items, sampler=PartSampler(case.size, place), **options)
+    del options["batch_size"], options["drop_last"]
+    return DataLoader(items, batch_sampler=PartBatches(case.size, place), **options)
+
+
 def hub_stream(case: Case) -> Any:
     shards = min(case.size, 1 + case.seed % 9)
     stream = datasets.Dataset.from_dict({"x": list(range(case.size))}).to_iterable_dataset(num_shards=shards)
@@ -289,7 +385,7 @@ def plain_samples(case: Case) -> list[int] | None:
 def collate(samples: Any) -> dict[str, Tensor]:
     """Time-major first, so that rows cannot be read off the first tensor."""
     rows = samples if isinstance(samples, list) else [samples]
-    pairs = [(row["x"], row["noise"]) if isinstance(row, dict) else row for row in rows]
+    pairs = [(row["x"], row.get("noise", 0.0)) if isinstance(row, dict) else row for row in rows]
     ids = torch.tensor([pair[0] for pair in pairs])
     return {
         "time": torch.zeros(3, len(pairs)),
@@ -298,10 +394,12 @@ def collate(samples: Any) -> dict[str, Tensor]:
     }
 
 
-def user_loader(case: Case) -> DataLoader[Any]:
+def user_loader(case: Case, place: tuple[int, int] = (0, 1)) -> DataLoader[Any]:
     options: dict[str, Any] = {"num_workers": case.workers, "collate_fn": collate}
     if case.workers:
         options |= {"multiprocessing_context": "fork", "persistent_workers": case.persistent}
+    if case.data in PARTS:
+        return part_loader(case, place, options)
     if case.data in HUB:
         return DataLoader(
             hub_stream(case), batch_size=case.batch, drop_last=bool(case.batch) and case.drop_last, **options
@@ -345,14 +443,16 @@ def run(ctx: ProcessContext, case: Case, folder: Path, stop: int | None, resume:
         prefetch=case.prefetch,
         use_seedable_sampler=case.data not in ("torch's permutation", "generator"),
         data_seed=None if case.data == "generator" else 31,
+        already_sharded=True if case.flagged else None,
     )
     accelerator = Accelerator(context=ctx, dataloader_config=config, gradient_accumulation_steps=case.every)
-    loader = accelerator.prepare(user_loader(case))
-    if resume:
-        accelerator.load_state(folder)
     steps: list[Step] = []
+    loader: Any = None
     batch = None
     try:
+        loader = accelerator.prepare(user_loader(case, (ctx.rank, ctx.world.size)))
+        if resume:
+            accelerator.load_state(folder)
         while loader.epoch < 2:
             for batch in loader:
                 with accelerator.accumulate():
@@ -424,6 +524,8 @@ def check(case: Case, pool: Pool) -> str:
         first: list[Any] = [one[2] for one in done]
         rest: list[Any] = [one[3] for one in done]
         stop = done[0][1]
+        if case.is_unsaid:
+            return refused_by_all(whole, ("already_sharded=True",))
         if any(isinstance(steps, str) for steps in whole):
             return refused_by_all(whole, ("gave no sample", "cannot be split over"))
         for epoch in (0, 1):
@@ -490,10 +592,12 @@ END: Final = "<!-- end -->\n"
 def table() -> str:
     """What resumes how: the verdicts that `check` holds every case to."""
     lines = ["| data | on as many processes | on another number |", "|---|---|---|"]
-    for kind, words in {**ORDERS, **STREAMS, **HUB}.items():
+    for kind, words in {**ORDERS, **STREAMS, **HUB, **PARTS}.items():
         case = replace(draw(0), data=kind, mode="shard", batch=2, size=40, world=2, new_world=3, seed=8)
         once = "each draw once" if kind == "weighted" else "each sample once"
-        other = "refused inside an epoch; with `dispatch_batches=True` each sample once"
+        other = "refused inside an epoch"
+        if kind not in PARTS:
+            other += "; with `dispatch_batches=True` each sample once"
         lines.append(f"| {words} | exact | {other if case.refused else once} |")
     return "\n".join(lines) + "\n"
 
@@ -505,7 +609,7 @@ def test_the_table_of_what_resumes_is_current() -> None:
 
 def test_a_seed_draws_one_case() -> None:
     assert draw(17) == draw(17)
-    assert {draw(seed).data for seed in range(500)} == {*ORDERS, *STREAMS, *HUB}, "every kind is drawn"
+    assert {draw(seed).data for seed in range(500)} == {*ORDERS, *STREAMS, *HUB, *PARTS}, "every kind is drawn"
 
 
 def law(pool: Pool) -> Law[Case]:

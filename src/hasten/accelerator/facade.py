@@ -342,11 +342,21 @@ class Accelerator:
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+        already_sharded: bool | None = None,
     ) -> Loader:
-        """Prepare a loader; it reads this process's share and puts the batches on the device."""
+        """Prepare a loader; it reads this process's share and puts the batches on the device.
+
+        With `already_sharded=True` the loader holds this process's share already. By default the setting of
+        `DataLoaderConfiguration` holds.
+        """
         arguments.check_loader(data_loader, "prepare_data_loader(data_loader)")
-        prepared: Loader = self._preparer.prepare_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared: Loader = self._preparer.prepare_loader(
+            data_loader, device_placement, slice_fn_for_dispatch, already_sharded
+        )
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element

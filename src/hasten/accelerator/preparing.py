@@ -192,12 +192,15 @@ class Preparer:
         for item in items:
             item.value = self.loader(item.value, item.place, seed)
 
-    def prepare_loader(self, loader: Any, placement: bool | None = None, slice_fn: Any = None) -> Any:
+    def prepare_loader(
+        self, loader: Any, placement: bool | None = None, slice_fn: Any = None, already_sharded: bool | None = None
+    ) -> Any:
         """Prepare one loader, with the user's own function for slicing batches."""
         if self.done.holds(loader):
             return loader
         place = self._config.device_placement if placement is None else placement
-        return self.loader(loader, place, int(self._ctx.world.broadcast_object(torch.initial_seed())), slice_fn)
+        seed = int(self._ctx.world.broadcast_object(torch.initial_seed()))
+        return self.loader(loader, place, seed, slice_fn, already_sharded)
 
     def join(self, joinables: Sequence[Any], even_batches: bool | None) -> AbstractContextManager[None]:
         """Context manager in which ranks may run out of batches at different times."""
@@ -219,11 +222,13 @@ class Preparer:
             stack.callback(setattr, self._clock, "apart", before)
             yield
 
-    def loader(self, loader: Any, place: bool, seed: int, slice_fn: Any = None) -> Any:
+    def loader(
+        self, loader: Any, place: bool, seed: int, slice_fn: Any = None, already_sharded: bool | None = None
+    ) -> Any:
         """Prepare a loader."""
-        return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn))
+        return self._rehearsal.loader(loader, lambda given: self._loader(given, place, seed, slice_fn, already_sharded))
 
-    def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any) -> Loader:
+    def _loader(self, loader: Any, place: bool, seed: int, slice_fn: Any, already_sharded: bool | None) -> Loader:
         prepared = prepare_loader(
             loader,
             ctx=self._ctx,
@@ -234,6 +239,7 @@ class Preparer:
             slice_fn=slice_fn,
             rng_types=self._rng_types,
             transfer=self._strategy.caps.transfer,
+            already_sharded=already_sharded,
         )
         self.done.loaders.append(prepared)
         return prepared

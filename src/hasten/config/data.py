@@ -23,6 +23,10 @@ class DataLoaderConfiguration(Section):
         "every process sees the same number of samples, the first ones repeated if needed",
         flags=("even_batches",),
     )
+    already_sharded: bool | None = setting(
+        None,
+        "every process's loader holds its own part of the data (default: recognised where it can be, and compared)",
+    )
     pad: Pad = setting(
         "least",
         "how even_batches fills the last step of an epoch: least: up to equal shares; full: up to whole batches",

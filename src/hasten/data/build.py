@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from hasten import trees
 from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
-from hasten.data.agreement import agree_on_loader
+from hasten.data.agreement import Agreement, agree_on_loader
+from hasten.data.assigning import ALONE, assignment_of, refuse_full_padding
 from hasten.data.dispatch import DispatchSource, Reader, Seats
-from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, plainly
+from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
-from hasten.data.loader import Loader, MakeMove, Move, Parts, Track, plain_move
+from hasten.data.loader import Loader, MakeMove, Parts, Track
 from hasten.data.memory import Memory
-from hasten.data.order import DistributedOrder, check_distributed, order_of
-from hasten.data.plan import plan_batches, plan_rows
+from hasten.data.parts import check_split, refuse_settings
+from hasten.data.placement import ahead_of, depth_of, move_of, pins
+from hasten.data.plan import plan_rows
 from hasten.data.position import Position
-from hasten.data.prefetch import LookAhead, Prefetch
-from hasten.data.readers import BatchReader, IndexedReader, SliceFn
+from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
 from hasten.data.sampler import Assignment, PlannedSampler
 from hasten.data.source import Ahead, IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
@@ -31,13 +31,10 @@ from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
 from hasten.runtime.seeding import synchronize_rng_states
 
 log = get_logger(__name__)
-
-_DEFAULT_DEPTH = 2
 
 
 def prepare_loader(
@@ -51,12 +48,13 @@ def prepare_loader(
     slice_fn: SliceFn | None = None,
     rng_types: Collection[str] = (),
     transfer: MakeMove | None = None,
+    already_sharded: bool | None = None,
 ) -> Loader:
     """The loader, reading this rank's share, on `device` (None leaves batches where they are).
 
-    `transfer` makes what brings batches there, where a copy would not do.
+    `transfer` makes what brings batches there, where a copy would not do. `already_sharded` goes before the setting.
 
-    Ranks: every rank, with the same dataset and settings.
+    Ranks: every rank, with the same dataset, or a part of it each, and the same settings.
     Raises: DataError when the ranks' loaders differ; ConfigError or PrepareError when one cannot be split.
     """
     if isinstance(loader, Loader):
@@ -64,21 +62,22 @@ def prepare_loader(
     _refuse_what_is_lost(loader)
     if config.use_stateful_dataloader:
         log.info("use_stateful_dataloader=True: every prepared loader has state_dict and load_state_dict by itself")
-    seed = agree_on_loader(_facts(loader, config), _seed(loader, config, seed), ctx.world)
     seats = Seats(
         ctx.mesh.index(ctx.rank, *BATCH),
         ctx.mesh.size(*BATCH),
         tuple(ctx.mesh.index(rank, *BATCH) for rank in range(ctx.mesh.world_size)),
     )
+    given = config.already_sharded if already_sharded is None else already_sharded
+    agreed = _agreed(loader, ctx, config, seats, _seed(loader, config, seed), given)
     make = _stream_parts if isinstance(loader.dataset, IterableDataset) else _indexed_parts
     pinned = _pins(loader, device, config)
     reading = engine_of(loader, pin_memory=True) if pinned else loader
     source, total, shown = make(
-        _Request(reading, ctx, config, seats, slice_fn, _depth(device, config, transfer), device, transfer)
+        _Request(reading, ctx, config, seats, slice_fn, depth_of(device, config, transfer), device, transfer, agreed)
     )
     if pinned:
         shown["pin_memory"] = True
-    track = Track(Position(seed=seed))
+    track = Track(Position(seed=agreed.seed))
     if isinstance(shown.get("batch_sampler"), Assignment):
         shown["batch_sampler"] = PlannedSampler(shown["batch_sampler"], loader.sampler, track)
     parts = Parts(
@@ -91,17 +90,38 @@ def prepare_loader(
         equalise=_equaliser(rng_types, loader, ctx),
         draws_as_torch=config.order == "torch",
     )
-    made = Loader.made(loader, parts, **shown)
+    _warn_if_empty(source, seats.num_shards, total)
+    return Loader.made(loader, parts, **shown)
+
+
+def _agreed(
+    loader: DataLoader[Any],
+    ctx: ProcessContext,
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    seed: int,
+    given: bool | None,
+) -> Agreement:
+    """What the ranks agree on, after settings that do not go with it were refused."""
+    agreed = agree_on_loader(loader, _facts(loader, config), given, seed, ctx.world, _compares(loader, config))
+    if agreed.sharded or given:
+        batched = loader.batch_size is not None or plainly(loader.batch_sampler, BatchSampler)
+        refuse_settings(bool(config.dispatch_batches), config.split_batches, batched)
+    if agreed.split is not None:
+        check_split(agreed.split, seats.shard, seats.num_shards, ctx.world.size, ctx.rank)
+    return agreed
+
+
+def _warn_if_empty(source: Source, num_shards: int, total: int | None) -> None:
     if source.steps() == 0 and source.size():
         log.warning(
             "drop_last=True leaves no batch: the dataset has %s %s and a step of %d process(es) needs %s; use a smaller "
             "batch_size or drop_last=False",
             source.size(),
             source.unit,
-            seats.num_shards,
-            total or seats.num_shards,
+            num_shards,
+            total or num_shards,
         )
-    return made
 
 
 def _refuse_what_is_lost(loader: DataLoader[Any]) -> None:
@@ -139,6 +159,17 @@ class _Request:
     """Batches read ahead of the one in use."""
     device: torch.device | None = None
     transfer: MakeMove | None = None
+    agreed: Agreement | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the loader holds this rank's part of the data already."""
+        return self.agreed is not None and self.agreed.sharded and self.seats.num_shards > 1
+
+    @property
+    def checks(self) -> bool:
+        """Whether ranks compare what they read, because nobody said whether it is the same."""
+        return self.agreed is not None and self.agreed.checks
 
 
 Made = tuple[Source, int | None, dict[str, Any]]
@@ -147,7 +178,7 @@ Made = tuple[Source, int | None, dict[str, Any]]
 
 def _indexed_parts(request: _Request) -> Made:
     loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
-    whole = _assignment(loader, ctx, config, seats)
+    whole = assignment_of(loader, ctx, config, seats, request.sharded, request.checks)
     fixed = whole.form == "rows"
     shown: dict[str, Any] = {} if whole.form == "items" else {"batch_sampler": whole}
     if loader.batch_size is not None:
@@ -159,53 +190,62 @@ def _indexed_parts(request: _Request) -> Made:
                 "split_batches=True with batch_size=None: the dataset's items are whole batches, and reading each on "
                 "every rank to keep a part would waste the rest. Set dispatch_batches=True too, or split_batches=False."
             )
-        return IndexedSource(loader, whole, ctx.rank, ahead=_ahead(request)), total, shown
+        shard = seats.shard if request.sharded else None
+        return IndexedSource(loader, whole, ctx.rank, ahead=_ahead(request), shard=shard), total, shown
     if request.slice_fn is None and not (whole.form == "items" and config.split_batches):
         inner = IndexedSource(loader, whole, ctx.rank, seats.num_shards, ahead="always")
         return _dispatched(inner, IndexedReader(), ctx, seats), total, shown
-    alone = Seats(0, 1, (0,))
-    inner = IndexedSource(loader, _assignment(loader, ctx, config, alone), ctx.rank, ahead="always")
+    inner = IndexedSource(loader, assignment_of(loader, ctx, config, ALONE), ctx.rank, ahead="always")
     reader = _batch_reader(request)
     return _dispatched(inner, reader, ctx, seats), total, shown
 
 
 def _stream_parts(request: _Request) -> Made:
     loader, ctx, config, seats = request.loader, request.ctx, request.config, request.seats
-    _draw_alike(loader.dataset, ctx)
-    batch_size = loader.batch_size
-    split = config.split_batches
-    rows = 1 if batch_size is None else batch_size
-    drop_last = bool(loader.drop_last)
-    if batch_size is not None:
-        plan = plan_rows(
-            batch_size=batch_size,
-            num_shards=seats.num_shards,
-            shard=seats.shard,
-            split=split,
-            dispatch=bool(config.dispatch_batches),
-            drop_last=drop_last,
-            even=config.even_batches,
-            pad=config.pad,
-        )
-        rows = plan.rows
-        total: int | None = plan.global_batch
-    else:
-        total = None
-    shown: dict[str, Any] = {} if batch_size is None else {"batch_size": rows}
-    batched = batch_size is not None
+    if not request.sharded or (request.agreed is not None and request.agreed.split is not None):
+        _draw_alike(loader.dataset, ctx)
+    cutting, total = _cutting(request)
+    shown: dict[str, Any] = {} if loader.batch_size is None else {"batch_size": cutting.rows}
     if config.dispatch_batches:
-        cutting = Cutting(1, 0, batch_size or 1, batched, drop_last, config.even_batches, pad=config.pad)
+        reader: Reader = StreamReader()
+        if not cutting.batched or request.slice_fn is not None:  # the first rank reads whole batches
+            rows = loader.batch_size or 1
+            cutting, reader = replace(cutting, num_shards=1, shard=0, rows=rows, step=None), _batch_reader(request)
+        else:
+            cutting = replace(cutting, every=True)
         inner = StreamSource(loader, cutting, loader.dataset, LocalComm(), ctx.rank)
-        return _dispatched(inner, _batch_reader(request), ctx, seats), total, shown
-    sharing, dataset = _share_stream(loader.dataset, seats)
-    if split and not batched:  # every rank reads each batch and keeps its rows
-        cutting = Cutting(1, 0, 1, False, drop_last, config.even_batches, split=(seats.num_shards, seats.shard))
+        return _dispatched(inner, reader, ctx, seats), total, shown
+    sharing: Sharing = "given"
+    dataset: Any = loader.dataset  # Any: the user's dataset
+    if not request.sharded:
+        sharing, dataset = _share_stream(loader.dataset, seats)
+    if config.split_batches and not cutting.batched:  # every rank reads each batch and keeps its rows
+        cutting = replace(cutting, num_shards=1, shard=0, split=(seats.num_shards, seats.shard))
         dataset = loader.dataset
     else:
-        cutting = Cutting(
-            seats.num_shards, seats.shard, rows, batched, drop_last, config.even_batches, sharing, pad=config.pad
-        )
-    return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank), total, shown
+        cutting = replace(cutting, sharing=sharing)
+    return StreamSource(loader, cutting, dataset, ctx.groups(*BATCH), ctx.rank, request.checks), total, shown
+
+
+def _cutting(request: _Request) -> tuple[Cutting, int | None]:
+    """How this rank's blocks of a stream are cut, and the samples of a global step where they are fixed."""
+    loader, config, seats = request.loader, request.config, request.seats
+    drop_last, even = bool(loader.drop_last), config.even_batches
+    if loader.batch_size is None:
+        refuse_full_padding(config, "batch_size=None: the stream's elements are whole batches")
+        return Cutting(seats.num_shards, seats.shard, 1, False, drop_last, even), None
+    plan = plan_rows(
+        batch_size=loader.batch_size,
+        num_shards=seats.num_shards,
+        shard=seats.shard,
+        split=config.split_batches,
+        dispatch=bool(config.dispatch_batches),
+        drop_last=drop_last,
+        even=even,
+        pad=config.pad,
+    )
+    total = plan.global_batch
+    return Cutting(seats.num_shards, seats.shard, plan.rows, True, drop_last, even, pad=config.pad, step=total), total
 
 
 def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
@@ -224,6 +264,14 @@ def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: th
         )
         return "strided", dataset
     return ("asked" if callable(getattr(dataset, "shard", None)) else "strided"), dataset
+
+
+def _ahead(request: _Request) -> Ahead:
+    return ahead_of(request.depth, request.device, request.transfer)
+
+
+_move: Final = move_of
+_pins: Final = pins
 
 
 def _dispatched(inner: Source, reader: Reader, ctx: ProcessContext, seats: Seats) -> Source:
@@ -254,10 +302,18 @@ def _draw_alike(dataset: Any, ctx: ProcessContext) -> None:  # Any: the user's d
     memory.restore(everyone[0])
 
 
+def _compares(loader: DataLoader[Any], config: DataLoaderConfiguration) -> bool:
+    """Whether first samples are compared by prepare(): streams whose ranks exchange in every step compare them there."""
+    if not isinstance(loader.dataset, IterableDataset):
+        return True
+    unknown = length_of(loader.dataset) is None or loader.num_workers > 1
+    exchanges = config.even_batches and unknown and not callable(getattr(loader.dataset, "shard", None))
+    return not config.dispatch_batches and not exchanges
+
+
 def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str, Any]:
     """What must be equal on all ranks, by the name a user knows it."""
     return {
-        "the dataset's length": _length(loader.dataset),
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
         "the kind of sampler": type(loader.sampler).__name__,
@@ -269,111 +325,9 @@ def _facts(loader: DataLoader[Any], config: DataLoaderConfiguration) -> dict[str
     }
 
 
-def _length(dataset: object) -> int | str:
-    try:
-        return len(dataset) if isinstance(dataset, Sized) else "unknown"
-    except (TypeError, NotImplementedError):  # a length that is defined and not known, as some wrappers have it
-        return "unknown"
-
-
 def _seed(loader: DataLoader[Any], config: DataLoaderConfiguration, seed: int) -> int:
     if config.data_seed is not None:
         return config.data_seed
     if isinstance(loader.generator, torch.Generator):
         return loader.generator.initial_seed()
     return seed
-
-
-def _assignment(
-    loader: DataLoader[Any], ctx: ProcessContext, config: DataLoaderConfiguration, seats: Seats
-) -> Assignment:
-    num_shards, shard = seats.num_shards, seats.shard
-    comm = LocalComm() if config.dispatch_batches else ctx.world  # the rank that reads draws for itself
-    seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
-    split, dispatch, even = config.split_batches, bool(config.dispatch_batches), config.even_batches
-    batches = loader.batch_sampler
-    if batches is None:  # batch_size=None: the dataset's items are the batches
-        plan = plan_batches(
-            num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=False, even=even
-        )
-        return Assignment(order_of(loader.sampler, seekable=seekable, comm=comm, as_torch=as_torch), plan, "items")
-    if not plainly(batches, BatchSampler):
-        drop_last = bool(getattr(batches, "drop_last", False))
-        plan = plan_batches(
-            num_shards=num_shards, shard=shard, split=split, dispatch=dispatch, drop_last=drop_last, even=even
-        )
-        shares = (num_shards, shard) if split else None
-        fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
-        order = order_of(batches, seekable=seekable, comm=comm, as_torch=as_torch)
-        return Assignment(order, plan, "batches", shares, fill=fill)
-    order = order_of(batches.sampler, seekable=seekable, comm=comm, as_torch=as_torch)
-    stride = 1
-    if isinstance(order, DistributedOrder):
-        check_distributed(order.sampler, num_shards, shard, dispatch)
-        stride, num_shards, shard, split = num_shards, 1, 0, False
-    plan = plan_rows(
-        batch_size=batches.batch_size,
-        num_shards=num_shards,
-        shard=shard,
-        split=split,
-        dispatch=dispatch,
-        drop_last=batches.drop_last,
-        even=even,
-        pad=config.pad,
-    )
-    return Assignment(order, plan, "rows", stride=stride)
-
-
-def _pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:
-    """Whether `pin_memory` is switched on for a loader that leaves it off.
-
-    With workers, torch then receives and pins batches in a thread of its own, which takes that off the training loop.
-    """
-    if loader.pin_memory or device is None or device.type != "cuda" or config.dispatch_batches:
-        return False
-    if config.pin_memory is None and loader.num_workers:
-        log.info(
-            "pin_memory=True is set for a loader with %d workers, so that a thread receives its batches beside the "
-            "training loop; DataLoaderConfiguration(pin_memory=False) leaves the loader as it is",
-            loader.num_workers,
-        )
-        return True
-    return bool(config.pin_memory)
-
-
-def _depth(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
-    """How many batches are read ahead of the one in use."""
-    if device is None:
-        return 0
-    if device.type == "cpu":
-        return config.prefetch or 0
-    depth = _DEFAULT_DEPTH if config.prefetch is None else config.prefetch
-    return depth if transfer is not None or kind_of(device).side_streams else 0
-
-
-def _ahead(request: _Request) -> Ahead:
-    """Whether batches are read before they are asked for: only large ones where a side stream copies them."""
-    if not request.depth:
-        return "never"
-    always = request.transfer is not None or request.device is None or request.device.type == "cpu"
-    return "always" if always else "when large"
-
-
-def _move(
-    device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None
-) -> Move | None:
-    """What brings batches to the device, or None when they stay."""
-    if device is None:
-        return None
-    depth = _depth(device, config, transfer)
-    if transfer is not None:
-        return transfer(depth, config.prefetch_skip_keys or ())
-    if device.type == "cpu":
-        return LookAhead(depth) if depth else None
-    if depth:
-        return Prefetch(device, depth, config.prefetch_skip_keys)
-
-    def put(batch: Any) -> Any:  # Any: a batch of the user's
-        return trees.to_device(batch, device, config.non_blocking, config.prefetch_skip_keys)
-
-    return plain_move(put)

@@ -2,21 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final, TypeGuard, TypeVar
+import inspect
+from collections.abc import Iterator, Sized
+from typing import Any, Final, NamedTuple, TypeGuard, TypeVar
 
 from torch import Tensor
+from torch.utils.data import ChainDataset
 
 T = TypeVar("T")
 
 # Any in this file: objects of packages that hasten does not depend on.
 _HUB_STREAM: Final = ("datasets.iterable_dataset", "IterableDataset")
 _HUB_BUFFER: Final = ("datasets.iterable_dataset", "BufferShuffledExamplesIterable")
+_HUB_ITEMS: Final = ("datasets.arrow_dataset", "Dataset")
+_MOSAIC_STREAM: Final = ("streaming.base.dataset", "StreamingDataset")
+_LITDATA: Final = (
+    ("litdata.streaming.dataset", "StreamingDataset"),
+    ("litdata.streaming.combined", "CombinedStreamingDataset"),
+    ("litdata.streaming.parallel", "ParallelStreamingDataset"),
+)
+_WEB_PIPELINE: Final = ("webdataset.pipeline", "DataPipeline")
+
+
+def length_of(dataset: object) -> int | None:
+    """The dataset's length; None where it has none, or defines one that it does not know, as `ChainDataset` of streams."""
+    try:
+        return len(dataset) if isinstance(dataset, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def is_hub_stream(dataset: object) -> bool:
     """Whether the dataset is an IterableDataset of Hugging Face `datasets`."""
     return _is_a(dataset, _HUB_STREAM)
+
+
+def is_hub_items(dataset: object) -> bool:
+    """Whether the dataset is a map-style Dataset of Hugging Face `datasets`."""
+    return _is_a(dataset, _HUB_ITEMS)
+
+
+class Split(NamedTuple):
+    """How a dataset of another package splits itself over ranks."""
+
+    by: str
+    rank: int | None = None
+    """None where the package asks for the process's rank and the number of processes by itself."""
+    num_ranks: int | None = None
+
+
+def split_by_itself(dataset: Any) -> Split | None:
+    """How a dataset gives each rank its own part, as its package documents it; None where it does not, or is not known to."""
+    if isinstance(dataset, ChainDataset):
+        splits = [split_by_itself(one) for one in dataset.datasets]
+        return splits[0] if splits and all(one == splits[0] for one in splits) else None
+    if is_hub_stream(dataset):
+        node = getattr(dataset, "_distributed", None)  # what split_dataset_by_node() leaves there
+        return None if node is None else Split("split_dataset_by_node() of datasets", node.rank, node.world_size)
+    if _is_a(dataset, _MOSAIC_STREAM):
+        return Split("StreamingDataset of mosaicml-streaming")
+    if any(_is_a(dataset, kind) for kind in _LITDATA):
+        return Split(f"{type(dataset).__name__} of litdata")
+    if _is_a(dataset, _WEB_PIPELINE) and any(map(_splits_shards, dataset.pipeline)):
+        return Split("the split_by_node or resampled stage of webdataset")
+    return None
+
+
+def _splits_shards(stage: Any) -> bool:
+    """Whether a stage of a webdataset pipeline gives each node its own shards."""
+    function = getattr(stage, "func", stage)  # of a partial
+    kind = function if hasattr(function, "__name__") else type(function)
+    ours = str(getattr(kind, "__module__", "")).split(".")[0] == "webdataset"
+    return ours and kind.__name__ in ("split_by_node", "ResampledShards", "resampled_", "ResampledShardList")
+
+
+def has_plain_state(stream: Any) -> bool:
+    """Whether `state_dict()` can be called without arguments: those of litdata and mosaicml-streaming want counts."""
+    if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
+        return False
+    try:
+        inspect.signature(stream.state_dict).bind()
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
@@ -26,7 +94,7 @@ def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
     wraps such a stream and passes its state on forgets as much. A buffer of one forgets nothing; taken in a worker, which
     reads some of the shards only, its state cannot be loaded again: `datasets` compares it with the state of all shards.
     """
-    return any(_is_a(part, _HUB_BUFFER) and (part.buffer_size > 1 or in_worker) for part in _parts(stream))
+    return any(_is_a(part, _HUB_BUFFER) and (part.buffer_size > 1 or in_worker) for part in parts_of(stream))
 
 
 def has_fixed_shard_order(stream: Any) -> bool:
@@ -46,7 +114,7 @@ def own_epoch(stream: Any) -> None:
     Workers share one counter, and `set_epoch()` reads it before it adds the difference: two workers that do so at the same
     time add it twice, and then read an epoch in another order.
     """
-    for part in _parts(stream):
+    for part in parts_of(stream):
         counter = vars(part).get("_epoch") if is_hub_stream(part) else None
         if isinstance(counter, Tensor) and counter.is_shared():  # type: ignore[no-untyped-call]
             part._epoch = counter.clone()
@@ -67,7 +135,7 @@ def _is_a(value: object, name: tuple[str, str]) -> bool:
     return any((base.__module__, base.__name__) == name for base in type(value).__mro__)
 
 
-def _parts(stream: Any, depth: int = 12) -> Iterator[Any]:
+def parts_of(stream: Any, depth: int = 12) -> Iterator[Any]:
     """The objects a stream is built from, by their attributes: chains of `datasets` are about two a transformation."""
     waiting, seen = [(stream, depth)], set()
     while waiting:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,17 +14,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
 from hasten.config.data import Pad
-from hasten.data.foreign import begin_anew, is_hub_stream, own_epoch, state_loses_samples
+from hasten.data.evidence import NUM_SAMPLES, Sample, leaves_of
+from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
 from hasten.data.own_rng import OwnRng, RandomStates, States
-from hasten.data.plan import Padding, cut
+from hasten.data.plan import LoaderPlan, Padding, cut
 from hasten.data.shuffle import derive_seed
 from hasten.data.workers import Forwarding
 
 # Any in this file: samples, batches and dataset states are the user's own objects.
-Sharing = Literal["strided", "own", "asked"]
-"""strided: every rank reads the stream and keeps its blocks. own: the dataset is this rank's part already. asked: the
-dataset gives the part of each (rank, worker) through its `shard(num_shards=, index=)`."""
+Sharing = Literal["strided", "own", "asked", "given"]
+"""strided: every rank reads the stream and keeps its blocks. own: the dataset was sharded for this rank by prepare(). asked:
+the dataset gives the part of each (rank, worker) through its `shard(num_shards=, index=)`. given: the user's dataset is
+this rank's part already."""
 
 
 class Stand(NamedTuple):
@@ -39,15 +42,25 @@ class Stand(NamedTuple):
     """What the dataset remembered when the epoch began (see Memory)."""
 
 
-class Block(NamedTuple):
-    """The samples of one batch, before they are collated, and where the worker's stream stands after its round."""
+class Lump(NamedTuple):
+    """The samples of one rank's batch, before they are collated."""
 
     samples: Any
     real: int | None
+    """Samples that are not padding; None for all."""
+    seed: int
+    """What the collate function's random draws begin from."""
+
+
+class Block(NamedTuple):
+    """What a worker read in one round, and where its stream stands after it."""
+
+    lumps: tuple[Lump | None, ...]
+    """This rank's samples, or those of every rank where one reads for all; None for a rank without any."""
     worker: int
     stand: Stand
-    seed: int = 0
-    """What the collate function's random draws begin from."""
+    head: tuple[Sample, ...] | None = None
+    """What the worker's first elements hold, with its first block of an epoch, where ranks compare them."""
     blank: Literal["", "begin", "turn", "end"] = ""
     """No batch at all. begin: what the dataset of a worker remembers as the epoch begins. turn: it keeps the turn of a worker that had its turn before the run was resumed. end: the
     worker's stream has ended, and this is what its dataset remembers."""
@@ -69,11 +82,29 @@ class Cutting:
     split: tuple[int, int] | None = None
     """(number of shares, share) when each element is a batch whose rows are split over the ranks."""
     pad: Pad = "least"
+    step: int | None = None
+    """Elements that all ranks take in one round; None for `rows` on each."""
+    shows_head: bool = False
+    """Whether blocks carry what the first elements hold."""
+    every: bool = False
+    """True where this rank cuts the blocks of all ranks, to send them."""
 
     @property
-    def pads(self) -> bool:
-        """Whether the last block of an epoch may be lengthened by the epoch's first elements."""
-        return self.even and (self.num_shards > 1 or (self.pad == "full" and self.batched))
+    def plan(self) -> LoaderPlan:
+        """How the elements that a worker reads are cut into rounds, and those into blocks.
+
+        A part of the rank's own has rounds of the rank's own, whose last block is filled: other ranks end elsewhere.
+        """
+        alone = self.sharing != "strided"
+        return LoaderPlan(
+            how="shard",
+            num_shards=1 if alone else self.num_shards,
+            shard=0 if alone else self.shard,
+            global_batch=self.rows if alone else self.step or self.rows * self.num_shards,
+            drop_last=self.drop_last,
+            even=self.even,
+            pad="full" if alone and self.num_shards > 1 else self.pad,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +145,14 @@ class StreamShard(Forwarding, IterableDataset[Block]):
         if stand.origin is not None or stand.position:  # no origin: nothing had changed since prepare
             memory.restore(stand.origin)
         stand = stand._replace(origin=memory.capture())
-        # Every rank that reads the same elements draws the same numbers.
-        place = (seed, epoch, worker) if cutting.sharing == "strided" else (seed, epoch, worker, cutting.shard)
+        # Every rank that reads the same elements draws the same numbers; so does one that splits what it shuffled before.
+        alike = cutting.sharing in ("strided", "given")
+        place = (seed, epoch, worker) if alike else (seed, epoch, worker, cutting.shard)
         rng = OwnRng(derive_seed(*place, 3), self.hasten_process)
         begin_anew(dataset)
         with rng.entered():
             stream = _part_of(dataset, cutting, worker, num_workers)
-        seeds = (seed, epoch, cutting.shard, worker)
-        cutter = _Cutter(stream, cutting, worker, rng, seeds)
+        cutter = _Cutter(stream, cutting, worker, rng, (seed, epoch))
         end = memory if info is not None else None  # in one process, the dataset itself can be asked
         return cutter.blocks(stand, worker < start.turn, end)  # what holds now, whenever a block is asked for
 
@@ -137,17 +168,20 @@ def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> A
 class _Cutter:
     """Cuts one worker's stream into this rank's blocks, drawing from random states of its own."""
 
-    def __init__(self, stream: Any, cutting: Cutting, worker: int, rng: OwnRng, seeds: tuple[int, ...]) -> None:
+    def __init__(self, stream: Any, cutting: Cutting, worker: int, rng: OwnRng, seeds: tuple[int, int]) -> None:
         self._stream = stream
-        self._cutting = cutting
         self._worker = worker
         self._rng = rng
         self._seeds = seeds
-        strided = cutting.sharing == "strided"
-        self._num_shards, self._shard = (cutting.num_shards, cutting.shard) if strided else (1, 0)
-        self._pads = cutting.pads
-        has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-        self._trusted = has_state and not state_loses_samples(stream, in_worker=get_worker_info() is not None)
+        self._batched = cutting.batched
+        self._shows = cutting.shows_head
+        self._plan = plan = cutting.plan
+        self._shards = range(plan.num_shards) if cutting.every else range(plan.shard, plan.shard + 1)
+        self._names = self._shards if cutting.every else (cutting.shard,)  # of the ranks, in the seeds of their batches
+        self._most_head = plan.head if plan.even and (plan.num_shards > 1 or plan.pad == "full") else 0
+        self._trusted = has_plain_state(stream) and not state_loses_samples(
+            stream, in_worker=get_worker_info() is not None
+        )
         # The state of a stream of `datasets` holds its generators. Of others it is unknown, and those that draw are
         # read again up to the position instead.
         self._watched = Memory(stream, attributes=False) if self._trusted and not is_hub_stream(stream) else None
@@ -156,55 +190,68 @@ class _Cutter:
     def blocks(self, stand: Stand, had_turn: bool, end: Memory | None) -> Iterator[Block]:
         """The blocks from a stand on; a worker first says where it stands, before any of them is handed to the user."""
         if end is not None:
-            yield Block(None, None, self._worker, stand, blank="begin")
+            yield Block((), self._worker, stand, blank="begin")
         if had_turn:
-            yield Block(None, None, self._worker, stand, blank="turn")
+            yield Block((), self._worker, stand, blank="turn")
         with self._rng.entered():
             head, elements = self._seek(stand)
         if stand.state is not None:
             self._rng.place(stand.rng)
-        cutting, position = self._cutting, stand.position
+        plan, position = self._plan, stand.position
         while True:
             with self._rng.entered():
-                first, mine, taken = _round(elements, cutting.rows, self._num_shards, self._shard)
-                head = head or (list(first) if self._pads else [])
-                full = taken == cutting.rows * self._num_shards
-            if not taken or (not full and cutting.drop_last):
+                wanted = self._most_head - len(head)
+                shown_of = NUM_SAMPLES if self._shows and not position else 0
+                round_ = _round(elements, plan, self._shards, max(wanted, shown_of))
+            head += round_.first[: max(wanted, 0)]
+            full = round_.taken == plan.global_batch
+            if not round_.taken or (not full and plan.drop_last):
                 break
             # After its end a stream's state may mean the beginning of the next epoch: then the position is read up to.
             state = self._state() if full else None
-            position += taken
-            real = len(mine)
-            if self._pads and not full:
-                spread = cutting.sharing == "strided" and cutting.pad == "least"
-                rows = min(cutting.rows, taken) if spread else cutting.rows
-                mine.extend(head[place % len(head)] for place in range(rows - real))
-            if mine:
-                samples = mine if cutting.batched else mine[0]
-                rng = self._rng.state() if state is not None else None
-                here = Stand(position, state, rng, stand.origin)
-                seed = derive_seed(*self._seeds, position, 4)
-                yield Block(samples, None if real == len(mine) else real, self._worker, here, seed)
+            position += round_.taken
+            rng = self._rng.state() if state is not None else None
+            lumps = tuple(self._lump(round_, head, shard, position) for shard in self._shards)
+            if any(lumps):
+                shown = (
+                    tuple(map(leaves_of, round_.first[:NUM_SAMPLES]))
+                    if self._shows and position == round_.taken
+                    else None
+                )
+                yield Block(lumps, self._worker, Stand(position, state, rng, stand.origin), shown)
             if not full:
                 break
         memory = None if end is None else end.capture()
         if memory is not None:
-            yield Block(None, None, self._worker, Stand(position, origin=memory), blank="end")
+            yield Block((), self._worker, Stand(position, origin=memory), blank="end")
+
+    def _lump(self, round_: _Round, head: list[Any], shard: int, position: int) -> Lump | None:
+        """The samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
+        share = self._plan.part(round_.taken, shard=shard)
+        if not share.rows:
+            return None
+        end = share.first + share.rows
+        mine = round_.held[share.first - round_.begin : end - round_.begin]
+        pads = range(max(share.first, round_.taken), end)
+        mine.extend(head[(place - round_.taken) % len(head)] for place in pads)
+        name = self._names[shard - self._shards.start]
+        seed = derive_seed(*self._seeds, name, self._worker, position, 4)
+        return Lump(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
 
     def _seek(self, stand: Stand) -> tuple[list[Any], Iterator[Any]]:
         """The epoch's first elements, where padding may need them, and the stream from the stand on."""
         stream = self._stream
-        elements = iter(stream)
+        elements: Iterator[Any] = chain(
+            iter(stream)
+        )  # ends for good: streams of litdata begin again when asked once more
         if not stand.position:
             return [], elements
-        head: list[Any] = []
-        if self._pads or stand.state is None:
-            head = list(islice(elements, min(self._cutting.rows, stand.position)))
+        head = list(islice(elements, min(self._most_head, stand.position)))
         if stand.state is None:
             _skip(elements, stand.position - len(head))
             return head, elements
         stream.load_state_dict(stand.state)
-        return head, iter(stream)
+        return head, chain(iter(stream))
 
     def _state(self) -> Any:
         """The stream's own state, if it is all that going on from here takes."""
@@ -226,17 +273,20 @@ class BlockCollate:
         self.cutting = cutting
         self.process = process
 
-    def __call__(self, block: Block) -> tuple[Any, Padding | None, int, Stand, str]:
-        """(batch, padding, worker, stand, kind of blank)."""
-        if block.blank:
-            return None, None, block.worker, block.stand, block.blank
-        self.process.seed(block.seed)
-        batch = self.collate_fn(block.samples)
-        rows = len(block.samples) if self.cutting.batched else None
-        padding = None if block.real is None else Padding(block.real, rows)
+    def __call__(self, block: Block) -> tuple[Any, Padding | None, Block]:
+        """(batch, padding, the block without samples); the batch is a list of (batch, padding) where one reads for all."""
+        parts = [None if lump is None else self._collated(lump) for lump in block.lumps]
+        batch, padding = (parts, None) if self.cutting.every else (parts and parts[0]) or (None, None)
+        return batch, padding, block._replace(lumps=())
+
+    def _collated(self, lump: Lump) -> tuple[Any, Padding | None]:
+        self.process.seed(lump.seed)
+        batch = self.collate_fn(lump.samples)
+        rows = len(lump.samples) if self.cutting.batched else None
+        padding = None if lump.real is None else Padding(lump.real, rows)
         if self.cutting.split is not None:
             batch, padding = split_batch(batch, *self.cutting.split, even=self.cutting.even)
-        return batch, padding, block.worker, block.stand, block.blank
+        return batch, padding
 
 
 def split_batch(
@@ -257,13 +307,35 @@ def split_batch(
     return wrapped, Padding(real, share.rows)
 
 
-def _round(elements: Iterator[Any], rows: int, num_shards: int, shard: int) -> tuple[list[Any], list[Any], int]:
-    """One round of the stream: its first elements, this rank's block, and how many elements it had in all."""
-    first = list(islice(elements, rows if shard else 0))
-    passed = len(first) + _skip(elements, shard * rows - len(first))
-    mine = list(islice(elements, rows))
-    after = _skip(elements, (num_shards - shard - 1) * rows)
-    return first or mine, mine, passed + len(mine) + after
+class _Round(NamedTuple):
+    """One round of a stream, as far as some ranks need it."""
+
+    first: list[Any]
+    """Its first elements."""
+    held: list[Any]
+    begin: int
+    """The place in the round of the first of `held`."""
+    taken: int
+    """Elements that it had in all."""
+
+
+def _round(elements: Iterator[Any], plan: LoaderPlan, shards: range, num_first: int) -> _Round:
+    """Read one round and keep what may be the share of these ranks.
+
+    The last round may be shorter and is then spread over the ranks, so what a rank gets is known when the round ends. The
+    further it goes, the fewer of its first elements may be a rank's: about a quarter of a round is held at most.
+    """
+    full = plan.part(plan.global_batch, shard=shards[-1])
+    end, first, held, begin, taken = full.first + full.rows, [], deque[Any](), 0, 0
+    while taken < end and (piece := list(islice(elements, min(full.rows, end - taken)))):
+        first += piece[: max(num_first - taken, 0)]
+        held.extend(piece)
+        taken += len(piece)
+        while begin < min(plan.part(taken, shard=shards[0]).first, taken):
+            held.popleft()
+            begin += 1
+    taken += _skip(elements, plan.global_batch - taken) if taken == end else 0
+    return _Round(first, list(held), begin, taken)
 
 
 def _skip(elements: Iterator[Any], count: int) -> int:

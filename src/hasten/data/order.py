@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import copy
-import operator
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -23,7 +22,8 @@ from torch.utils.data import (
 )
 
 from hasten.comm.base import Comm
-from hasten.data.foreign import plainly
+from hasten.data.drawing import NUM_UNITS, Trial, plain_unit
+from hasten.data.foreign import length_of, plainly
 from hasten.data.memory import Memory, decode_value, encode_value
 from hasten.data.own_rng import OwnRng, RandomStates, States, decode_states, encode_states
 from hasten.data.position import Position, Witness
@@ -173,8 +173,11 @@ class SharedOrder:
         sampler: Iterable[Any],  # Any: a unit is whatever the sampler yields
         comm: Comm,
         as_torch: bool = False,
+        checks: bool = False,
     ) -> None:
         self.as_torch = as_torch
+        # one that is its own iterator can be drawn from once only
+        self._checks = checks and comm.size > 1 and not hasattr(sampler, "__next__")
         self._again: States | None = None
         self._sampler: Any = sampler
         self._comm = comm
@@ -183,7 +186,7 @@ class SharedOrder:
         self._head: list[Any] = []
 
     def size(self) -> int | None:
-        return len(self._sampler) if isinstance(self._sampler, Sized) else None
+        return length_of(self._sampler)
 
     def begin(self, at: Position) -> Position:
         self._again = None
@@ -198,10 +201,8 @@ class SharedOrder:
             if generator is not None:
                 raw = np.frombuffer(base64.b64decode(at.generator), dtype=np.uint8)
                 generator.set_state(torch.from_numpy(raw.copy()))
-        elif "state" in at.generator:
-            self._sampler.load_state_dict(decode_value(at.generator["state"]))
         else:
-            self._memory.restore(at.generator)
+            self._restore(at.generator)
         return at
 
     def _remembered(self) -> dict[str, Any]:
@@ -224,6 +225,7 @@ class SharedOrder:
         rng = OwnRng(derive_seed(at.seed, at.epoch), self._process)
         rng.place(self._again)
         units: Iterator[Any] | None = None
+        trial = self._trial(at) if self._checks else None
         self._head = []
         drawn = 0
         while True:
@@ -241,7 +243,7 @@ class SharedOrder:
                         chunk = list(islice(units, most))
                 except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
                     error = raised
-            chunk = self._share(chunk, error)
+            chunk = self._share(chunk, error) if trial is None or drawn else self._compared(chunk, error, trial)
             if drawn == 0:
                 self._check(at, chunk)
             drawn += len(chunk)
@@ -272,6 +274,36 @@ class SharedOrder:
             f"state_dict() and load_state_dict(), or draw from a generator that it keeps as an attribute."
         )
 
+    def _trial(self, at: Position) -> Trial:
+        """What draws from this rank's own sampler, as the first rank draws from its."""
+        process = encode_states(self._process.read()) if self.as_torch and self._again is None else None
+        start = {"generators": Memory(self._sampler, attributes=False).capture(), "process": process}
+        start = self._comm.broadcast_object(start)
+        return Trial(self._sampler, at.epoch, derive_seed(at.seed, at.epoch), start, self._kept)
+
+    def _kept(self) -> Callable[[], None]:
+        """Put the sampler's memory back as it is now, when called."""
+        before = self._remembered()
+        return lambda: self._restore(before)
+
+    def _restore(self, remembered: Mapping[str, Any]) -> None:
+        if "state" in remembered:
+            self._sampler.load_state_dict(decode_value(remembered["state"]))
+        else:
+            self._memory.restore(remembered)
+
+    def _compared(self, chunk: list[Any], error: Exception | None, trial: Trial) -> list[Any]:
+        """The first rank's chunk, once, after the samplers of all ranks were found to yield the same."""
+        self._checks = False
+        mine: list[Any] | None = None
+        if self._comm.rank:
+            mine = trial.units(NUM_UNITS)
+        elif error is None:
+            mine = _plain_units(chunk[:NUM_UNITS])
+        chunk = self._share(chunk, error)
+        trial.compare(self._comm.all_gather_object(mine), self._comm)
+        return chunk
+
     def _share(self, chunk: list[Any], error: Exception | None) -> list[Any]:
         if self._comm.size > 1:
             said, chunk = self._comm.broadcast_object((None if error is None else repr(error), chunk))
@@ -285,20 +317,19 @@ class SharedOrder:
         return chunk
 
 
+def _plain_units(units: list[Any]) -> list[Any] | None:  # Any: a unit is whatever the sampler yields
+    try:
+        return [plain_unit(unit) for unit in units]
+    except TypeError:
+        return None
+
+
 def _witness(units: list[Any]) -> Witness | None:  # Any: a unit is whatever the sampler yields
     try:
-        text = repr([_plain(unit) for unit in units])
+        text = repr([plain_unit(unit) for unit in units])
     except TypeError:
         return None
     return (len(units), zlib.crc32(text.encode())) if units else None
-
-
-def _plain(unit: Any) -> Any:  # Any: a unit is whatever the sampler yields
-    if isinstance(unit, str):
-        return str(unit)
-    if isinstance(unit, list | tuple):
-        return [_plain(part) for part in unit]
-    return operator.index(unit)
 
 
 def order_of(
@@ -307,6 +338,7 @@ def order_of(
     seekable: bool,
     comm: Comm,
     as_torch: bool = False,
+    checks: bool = False,
 ) -> Order:
     """The order a user's sampler (or batch sampler) stands for."""
     if isinstance(sampler, DistributedSampler):
@@ -314,12 +346,12 @@ def order_of(
     if plainly(sampler, SequentialSampler):
         return SequentialOrder(sampler)
     if as_torch:
-        return SharedOrder(sampler, comm, as_torch=True)
+        return SharedOrder(sampler, comm, as_torch=True, checks=checks and not isinstance(sampler, RandomSampler))
     if plainly(sampler, RandomSampler) and seekable and not sampler.replacement and sampler._num_samples is None:
         return ShuffledOrder(sampler)
     if any(plainly(sampler, kind) for kind in _SEEDED_ALIKE) and sampler.generator is None:
         return SeededOrder(sampler)
-    return SharedOrder(sampler, comm)
+    return SharedOrder(sampler, comm, checks=checks)
 
 
 def check_distributed(sampler: DistributedSampler[Any], num_shards: int, shard: int, dispatch: bool) -> None:

@@ -60,7 +60,7 @@ class LoaderPlan:
     @property
     def rows(self) -> int:
         """Units this rank takes in a full step."""
-        return self._cut(self.global_batch, 0).rows
+        return self.part(self.global_batch).rows
 
     @property
     def whole(self) -> int | None:
@@ -82,14 +82,14 @@ class LoaderPlan:
         left = max(size - start, 0) % self.global_batch
         if left == 0 or self.drop_last:
             return None
-        share = self._cut(left, size - left)
+        share = self.part(left, size - left)
         return share if share.rows else None
 
     def share(self, size: int, step: int, start: int = 0) -> Share:
         """This rank's share of the `step`-th step after position `start`."""
         first = start + step * self.global_batch
         if first + self.global_batch <= size:
-            return self._cut(self.global_batch, first)
+            return self.part(self.global_batch, first)
         share = self.tail(size, start)
         assert share is not None, f"step {step} is past the end of {size} units from {start}"
         return share
@@ -104,7 +104,7 @@ class LoaderPlan:
 
         The last array may be one shorter row: the tail, whose padding wraps to the beginning of the epoch.
         """
-        whole = self._cut(self.global_batch, 0)
+        whole = self.part(self.global_batch)
         full = max(size - start, 0) // self.global_batch
         per_chunk = max(chunk // max(whole.rows, 1), 1)
         offsets = start + whole.first + np.arange(whole.rows, dtype=np.int64)
@@ -115,9 +115,9 @@ class LoaderPlan:
         if tail is not None:
             yield (np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size)[None, :]
 
-    def _cut(self, left: int, first: int) -> Share:
-        """This rank's share of a step of `left` units that begins at `first`."""
-        share = cut(left, self.num_shards, self.shard, self.even, self.whole)
+    def part(self, left: int, first: int = 0, shard: int | None = None) -> Share:
+        """The share of this rank, or of `shard`, in a step of `left` units that begins at `first`."""
+        share = cut(left, self.num_shards, self.shard if shard is None else shard, self.even, self.whole)
         return share._replace(first=first + share.first)
 
 

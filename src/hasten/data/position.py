@@ -10,6 +10,9 @@ from hasten.errors import DataError
 
 Unit = Literal["samples", "batches", "stream"]
 
+Part = tuple[int, int | None]
+"""The number of parts, and the units of this rank's one, when known."""
+
 Witness = tuple[int, int]
 """How many of the order's first units were looked at, and their checksum."""
 
@@ -33,10 +36,12 @@ class Position:
     """What a stream needs besides the count: positions of its workers."""
     ahead: bool = False
     """Batches from here on are read ahead of their use, each under random states of its own."""
+    part: Part | None = None
+    """The part that the count is of, where every rank has map-style data of its own."""
 
     def begin(self, epoch: int) -> Position:
         """The beginning of `epoch`."""
-        return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False)
+        return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False, part=None)
 
 
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
@@ -58,6 +63,8 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
         state["stream"] = dict(position.stream)
     if position.ahead:
         state["ahead"] = True
+    if position.part is not None:
+        state["part"] = list(position.part)
     return state
 
 
@@ -82,7 +89,8 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
             f"the loader's state counts {state['unit']}, and this loader counts {unit}: its dataset or batch sampler is "
             f"of another kind, so the position has no meaning here. Prepare the loader the run was started with."
         )
-    if state["consumed"] and state["size"] != size:
+    sizes = "part" not in state and (size is not None or unit == "stream")  # parts are compared where they are read
+    if state["consumed"] and sizes and state["size"] != size:
         raise DataError(
             f"the loader's state is {state['consumed']} {unit} into an epoch of {state['size']}, and this loader's "
             f"epoch has {size}; its order is another one, so samples would be repeated or lost. Restore the dataset, "
@@ -96,4 +104,5 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
         witness=tuple(state["witness"]) if "witness" in state else None,
         stream=state.get("stream"),
         ahead=bool(state.get("ahead", False)),
+        part=tuple(state["part"]) if "part" in state else None,
     )

@@ -53,6 +53,26 @@ class IndexedReader:
             yield Round([None if lot is None else next(read) for lot in step], more)
 
 
+class StreamReader:
+    """Streams: the elements of a round are cut for every rank before they are collated."""
+
+    per_round = 1
+
+    def evened(self, even: bool | None) -> StreamReader:
+        return self
+
+    def steps(self, source: Source) -> int | None:
+        return source.steps()
+
+    def rounds(self, source: Source, at: Position) -> Iterator[Round]:
+        for (parts, _, _, mark), following in with_next(source.open(at)):
+            left = [None] * len(parts) if following is None else following[0]
+            items = [
+                None if part is None else (*part, later is None, mark) for part, later in zip(parts, left, strict=True)
+            ]
+            yield Round(items, following is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchReader:
     """Whole batches of a source that reads for every rank: one batch per rank, or each batch split by rows."""

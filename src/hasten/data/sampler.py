@@ -13,8 +13,9 @@ from torch.utils.data import BatchSampler
 
 from hasten.data.lookup import reading_of
 from hasten.data.order import DistributedOrder, Order, SequentialOrder, ShuffledOrder
+from hasten.data.parts import PartOrder, fit_of
 from hasten.data.plan import LoaderPlan, cut
-from hasten.data.position import Position, Unit
+from hasten.data.position import Part, Position, Unit
 from hasten.data.shuffle import Indices
 from hasten.data.workers import Picked
 from hasten.errors import DataError
@@ -38,9 +39,14 @@ class Assignment:
     split: tuple[int, int] | None = None
     """(number of shares, share) when each batch of the user's batch sampler is split over the ranks."""
     stride: int = 1
-    """The number of ranks that the user's own DistributedSampler splits the order over."""
+    """The number of ranks that read an order of their own each: the user's DistributedSampler, or data sharded already."""
     fill: int | None = None
     """The rows that the user's batches of the last step are filled to; None when they are left as they are."""
+
+    @property
+    def part(self) -> Part | None:
+        """The part of this rank, where the data is sharded already."""
+        return self.order.part(self.stride) if isinstance(self.order, PartOrder) else None
 
     @property
     def unit(self) -> Unit:
@@ -48,7 +54,7 @@ class Assignment:
 
     def size(self) -> int | None:
         """Units in an epoch's global order, when known beforehand."""
-        size = self.order.size()
+        size = None if self.part is not None else self.order.size()
         return None if size is None else size * self.stride
 
     def steps(self) -> int | None:
@@ -58,11 +64,17 @@ class Assignment:
 
     def evened(self, even: bool | None) -> Assignment:
         """The same assignment with another `even_batches`, when one is given."""
-        return self if even is None else replace(self, plan=replace(self.plan, even=even))
+        if even is None:
+            return self
+        order = self.order
+        if isinstance(order, PartOrder):
+            order = order.fitted(fit_of(even, self.plan.drop_last))
+        return replace(self, order=order, plan=replace(self.plan, even=even))
 
     def reached(self, start: int, steps: int) -> int:
         """The global position after `steps` steps from global position `start`."""
-        return self.plan.consumed(self.order.size(), steps, start // self.stride) * self.stride
+        size = None if self.part is not None else self.order.size()
+        return self.plan.consumed(size, steps, start // self.stride) * self.stride
 
     def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
         """This rank's batches from `at` to the end of its epoch.
@@ -74,7 +86,8 @@ class Assignment:
         start = self._start(at)
         seek = self._seek(at)
         if seek is not None:
-            return self._sought(seek, start)
+            found = self._sought(seek, start)
+            return self._marked(found, start) if isinstance(self.order, PartOrder) else found
         shards = [self.plan.shard]
         lots = (round_[0] for round_ in self._drawn(self.order.draw(at), start, shards, ends))
         if self.split is not None:
@@ -87,7 +100,8 @@ class Assignment:
         if seek is None or size is None:
             return None
         share = self.plan.share(size, step, self._start(at))
-        found: list[int] = seek(np.arange(share.first, share.first + share.real, dtype=np.int64)).tolist()
+        real = self._num_real(share.real, share.first)
+        found: list[int] = seek(np.arange(share.first, share.first + real, dtype=np.int64)).tolist()
         return found
 
     def reading(self) -> dict[str, Any] | None:
@@ -111,6 +125,8 @@ class Assignment:
         return rounds if self.split is None else map(self._shares_of, rounds)
 
     def _start(self, at: Position) -> int:
+        if at.consumed:
+            self._check_part(at.part)
         if at.consumed % self.stride:
             raise DataError(
                 f"the position of {at.consumed} samples is not a multiple of the {self.stride} ranks that the loader's "
@@ -118,6 +134,34 @@ class Assignment:
                 f"that divides {at.consumed}, or leave the sampler out: prepare() shards the loader by itself."
             )
         return at.consumed // self.stride
+
+    def _check_part(self, saved: Part | None) -> None:
+        """Raise unless a position inside an epoch is of this rank's part."""
+        part = self.part
+        if saved == part:
+            return
+        if saved is None or part is None or saved[0] != part[0]:
+            was, now = ("the whole data" if one is None else f"one of {one[0]} parts" for one in (saved, part))
+            advice = (
+                "on the data of the saved run"
+                if saved is None
+                else f"on {saved[0]} data-parallel processes, with already_sharded=True"
+            )
+            raise DataError(
+                f"the loader's state is inside an epoch of {was}, and this rank reads {now}; samples would be lost or "
+                f"repeated. Resume {advice}, or begin a new epoch."
+            )
+        raise DataError(
+            f"the loader's state is inside an epoch of a part with {saved[1]} {self.unit}, and this rank's part has {part[1]}; "
+            f"its order is another one, so samples would be repeated or lost. Restore the part, or begin a new epoch."
+        )
+
+    def _marked(self, lots: Iterator[Lot], done: int) -> Iterator[Lot]:
+        """The lots of a part, those marked as padding that lie past its end."""
+        for indices, real, last in lots:
+            rows = len(indices) if self.form == "rows" else 1
+            yield (indices, self._mark(rows if real is None else real, rows, done), last)
+            done += self.plan.rows
 
     def _seek(self, at: Position) -> Callable[[Indices], Indices] | None:
         return self.order.seek(at) if self.form != "batches" else None
@@ -165,7 +209,8 @@ class Assignment:
     def _lot(self, block: list[Any], following: list[Any] | None, head: list[Any], shard: int, done: int) -> Lot | None:
         plan, rows = self.plan, self.fill
         if rows and plan.even and not plan.drop_last and following == [] and self._is_short(block, rows):
-            return self._filled(rows, block, head, shard)
+            filled = self._filled(rows, block, head, shard)
+            return filled if self._num_real(1, done) else (filled[0], 0, filled[2])
         mine, real = self._take(block, head, shard)
         if not mine:
             return None
@@ -196,9 +241,13 @@ class Assignment:
         return mine, share.real
 
     def _mark(self, real: int, rows: int, done: int) -> int | None:
-        if isinstance(self.order, DistributedOrder):
-            real = min(max(self.order.num_real() - done, 0), rows)
+        real = self._num_real(real, done)
         return None if real == rows else real
+
+    def _num_real(self, real: int, done: int) -> int:
+        """How many of `real` units from place `done` of this rank's own order on are not padding of that order."""
+        own = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
+        return real if own is None else min(max(own - done, 0), real)
 
     def _shares_of(self, round_: list[Lot | None]) -> list[Lot | None]:
         assert self.split is not None, "only split assignments share batches"

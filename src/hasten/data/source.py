@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import SharedOrder
 from hasten.data.own_rng import RandomStates
+from hasten.data.parts import PartOrder
 from hasten.data.plan import Padding
 from hasten.data.position import Position, Unit
 from hasten.data.sampler import Assignment, Feed, Lot
@@ -129,8 +130,10 @@ class IndexedSource:
         rank: int,
         lots_per_step: int = 1,
         ahead: Ahead = "never",
+        shard: int | None = None,
     ) -> None:
         self._ahead = ahead
+        self._shard = shard
         self._process = RandomStates()
         self.assignment = assignment
         self.unit = assignment.unit
@@ -177,7 +180,7 @@ class IndexedSource:
             return self._read(iter(self.engine), notes, at)
         plan = self.assignment.plan
         first = at.consumed // (plan.global_batch * self.assignment.stride) * self._lots_per_step
-        seed_of = partial(seed_of_batch, at.seed, at.epoch, plan.shard)
+        seed_of = partial(seed_of_batch, at.seed, at.epoch, plan.shard if self._shard is None else self._shard)
         if self._loader.num_workers:
             notes = self._feed.load(lots, map(seed_of, count(first)))
             return self._read(iter(self.engine), notes, at)
@@ -206,9 +209,10 @@ class IndexedSource:
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
         consumed = self.assignment.reached(start.consumed, steps)
         order = self.assignment.order
+        order = order.inner if isinstance(order, PartOrder) else order
         witness = order.witness(consumed) if isinstance(order, SharedOrder) else None
         ahead = mark.now if isinstance(mark, ReadAhead) else start.ahead
-        return replace(start, consumed=consumed, witness=witness, ahead=ahead)
+        return replace(start, consumed=consumed, witness=witness, ahead=ahead, part=self.assignment.part)
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         return self.reached(start, num_batches, None)
@@ -217,7 +221,8 @@ class IndexedSource:
         setattr(self.engine, name, value)
 
     def copied(self, even: bool | None = None) -> IndexedSource:
-        return IndexedSource(self._loader, self.assignment.evened(even), self._rank, self._lots_per_step, self._ahead)
+        assignment = self.assignment.evened(even)
+        return IndexedSource(self._loader, assignment, self._rank, self._lots_per_step, self._ahead, self._shard)
 
     def _read(
         self, batches: Iterator[Any], notes: deque[Lot], at: Position, mark: ReadAhead | None = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,22 @@ from torch.utils.data import DataLoader
 
 from hasten import trees
 from hasten.comm.base import Comm
-from hasten.data.foreign import has_fixed_shard_order
+from hasten.data.evidence import Sample, decoded, different_data, samples_differ
+from hasten.data.foreign import has_fixed_shard_order, length_of
+from hasten.data.heads import read_head
 from hasten.data.iterable import BlockCollate, Cutting, Stand, Start, StreamShard
 from hasten.data.own_rng import RandomStates, decode_states, encode_states
 from hasten.data.plan import Padding
 from hasten.data.position import Position, Unit
 from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, engine_of, own_generator
-from hasten.errors import DataError
+from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are the user's own objects.
+_EMPTY: Final = 0
+_ENDED: Final = 1
+_MORE: Final = 2
+_FAILED: Final = 3
 
 
 class Mark(NamedTuple):
@@ -43,9 +49,15 @@ class StreamSource:
 
     unit: Unit = "stream"
 
-    def __init__(self, loader: DataLoader[Any], cutting: Cutting, dataset: Any, comm: Comm, rank: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], cutting: Cutting, dataset: Any, comm: Comm, rank: int, checks: bool = False
+    ) -> None:
         self._loader = loader
-        self._cutting = cutting
+        # ranks that read the same stream compare its first elements once, where they exchange in every step anyway
+        checks = checks and comm.size > 1 and cutting.even and cutting.sharing == "strided" and cutting.split is None
+        self._head: tuple[Sample, ...] | None = None
+        self._checks = checks
+        self._cutting = cutting = replace(cutting, shows_head=checks)
         self._dataset = dataset
         self._comm = comm
         self._rank = rank
@@ -66,16 +78,12 @@ class StreamSource:
 
     def size(self) -> int | None:
         """The stream's length where its end can be computed: one reader, the same stream on all ranks."""
-        known = self._cutting.sharing == "strided" and self._num_workers == 1 and isinstance(self._dataset, Sized)
-        return len(self._dataset) if known else None
+        known = self._cutting.sharing == "strided" and self._num_workers == 1
+        return length_of(self._dataset) if known else None
 
     def steps(self) -> int | None:
-        size, cutting = self.size(), self._cutting
-        if size is None:
-            return None
-        full, tail = divmod(size, cutting.rows * cutting.num_shards)
-        served = tail > 0 and not cutting.drop_last and (cutting.even or tail > cutting.shard * cutting.rows)
-        return full + int(served)
+        size = self.size()
+        return None if size is None else self._cutting.plan.steps(size)
 
     def begin(self, at: Position) -> Position:
         return at
@@ -113,7 +121,24 @@ class StreamSource:
         if at.stream is not None:  # workers that live on from an earlier epoch do not see the new start
             self.engine.__dict__["_iterator"] = None
         items = self._items(mark, at)
-        return agreed(items, self._comm, cutting.drop_last, mark, first) if agrees else looking_ahead(items)
+        if not agrees:
+            return looking_ahead(items)
+        compare = self._compare if self._checks and not mark.position else None
+        return agreed(items, self._comm, cutting.drop_last, mark, first, compare)
+
+    def _compare(self) -> None:
+        """Raise on every rank when the first elements of ranks are of different data."""
+        self._checks = False
+        head = list(self._head or ())
+        told = [decoded(one) for one in self._comm.all_gather_object(head)]
+        shortest = min(map(len, told))
+        if all(one[:shortest] == told[0][:shortest] for one in told):
+            return
+        with self._process.kept():
+            reads = self._comm.all_gather_object(read_head(self._loader, derive_seed(len(told))))
+        if samples_differ([None if one is None else (decoded(one[0]), decoded(one[1])) for one in reads]):
+            kind = type(self._loader.dataset).__name__
+            raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
 
     def _items(self, mark: Mark, at: Position) -> Generator[Item]:
         """The batches from a mark on."""
@@ -147,7 +172,7 @@ class StreamSource:
 
     def skipped(self, start: Position, num_batches: int) -> Position:
         rounds, more = divmod(num_batches, self._num_workers)
-        size = self._cutting.rows * (self._cutting.num_shards if self._cutting.sharing == "strided" else 1)
+        size = self._cutting.plan.global_batch
         origins = (start.stream or {}).get("origins", (None,))
         stands = tuple(
             Stand((rounds + (worker < more)) * size, origin=origins[worker % len(origins)])
@@ -160,7 +185,7 @@ class StreamSource:
 
     def copied(self, even: bool | None = None) -> StreamSource:
         cutting = self._cutting if even is None else replace(self._cutting, even=even)
-        return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank)
+        return StreamSource(self._loader, cutting, self._dataset, self._comm, self._rank, self._checks)
 
     def _mark_of(self, at: Position) -> Mark:
         if at.stream is None:
@@ -214,7 +239,9 @@ class StreamSource:
                     f"element {at.consumed}."
                 )
                 raise
-            batch, padding, worker, stand, blank = block
+            batch, padding, (_, worker, stand, head, blank) = block
+            if head is not None and self._head is None:
+                self._head = head
             if blank == "begin":
                 stands[worker] = stand
             elif blank == "end":
@@ -234,27 +261,63 @@ def looking_ahead(items: Iterator[Item]) -> Iterator[Item]:
         yield item if ahead is not None else ended(item)
 
 
-def agreed(items: Iterator[Item], comm: Comm, drop_last: bool, mark: Mark, first: Any = None) -> Iterator[Item]:
+def agreed(
+    items: Iterator[Item],
+    comm: Comm,
+    drop_last: bool,
+    mark: Mark,
+    first: Any = None,
+    compare: Callable[[], None] | None = None,
+) -> Iterator[Item]:
     """The same items on a step count that all ranks share: one small exchange a step, before the batch is returned.
 
     A rank that runs out early repeats the epoch's first batch as padding until the others are done, or with
     `drop_last` all end with the first that does. `mark` is where the items begin, and `first` the epoch's first batch
-    when they begin inside it.
+    when they begin inside it. `compare` compares the ranks' data, once each has read its first item.
 
-    Raises: DataError on every rank when some rank has nothing at all.
+    Raises: DataError on every rank when some rank has nothing at all; PeerFailedError when reading failed on another rank.
     """
-    item = next(items, None)
+    item, error = _next(items)
     if first is None and item is not None:
         first = trees.map_leaves(_own_copy, item[0])
-    share_ends = _exchange(comm)
-    more = _go_on(share_ends(item is not None, item is None and not mark.position), comm, drop_last)
+    told = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED if mark.position else _EMPTY)
+    _raise_failures(told, error, comm)
+    if compare is not None:
+        compare()
+    more = _go_on(told, comm, drop_last)
     while more:
         batch, padding, _, mark = (
             (trees.map_leaves(_own_copy, first), Padding(0, None), False, mark) if item is None else item
         )
-        item = next(items, None)
-        more = _go_on(share_ends(item is not None, False), comm, drop_last)
+        item, error = _next(items)
+        told = _share_ends(comm, _FAILED if error else _MORE if item is not None else _ENDED)
+        _raise_failures(told, error, comm)
+        more = _go_on(told, comm, drop_last)
         yield batch, padding, not more, mark
+
+
+def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
+    """The next item, or why there is none: whatever the user's stream raises must reach the ranks that wait."""
+    try:
+        return next(items, None), None
+    except Exception as error:  # of any type, and raised on by the caller
+        return None, error
+
+
+def _share_ends(comm: Comm, mine: int) -> list[int]:
+    told: list[int] = comm.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
+    return told
+
+
+def _raise_failures(told: list[int], error: Exception | None, comm: Comm) -> None:
+    if error is not None:
+        raise error
+    failed = [comm.ranks[member] for member, said in enumerate(told) if said == _FAILED]
+    if failed:
+        raise PeerFailedError(
+            f"reading the stream failed on rank(s) {', '.join(map(str, failed))}, so this rank has no step to take with them. "
+            f"Look at the traceback of that rank."
+        )
 
 
 def _own_copy(leaf: Any) -> Any:
@@ -262,24 +325,15 @@ def _own_copy(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _exchange(comm: Comm) -> Callable[[bool, bool], list[int]]:
-    def share(has_batch: bool, is_empty: bool) -> list[int]:
-        mine = torch.tensor([2 if has_batch else 0 if is_empty else 1], dtype=torch.int64)
-        told: list[int] = comm.all_gather(mine).flatten().tolist()
-        return told
-
-    return share
-
-
 def _go_on(told: list[int], comm: Comm, drop_last: bool) -> bool:
-    empty = [comm.ranks[member] for member, said in enumerate(told) if said == 0]
+    empty = [comm.ranks[member] for member, said in enumerate(told) if said == _EMPTY]
     if empty and len(empty) < len(told) and not drop_last:
         raise DataError(
             f"the stream gave no sample to rank(s) {', '.join(map(str, empty))} of {len(told)}, so they could not take "
             f"a step with the others. Give the dataset at least {len(told)} shards, or samples for every rank; "
             f"drop_last=True ends the epoch where the shortest rank does, even_batches=False lets each rank end alone."
         )
-    return all(said == 2 for said in told) if drop_last else any(said == 2 for said in told)
+    return all(said == _MORE for said in told) if drop_last else any(said == _MORE for said in told)
 
 
 def ended(item: Item) -> Item:

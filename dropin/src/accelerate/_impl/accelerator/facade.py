@@ -120,7 +120,7 @@ class Accelerator(SavingFace):
             self._sequences.join(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_data_loader(
+    def prepare_data_loader(  # type: ignore[override] # the original's arguments
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """The loader, reading this process's share."""

@@ -1,0 +1,234 @@
+"""Signs that ranks were given different data: what datasets are made of, and what their first samples hold."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import islice
+from pathlib import PurePath
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hasten.errors import DataError
+
+# Any in this file: the user's datasets and samples.
+NUM_SAMPLES: Final = 8
+_NUM_VALUES: Final = 16
+_MOST_OBJECTS: Final = 200
+_DEPTH: Final = 4
+_RANK_WORDS: Final = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"})
+_RANK_CALLS: Final = frozenset({"get_rank", "get_world_size", "process_index", "num_processes", "local_process_index"})
+_LIBRARIES: Final = ("torch", "builtins", "typing", "abc", "datasets", "numpy", "random", "collections")
+
+Leaf = tuple[str, int] | tuple[str, str, tuple[float, ...]]
+"""A value of a sample: exact ones as (kind, checksum), real numbers as (kind, shape, some of them)."""
+Sample = dict[str, Leaf]
+
+
+def different_data(what: str, num_ranks: int) -> DataError:
+    """The error of ranks that were given different data without saying so."""
+    return DataError(
+        f"the ranks were given different data: {what}. prepare() splits a loader over the ranks, so each would read only "
+        f"1/{num_ranks} of its own data, and the rest of it would be lost. If every rank's loader holds that rank's part "
+        f"already, set DataLoaderConfiguration(already_sharded=True) or call prepare_data_loader(loader, "
+        f"already_sharded=True); otherwise give every rank the same dataset and sampler. If they are the same and only "
+        f"look different, already_sharded=False leaves this check out."
+    )
+
+
+# -- what a dataset is made of ------------------------------------------------------------------------------------------
+def description(dataset: Any) -> dict[str, int]:
+    """Checksums of what the dataset holds, by the path of attributes, without reading a sample. A difference proves nothing."""
+    return {path: zlib.crc32(repr(_gist(value)).encode()) for path, value in _walk(dataset)}
+
+
+def asks_for_rank(dataset: Any) -> bool:
+    """Whether code of the dataset's classes names the rank or the number of ranks."""
+    seen: set[int] = set()
+    kinds = {
+        kind for _, holder in _holders(dataset) for kind in type(holder).__mro__ if not _is_library(kind.__module__)
+    }
+    functions = [value for kind in kinds for value in vars(kind).values() if isinstance(value, types.FunctionType)]
+    return any(_names_rank(function, seen) for function in functions)
+
+
+def _names_rank(function: types.FunctionType, seen: set[int], depth: int = 3) -> bool:
+    if id(function) in seen:
+        return False
+    seen.add(id(function))
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        words = {const for const in code.co_consts if isinstance(const, str)}
+        if words & _RANK_WORDS or _RANK_CALLS & set(code.co_names):
+            return True
+    called = [function.__globals__.get(name) for code in codes for name in code.co_names] if depth else []
+    return any(
+        _names_rank(one, seen, depth - 1)
+        for one in called
+        if isinstance(one, types.FunctionType) and not _is_library(one.__module__ or "")
+    )
+
+
+def _is_library(module: str) -> bool:
+    return module.split(".")[0] in _LIBRARIES
+
+
+def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
+    for path, holder in _holders(dataset):
+        yield path, holder
+        for name, value in _attributes(holder):
+            yield f"{path}.{name}", value
+
+
+def _holders(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """The dataset and the objects that it holds, datasets inside it included."""
+    waiting: list[tuple[str, Any, int]] = [("dataset", dataset, _DEPTH)]
+    seen = {id(dataset)}
+    while waiting and len(seen) <= _MOST_OBJECTS:
+        path, holder, depth = waiting.pop(0)
+        yield path, holder
+        inner = _attributes(holder) if depth else []
+        for name, value in inner:
+            listed = isinstance(value, list | tuple) and len(value) <= _NUM_VALUES
+            for number, one in enumerate(value if listed else [value]):
+                if id(one) not in seen and _is_holder(one):
+                    seen.add(id(one))
+                    waiting.append((f"{path}.{name}[{number}]" if listed else f"{path}.{name}", one, depth - 1))
+
+
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    return list(vars(holder).items()) if hasattr(holder, "__dict__") else []
+
+
+def _is_holder(value: Any) -> bool:
+    if isinstance(value, type | types.ModuleType | types.FunctionType | torch.nn.Module | Tensor | np.ndarray):
+        return False
+    return isinstance(value, Dataset) or (hasattr(value, "__dict__") and not _is_library(type(value).__module__))
+
+
+def _gist(value: Any, depth: int = 2) -> Any:
+    """Some of a value, without addresses: equal for equal data on every rank."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | range | slice | PurePath):
+        return value
+    if isinstance(value, Tensor):
+        return ("tensor", tuple(value.shape), _some(value.detach()) if value.device.type == "cpu" else ())
+    if isinstance(value, np.ndarray | np.generic):
+        return ("array", value.shape, _some(torch.from_numpy(_picked(value))) if value.dtype.kind in "biuf" else ())
+    if isinstance(value, functools.partial):
+        return _gist(value.args, depth)
+    if isinstance(value, list | tuple) and depth:
+        return (len(value), [_gist(value[place], depth - 1) for place in _places(len(value))])
+    if isinstance(value, dict) and depth:
+        return (len(value), [(str(key), _gist(one, depth - 1)) for key, one in islice(value.items(), _NUM_VALUES)])
+    return type(value).__qualname__
+
+
+def _places(length: int) -> list[int]:
+    return sorted({round(number * (length - 1) / (_NUM_VALUES - 1)) for number in range(_NUM_VALUES)}) if length else []
+
+
+def _picked(array: Any) -> Any:
+    flat = np.asarray(array).reshape(-1)
+    return flat[_places(flat.size)].copy()
+
+
+def _some(values: Tensor) -> tuple[Any, ...]:
+    if values.layout != torch.strided:
+        return ()
+    flat = values.reshape(-1)
+    return tuple(flat[_places(flat.numel())].tolist())
+
+
+# -- what its first samples hold ----------------------------------------------------------------------------------------
+def leaves_of(sample: Any) -> Sample:
+    """A sample's values by their path: checksums of numbers and texts, some values where rounding may differ."""
+    found: Sample = {}
+    waiting = [("", sample)]
+    while waiting and len(found) < _MOST_OBJECTS:
+        path, value = waiting.pop(0)
+        if isinstance(value, Mapping):
+            waiting += [(f"{path}.{key}", one) for key, one in islice(value.items(), 64)]
+        elif isinstance(value, list | tuple) and len(value) <= 64:
+            waiting += [(f"{path}.{number}", one) for number, one in enumerate(value)]
+        elif is_dataclass(value) and not isinstance(value, type):
+            waiting += [(f"{path}.{field.name}", getattr(value, field.name)) for field in fields(value)]
+        elif (leaf := _leaf(value)) is not None:
+            found[path] = leaf
+    return found
+
+
+def _leaf(value: Any) -> Leaf | None:
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(np.asarray(value))
+    if isinstance(value, float):
+        return ("real", "", (value,))
+    if value is None or isinstance(value, bool | int | str | bytes):
+        return (type(value).__name__, zlib.crc32(repr(value).encode()))
+    if isinstance(value, list | tuple):
+        return ("list", zlib.crc32(repr(_gist(value)).encode()))
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type == "meta":
+        return None  # an object that cannot be looked into
+    value = value.detach()
+    if value.is_floating_point() or value.dtype == torch.uint8:  # images are rounded
+        numbers = value.double().cpu()
+        mean = float(numbers.mean()) if numbers.numel() else 0.0
+        return ("real", str(tuple(value.shape)), (mean, *_some(numbers)))
+    return ("whole", zlib.crc32(repr((tuple(value.shape), _some(value.cpu()))).encode()))
+
+
+def _alike(one: Leaf, other: Leaf) -> bool:
+    if len(one) == 2 or len(other) == 2:
+        return one == other
+    if one[:2] != other[:2] or len(one[2]) != len(other[2]):
+        return False
+    return all(
+        math.isclose(a, b, rel_tol=2e-2, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(one[2], other[2], strict=True)
+    )
+
+
+def samples_differ(reads: Sequence[tuple[list[Sample], list[Sample]] | None]) -> bool:
+    """Whether the first samples of ranks are of different data; each rank has read its own twice.
+
+    Values that a rank does not read alike twice are random and say nothing. A value that is equal on all ranks and
+    another one in each sample names the sample: then the rest is augmentation.
+    """
+    if any(read is None for read in reads):
+        return False
+    read_twice = [read for read in reads if read is not None]
+    count = min(len(samples) for pair in read_twice for samples in pair)
+    if not count:
+        return False
+    paths = {path for pair in read_twice for samples in pair for sample in samples[:count] for path in sample}
+    steady = [path for path in paths if all(_is_steady(pair, path, count) for pair in read_twice)]
+    first = [pair[0][:count] for pair in read_twice]
+    equal = [path for path in steady if all(_same(samples, first[0], path) for samples in first[1:])]
+    names = any(len({sample[path] for sample in first[0]}) == count for path in equal)
+    return len(equal) < len(steady) and not names
+
+
+def _is_steady(pair: tuple[list[Sample], list[Sample]], path: str, count: int) -> bool:
+    once, again = (samples[:count] for samples in pair)
+    return all(path in sample for sample in (*once, *again)) and _same(once, again, path)
+
+
+def _same(samples: list[Sample], others: list[Sample], path: str) -> bool:
+    return all(_alike(one[path], other[path]) for one, other in zip(samples, others, strict=True))
+
+
+def decoded(samples: Any) -> list[Sample]:
+    """Samples as they were before they were sent, which may turn tuples into lists."""
+    return [{path: _decoded(leaf) for path, leaf in sample.items()} for sample in samples]
+
+
+def _decoded(leaf: Any) -> Leaf:
+    return (leaf[0], leaf[1]) if len(leaf) == 2 else (leaf[0], leaf[1], tuple(leaf[2]))

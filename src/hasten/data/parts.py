@@ -1,0 +1,166 @@
+"""The order of a rank whose loader holds its own part of the data, on a number of steps that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, Final, Literal
+
+import torch
+
+from hasten.comm.base import Comm
+from hasten.data.foreign import Split
+from hasten.data.order import Order, SharedOrder
+from hasten.data.position import Part, Position
+from hasten.data.shuffle import Indices
+from hasten.errors import ConfigError, DataError, PeerFailedError
+
+# Any in this file: a unit is whatever the user's sampler yields.
+Fit = Literal["longest", "shortest", "own"]
+"""How parts of different size end: with the longest, the others repeating their first units; with the shortest; alone."""
+
+_CHUNK: Final = 1024
+_FAILED: Final = -1
+
+
+class PartOrder:
+    """The units of this rank's part, and padding where the part of another rank is longer.
+
+    Where units are computed, the sizes of all parts were exchanged by prepare(). Where they are drawn from a sampler, ranks
+    exchange after every 1024 units how many they have, because a sampler may give more or fewer than its length says.
+    """
+
+    def __init__(self, order: Order, comm: Comm, sizes: list[int | None], fit: Fit) -> None:
+        self.inner = order
+        self._comm = comm
+        self._sizes = sizes
+        self._fit: Fit = fit if comm.size > 1 else "own"
+        self._num_drawn: int | None = None
+        """Units of the part, once all of them are drawn."""
+
+    @property
+    def as_torch(self) -> bool:
+        return self.inner.as_torch
+
+    def fitted(self, fit: Fit) -> PartOrder:
+        """The same order with another end."""
+        return PartOrder(self.inner, self._comm, self._sizes, fit)
+
+    def size(self) -> int | None:
+        sizes = [size for size in self._sizes if size is not None]
+        if self._fit == "own" or len(sizes) < len(self._sizes):
+            return self.inner.size() if self._fit == "own" else None
+        return max(sizes) if self._fit == "longest" else min(sizes)
+
+    def part(self, num_parts: int) -> Part:
+        """The part as positions name it; a sampler's length may change from epoch to epoch."""
+        return (num_parts, None if isinstance(self.inner, SharedOrder) else self.inner.size())
+
+    def num_real(self) -> int | None:
+        """Units of the part itself; None when it is not known yet, and no padding was given."""
+        return self._num_drawn
+
+    def begin(self, at: Position) -> Position:
+        return self.inner.begin(at)
+
+    def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
+        found = self.inner.seek(at)
+        if found is None:
+            return None
+        size, prepared = self.inner.size() or 0, self._sizes[self._comm.rank]
+        if size != prepared and self._fit != "own":
+            raise DataError(
+                f"this rank's part of the data has {size} samples, and had {prepared} when it was prepared; other ranks count "
+                f"on that number, so some would wait for batches that never come. Prepare a new loader, or keep the length."
+            )
+        self._num_drawn = size
+        return lambda positions: found(positions % max(size, 1))
+
+    def draw(self, at: Position) -> Iterator[Any]:
+        self._num_drawn = None
+        units = self.inner.draw(at)
+        if self._fit == "own":
+            yield from units
+            return
+        head: list[Any] = []
+        given = 0
+        while True:
+            chunk, counts = self._exchanged(units)
+            head = head or chunk
+            self._refuse_empty(counts, given)
+            most = max(counts) if self._fit == "longest" else min(counts)
+            if len(chunk) < _CHUNK and self._num_drawn is None:
+                self._num_drawn = given + len(chunk)
+            yield from chunk[:most]
+            for place in range(given + len(chunk), given + most):
+                yield head[(place - (self._num_drawn or 0)) % len(head)]
+            given += most
+            if most < _CHUNK:
+                return
+
+    def _exchanged(self, units: Iterator[Any]) -> tuple[list[Any], list[int]]:
+        """The next units of this rank, and how many each rank has.
+
+        Raises: the sampler's own error; PeerFailedError on the other ranks.
+        """
+        error: Exception | None = None
+        chunk: list[Any] = []
+        try:
+            chunk = list(islice(units, _CHUNK))
+        except Exception as raised:  # whatever the user's sampler raises must reach the ranks that wait
+            error = raised
+        mine = torch.tensor([_FAILED if error is not None else len(chunk)], dtype=torch.int64)
+        counts: list[int] = self._comm.all_gather(mine).flatten().tolist()
+        if error is not None:
+            raise error
+        failed = [self._comm.ranks[member] for member, count in enumerate(counts) if count == _FAILED]
+        if failed:
+            raise PeerFailedError(
+                f"the sampler raised on rank(s) {', '.join(map(str, failed))}, so this rank would wait for them at the end of "
+                f"the epoch. Look at the traceback of that rank."
+            )
+        return chunk, counts
+
+    def _refuse_empty(self, counts: list[int], given: int) -> None:
+        empty = [self._comm.ranks[member] for member, count in enumerate(counts) if not count]
+        if self._fit == "longest" and not given and 0 < len(empty) < len(counts):
+            raise empty_part(empty, len(counts))
+
+
+def empty_part(ranks: list[int], num_ranks: int) -> DataError:
+    """The error of ranks that have nothing to take a step with."""
+    return DataError(
+        f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} gave no sample, so they could not take a step with the "
+        f"others. Give every rank a part with samples; drop_last=True ends the epoch where the shortest part does, "
+        f"even_batches=False lets each rank end alone."
+    )
+
+
+def fit_of(even: bool, drop_last: bool) -> Fit:
+    """How the parts of ranks end."""
+    return "own" if not even else "shortest" if drop_last else "longest"
+
+
+def check_split(split: Split, shard: int, num_shards: int, world_size: int, rank: int) -> None:
+    """Raise unless a dataset splits itself as the mesh does."""
+    by_rank = (world_size, rank) if split.num_ranks is None else (split.num_ranks, split.rank)
+    if by_rank != (num_shards, shard):
+        raise DataError(
+            f"the dataset is split by {split.by} into {by_rank[0]} parts, of which this is part {by_rank[1]}, and this process "
+            f"reads as {shard} of {num_shards} data-parallel ones; samples would be lost or read twice. Split it into "
+            f"{num_shards} parts by the data-parallel index, or leave the split out: prepare() shards the loader by itself."
+        )
+
+
+def refuse_settings(dispatch: bool, split: bool, batched: bool) -> None:
+    """Raise for settings that a loader which is sharded already cannot honour."""
+    if dispatch:
+        raise ConfigError(
+            "dispatch_batches=True with data that is sharded already: the one rank that reads would see its own part only, "
+            "and the rest would never be read. Leave one of the two out."
+        )
+    if split and not batched:
+        raise ConfigError(
+            "split_batches=True with data that is sharded already and batches of the user's own: no rank has rows of another "
+            "rank's batches. Set split_batches=False, or give the loader a batch_size."
+        )
