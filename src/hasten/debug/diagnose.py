@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
 
-from hasten.debug.state import Seen, State
+from hasten.debug.state import IDLE_SHARE, Seen, State
 from hasten.runtime.nodelist import ranks_in_words
 
 Cause = Literal[
@@ -27,13 +27,15 @@ Cause = Literal[
     "compiling",
     "importing",
     "debugger",
+    "uneven",
 ]
 Ends = Literal["never", "hardly", "perhaps"]
 """It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
 _BARRIER: Final = "barrier/"
 _LARGE: Final = 2**22
 """Elements of a tensor that a slow network may need seconds for."""
-_SLOW_IO: Final = ("checkpoint",)
+_SLOW_IO: Final = ("checkpoint", "ending")
+_TRAINING: Final = ("backward", "forward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class Diagnosis:
     sentence: str
     cure: str
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two looks must agree on."""
+        return (self.cause, self.waiting, self.missing)
+
 
 def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
     """The cause of a wait; None while nobody waits, or all who are waited for may take their time.
@@ -61,14 +68,14 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Col
     if not waiting:
         return None
     lost = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
-    if lost:
-        return _lost(waiting, lost)
+    if needed := [seen for seen in lost if _is_needed(seen, [states[rank] for rank in waiting])]:
+        return _lost(waiting, needed)
     silent = [seen for seen in world if seen.status == "silent"]
     if unreachable := [seen for seen in silent if seen.note is not None and seen.note.host in lost_hosts]:
         return _unreachable(waiting, unreachable)
     working = [state for rank, state in states.items() if rank not in waiting]
     if working:
-        return _working(waiting, working, io_patience_s)
+        return _uneven(states, waiting, ahead, working) or _working(waiting, working, io_patience_s)
     if silent:
         return _silent(waiting, silent)
     if moving := [state for state in present.values() if state.moves]:
@@ -87,6 +94,17 @@ def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
             if count > min(counts.values()):
                 found[rank].add(group)
     return found
+
+
+def _is_needed(seen: Seen, waiting: Sequence[State]) -> bool:
+    """Whether ranks wait for this one: one that ended well is missing only in groups in which others have begun more than it had."""
+    if seen.status != "left" or seen.note is None or seen.note.counts is None:
+        return True
+    counts = seen.note.counts
+    return any(
+        state.barrier or any(group in counts and count > counts[group] for group, count in state.counts.items())
+        for state in waiting
+    )
 
 
 def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
@@ -114,6 +132,32 @@ def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
             sentence = f"the process of {named} is gone, without a word"
             cure = "it was killed or crashed: look at its last output, and at `dmesg` for the out-of-memory killer."
     return Diagnosis(status, waiting, ranks, ends="never", sentence=sentence, cure=cure)  # type: ignore[arg-type]  # one of the four
+
+
+def _uneven(
+    states: Mapping[int, State], waiting: tuple[int, ...], ahead: Mapping[int, set[str]], working: Sequence[State]
+) -> Diagnosis | None:
+    """Ranks that have come to the end of training while others wait for them in a step."""
+    ending = [state for state in working if state.kind == "ending"]
+    training = [states[rank] for rank in waiting if states[rank].kind in _TRAINING and ahead[rank]]
+    if not ending or not training:
+        return None
+    ranks = tuple(sorted(state.rank for state in ending))
+    first, other = min(ending, key=lambda state: state.rank), training[0]
+    return Diagnosis(
+        "uneven",
+        waiting,
+        ranks,
+        ends="never",
+        sentence=(
+            f"{ranks_in_words(ranks)} {_is(ranks)} in end_training() at {first.spot.words()} after {first.step} updates, while rank "
+            f"{other.rank} waits at {other.spot.words()} for one more: the ranks have unequal numbers of batches"
+        ),
+        cure=(
+            "give every rank the same number of batches (prepare() the loader, or use join_uneven_inputs()), and call "
+            "end_training() on every rank after the same update."
+        ),
+    )
 
 
 def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: float) -> Diagnosis | None:
@@ -163,19 +207,37 @@ def _occupation(state: State) -> tuple[Cause, str, str]:
             return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
         case "debugger":
             return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
+        case "ending":
+            return (
+                "user code",
+                f"is in end_training() at {where}",
+                "call end_training() on every rank, and after it nothing that other ranks take part in; if trackers or background "
+                "saves take this long, raise stall_after_s.",
+            )
+        case "over":
+            return (
+                "user code",
+                "has come to the end of its program, and other threads keep its process alive",
+                "let every rank do the same steps and end together; join threads before the program ends, or make them daemons.",
+            )
     if state.in_dataset:
         return (
             "data",
             f"is in the dataset's own code at {where}, called by its DataLoader",
             "find out what keeps this sample: a lock, a download, a loop that does not end.",
         )
-    asleep = "asleep" if state.cpu_share < 0.15 else "busy"
     return (
         "user code",
-        f"is in user code at {where} in {state.function}(), {asleep},",
+        f"is in user code at {where} in {state.function}(), {_activity(state)},",
         "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
         "raise stall_after_s if it takes this long.",
     )
+
+
+def _activity(state: State) -> str:
+    if state.thread == "disk":
+        return "waiting for the disk or for memory that was swapped out"
+    return "asleep" if state.cpu_share < IDLE_SHARE and state.thread == "asleep" else "busy"
 
 
 def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
@@ -198,8 +260,11 @@ def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
 def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
     pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    activity = next((seen.activity for seen in silent if seen.activity), "")
     if all(seen.note is None for seen in silent):
         words = f"{ranks_in_words(ranks)} has not made an Accelerator yet, or its machine is lost"
+    elif activity:
+        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: busy in native code that lets no other thread of Python run ({activity})"
     else:
         words = f"{ranks_in_words(ranks)} ({pids}) does not answer: native code that never lets Python run, or a lost machine"
     return Diagnosis(
@@ -208,7 +273,10 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
         ranks,
         ends="perhaps",
         sentence=words,
-        cure="look at that process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines).",
+        cure=(
+            "a long regular expression, json, pickle or a C extension may go on for as long as it takes; if it should not, look at that "
+            "process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines)."
+        ),
     )
 
 
@@ -236,8 +304,9 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
 def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
     """Every rank waits: for each other in different calls, or all in the same one."""
     places: dict[tuple[str, str], list[int]] = {}
+    even = not any(ahead.values())  # then the same call from different lines is one collective
     for rank, state in states.items():
-        places.setdefault((state.spot.site, state.spot.call), []).append(rank)
+        places.setdefault(("" if even else state.spot.site, state.spot.call), []).append(rank)
     everyone = tuple(sorted(states))
     if len(places) == 1:
         return _same_place(states, everyone)
@@ -251,7 +320,7 @@ def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Dia
         "other call",
         everyone,
         (),
-        ends="never" if _deadlock(states, ahead) else "hardly",
+        ends=_ends(states, ahead),
         sentence=(
             f"{ranks_in_words(groups[0])} waits at {first.spot.words()} while {ranks_in_words(groups[1])} waits at "
             f"{other.spot.words()}: the ranks called different collectives{uneven}"
@@ -291,6 +360,13 @@ def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagn
 
 def _tensor(state: State) -> str:
     return f"{state.op} of {list(state.shape) if state.shape is not None else 'no tensor'} {state.dtype}".rstrip()
+
+
+def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
+    """Whether ranks in different calls can go on."""
+    if any(state.kind == "device" and not ahead[rank] for rank, state in states.items()):
+        return "perhaps"  # the device may compute for as long as it likes, without the processor
+    return "never" if _deadlock(states, ahead) else "hardly"
 
 
 def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,12 +29,30 @@ class Observer:
     step: Callable[[], int]
     device_type: str = "cpu"
     thread_id: int = field(default_factory=threading.get_ident)
+    native_id: int = field(default_factory=threading.get_native_id)
     _cpu: tuple[float, float] = (0.0, 0.0)
     _io: tuple[float, int] = (0.0, 0)
+    _faults: int = 0
 
     def note(self, ended: str = "", failed: bool = False) -> Note:
-        """Where this process runs."""
-        return Note(self.rank, socket.gethostname(), os.getpid(), processes.start_ticks(), ended, failed)
+        """Where this process runs, and how it ended."""
+        return Note(
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            processes.start_ticks(),
+            ended,
+            failed,
+            processes.namespace(),
+            self.counts() if ended else None,
+        )
+
+    def failure(self) -> str:
+        """The exception that ended the main thread of a process that another thread keeps alive; empty if there is none."""
+        error = getattr(sys, "last_value", None)
+        if error is None or not stacks.is_over(stacks.calls_of(self.thread_id)):
+            return ""
+        return f"{error_words(error)}; its process is alive because of {_others_alive()}"
 
     def counts(self) -> dict[str, int]:
         """How many collectives every group of this process has begun, torch's own included."""
@@ -45,14 +64,24 @@ class Observer:
         now = time.monotonic()
         self._cpu = (now, time.process_time())
         self._io = (now, processes.io_count())
+        self._faults = processes.major_faults()
 
-    def look(self, quiet_s: float, counts: Mapping[str, int], peers: Mapping[int, Status]) -> State:
-        """What the training thread is doing now."""
+    def look(
+        self,
+        quiet_s: float,
+        counts: Mapping[str, int],
+        peers: Mapping[int, Status] | None = None,
+        activities: Mapping[int, str] | None = None,
+    ) -> State:
+        """What the training thread is doing now; `peers` and `activities` are what the kernel says of other ranks."""
         calls = stacks.calls_of(self.thread_id)
         place = stacks.place_of(calls)
         now, used, moved = time.monotonic(), time.process_time(), processes.io_count()
-        share = (used - self._cpu[1]) / max(now - self._cpu[0], 1e-3)
-        self._cpu = (now, used)
+        passed = max(now - self._cpu[0], 1e-3)
+        share = (used - self._cpu[1]) / passed
+        faults = processes.major_faults()
+        thread = processes.thread_state(self.native_id, (faults - self._faults) / passed)
+        self._cpu, self._faults = (now, used), faults
         if moved - self._io[1] > _REAL_IO_BYTES:
             self._io = (now, moved)
         last = self.trail.last
@@ -78,8 +107,33 @@ class Observer:
             last=None if last is None or place.kind == "collective" else _spot(last.file, last.line, last.op),
             last_ago_s=0.0 if last is None else now - last.at_s,
             stack=tuple(stacks.text_of(calls)),
-            peers=dict(peers),
+            peers=dict(peers or {}),
+            activities=dict(activities or {}),
+            thread=thread,
         )
+
+
+def error_words(error: BaseException) -> str:
+    """The exception in a line, with the last line of the user's code that it passed through."""
+    trace, where = error.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not stacks.is_library(file):
+            where = f" (raised at {stacks.short(file)}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _others_alive() -> str:
+    """The threads for which the interpreter waits at its end, by name."""
+    names = [
+        thread.name
+        for thread in threading.enumerate()
+        if not thread.daemon and thread is not threading.main_thread() and thread.is_alive()
+    ]
+    return (
+        f"the thread{'s' if len(names) > 1 else ''} {', '.join(map(repr, names[:4]))}" if names else "its exit handlers"
+    )
 
 
 def _spot(file: str, line: int, op: str) -> Spot:

@@ -26,6 +26,7 @@ Kind = Literal[
     "debugger",
     "user",
     "ending",
+    "over",
 ]
 MAY_WAIT: Final = ("backward", "forward", "device")
 """Kinds in which a rank either computes or waits for others: its CPU time tells which."""
@@ -36,6 +37,7 @@ _GENERIC: Final = frozenset(
     {"wrapper", "inner", "decorate_context", "__call__", "__enter__", "__exit__", "__next__", "_first"}
 )
 _DEEPEST: Final = 200
+_FACADE: Final = "/hasten/accelerator/facade.py"
 _IMPORT: Final = "<frozen importlib._bootstrap"
 
 # (a part of the path, what a rank with a call from there is doing); the first that fits wins
@@ -126,16 +128,27 @@ def handed_over(thread_id: int) -> Handed | None:
     return found
 
 
+def is_over(calls: Sequence[Call]) -> bool:
+    """Whether the owner of these calls, the main thread, has run its program to the end and waits for other threads."""
+    return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
+
+
 def place_of(calls: Sequence[Call]) -> Place:
     """What the owner of these calls is doing."""
     at = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
     user = calls[at] if calls else Call("?", 0, "?")
     inner = [call for call in calls[:at] if not call.file.startswith("<")]
     kind: Kind = "user"
-    if _imports(calls[:at]):
+    if is_over(calls):
+        kind = "over"
+    elif _imports(calls[:at]):
         kind = "importing"
     elif inner:
         kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
+        if kind != "collective" and any(
+            call.function == "end_training" and call.file.endswith(_FACADE) for call in inner
+        ):
+            kind = "ending"
     outer = calls[at:]
     if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
         kind = "checkpoint"  # the user's own state_dict(), called by a save
