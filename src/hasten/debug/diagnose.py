@@ -7,28 +7,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
 
-from hasten.debug.state import IDLE_SHARE, Seen, State
+from hasten.debug.occupations import occupation
+from hasten.debug.state import Cause, Seen, State
 from hasten.runtime.nodelist import ranks_in_words
 
-Cause = Literal[
-    "left",
-    "failed",
-    "gone",
-    "stopped",
-    "silent",
-    "unreachable",
-    "elsewhere",
-    "other call",
-    "other shape",
-    "same call",
-    "user code",
-    "data",
-    "checkpoint",
-    "compiling",
-    "importing",
-    "debugger",
-    "uneven",
-]
 Ends = Literal["never", "hardly", "perhaps"]
 """It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
 _BARRIER: Final = "barrier/"
@@ -68,12 +50,12 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Col
     if not waiting:
         return None
     lost = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
-    if needed := [seen for seen in lost if _is_needed(seen, [states[rank] for rank in waiting])]:
+    working = [state for rank, state in states.items() if rank not in waiting]
+    if needed := [seen for seen in lost if _is_needed(seen, [states[rank] for rank in waiting], bool(working))]:
         return _lost(waiting, needed)
     silent = [seen for seen in world if seen.status == "silent"]
     if unreachable := [seen for seen in silent if seen.note is not None and seen.note.host in lost_hosts]:
         return _unreachable(waiting, unreachable)
-    working = [state for rank, state in states.items() if rank not in waiting]
     if working:
         return _uneven(states, waiting, ahead, working) or _working(waiting, working, io_patience_s)
     if silent:
@@ -96,10 +78,15 @@ def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
     return found
 
 
-def _is_needed(seen: Seen, waiting: Sequence[State]) -> bool:
-    """Whether ranks wait for this one: one that ended well is missing only in groups in which others have begun more than it had."""
-    if seen.status != "left" or seen.note is None or seen.note.counts is None:
+def _is_needed(seen: Seen, waiting: Sequence[State], others_work: bool) -> bool:
+    """Whether ranks wait for this one: one that ended well is missing only in groups in which others have begun more than it had.
+
+    Where that is not known, they wait for those first that are there and still work.
+    """
+    if seen.status in ("failed", "stopped"):
         return True
+    if seen.note is None or seen.note.counts is None:
+        return not others_work
     counts = seen.note.counts
     return any(
         state.barrier or any(group in counts and count > counts[group] for group, count in state.counts.items())
@@ -165,7 +152,7 @@ def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: 
     if not busy:
         return None
     state = max(busy, key=lambda state: state.quiet_s)
-    cause, doing, cure = _occupation(state)
+    cause, doing, cure = occupation(state)
     last = f"; its last collective was {state.last.words()}, {state.last_ago_s:.0f} s ago" if state.last else ""
     return Diagnosis(
         cause,
@@ -182,62 +169,6 @@ def _may_take_its_time(state: State, io_patience_s: float) -> bool:
     if state.kind in _SLOW_IO:
         return state.io_quiet_s < io_patience_s
     return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
-
-
-def _occupation(state: State) -> tuple[Cause, str, str]:
-    """The cause, what the rank is doing, and what to do about it."""
-    where = state.spot.words()
-    match state.kind:
-        case "loader":
-            return (
-                "data",
-                f"waits for its next batch at {where}",
-                "look at the dataset's slowest samples and at the DataLoader's workers (num_workers, prefetch_factor, a worker that "
-                "waits for a lock or a download).",
-            )
-        case "checkpoint":
-            return (
-                "checkpoint",
-                f"is in a save or load at {where} and has read and written nothing for {state.io_quiet_s:.0f} s",
-                "the disk or network file system does not answer: look at its mount, its quota and `dmesg`.",
-            )
-        case "compiling":
-            return "compiling", f"compiles at {where}", "raise stall_after_s if compiling takes this long."
-        case "importing":
-            return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
-        case "debugger":
-            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
-        case "ending":
-            return (
-                "user code",
-                f"is in end_training() at {where}",
-                "call end_training() on every rank, and after it nothing that other ranks take part in; if trackers or background "
-                "saves take this long, raise stall_after_s.",
-            )
-        case "over":
-            return (
-                "user code",
-                "has come to the end of its program, and other threads keep its process alive",
-                "let every rank do the same steps and end together; join threads before the program ends, or make them daemons.",
-            )
-    if state.in_dataset:
-        return (
-            "data",
-            f"is in the dataset's own code at {where}, called by its DataLoader",
-            "find out what keeps this sample: a lock, a download, a loop that does not end.",
-        )
-    return (
-        "user code",
-        f"is in user code at {where} in {state.function}(), {_activity(state)},",
-        "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
-        "raise stall_after_s if it takes this long.",
-    )
-
-
-def _activity(state: State) -> str:
-    if state.thread == "disk":
-        return "waiting for the disk or for memory that was swapped out"
-    return "asleep" if state.cpu_share < IDLE_SHARE and state.thread == "asleep" else "busy"
 
 
 def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:

@@ -9,6 +9,26 @@ import msgspec
 from hasten.debug.stacks import MAY_WAIT, Kind
 
 Status = Literal["here", "left", "failed", "gone", "stopped", "silent"]
+Cause = Literal[
+    "left",
+    "failed",
+    "gone",
+    "stopped",
+    "silent",
+    "unreachable",
+    "elsewhere",
+    "other call",
+    "other shape",
+    "same call",
+    "user code",
+    "data",
+    "checkpoint",
+    "compiling",
+    "importing",
+    "debugger",
+    "uneven",
+]
+"""The causes of a stall."""
 Thread = Literal["asleep", "runs", "disk"]
 """A thread's state in the kernel: it waits for something, has or wants a processor, or waits for a disk or for swapped memory."""
 IDLE_SHARE = 0.15

@@ -32,7 +32,7 @@ from hasten.debug.evidence import Evidence, pause_s
 from hasten.debug.observe import Observer, error_words
 from hasten.debug.reception import Reception
 from hasten.debug.state import Note, Seen, State, Status
-from hasten.runtime import env, lost_machines
+from hasten.runtime import env, launcher_files
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
 
@@ -195,9 +195,10 @@ class Watchdog:
             if self._takes_the_word(now):
                 notes, states = self._bulletin.notes(self._ranks), self._bulletin.states(self._ranks)
                 states = self._evidence.fresh(states, now)
-                lost = lost_machines.read(env.snapshot())
+                variables = env.snapshot()
+                lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
                 states = {rank: state for rank, state in states.items() if state.host not in lost}
-                self._judge(_world(self._ranks, notes, states), lost)
+                self._judge(_world(self._ranks, notes, states, ended), lost)
                 self._ask(notes, states)
         except LOST as error:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
@@ -327,8 +328,8 @@ def _is_local(note: Note) -> bool:
     return note.host == socket.gethostname() and note.namespace == processes.namespace()
 
 
-def _world(ranks: range, notes: dict[int, Note], states: dict[int, State]) -> list[Seen]:
-    """Every rank as far as it is known: how it ended, what its neighbours see, what it says itself."""
+def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]) -> list[Seen]:
+    """Every rank as far as it is known: how it ended, what the launcher and its neighbours see, what it says itself."""
     seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
     activities = {rank: words for state in states.values() for rank, words in state.activities.items()}
     world = []
@@ -337,6 +338,8 @@ def _world(ranks: range, notes: dict[int, Note], states: dict[int, State]) -> li
         status: Status = "here" if state is not None else "silent"
         if note is not None and note.ended:
             status = "failed" if note.failed else "left"
+        elif rank in exit_codes:
+            status = "left" if exit_codes[rank] == 0 else "gone"
         elif rank in seen_by_others:
             status = seen_by_others[rank]
         world.append(Seen(rank, status, state, note, activities.get(rank, "")))
