@@ -14,7 +14,8 @@ from typing import Final
 from hasten.debug.diagnose import Diagnosis
 from hasten.debug.state import Seen, State
 
-_SLACK_S: Final = 3.0
+_SLACK: Final = 5.0
+"""Ticks by which a post may be late: a busy machine lets watchdogs wait, too."""
 _POSTS: Final = 2
 """The next post may have been looked at before the first look; the one after it was not."""
 
@@ -59,7 +60,7 @@ class Evidence:
             if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
                 self._posts[rank] = (state.turn, now)
             age = now - self._posts[rank][1]
-            if rank == self._rank or age <= 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK_S:
+            if rank == self._rank or age <= 2 * pause_s(self._tick_s, state.quiet_s + age) + _SLACK * self._tick_s:
                 found[rank] = state
         return found
 

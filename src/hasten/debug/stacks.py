@@ -30,6 +30,15 @@ Kind = Literal[
 ]
 MAY_WAIT: Final = ("backward", "forward", "device")
 """Kinds in which a rank either computes or waits for others: its CPU time tells which."""
+_WAIT_IN: Final = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/",
+    "/torch/_tensor.py",
+    "/torch/_ops.py",
+    "/torch/cuda/",
+)
+"""Files whose calls wait for other ranks in native code; below any other a step loads, builds or computes something."""
 
 _STDLIB: Final = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _FOREIGN: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
@@ -145,6 +154,8 @@ def place_of(calls: Sequence[Call]) -> Place:
         kind = "importing"
     elif inner:
         kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
+        if kind in MAY_WAIT and not any(part in calls[0].file for part in _WAIT_IN):
+            kind = "user"
         if kind != "collective" and any(
             call.function == "end_training" and call.file.endswith(_FACADE) for call in inner
         ):

@@ -342,7 +342,8 @@ def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_
             status = "left" if exit_codes[rank] == 0 else "gone"
         elif rank in seen_by_others:
             status = seen_by_others[rank]
-        world.append(Seen(rank, status, state, note, activities.get(rank, "")))
+        # what a rank has posted before it was stopped or ended is not what it does now
+        world.append(Seen(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
     return world
 
 
