@@ -135,9 +135,8 @@ class Watchdog:
 
     @property
     def patience_s(self) -> float:
-        """Seconds of waiting for a rank that still works, before the job is ended."""
-        most = _PATIENCE * self.after_s
-        return most if self._settings.after_s is not None else max(most, self._settings.timeout_s)
+        """Seconds of waiting for a rank that still works, before the job is ended: never less than the group's own timeout."""
+        return max(_PATIENCE * self.after_s, self._settings.timeout_s)
 
     def _run(self) -> None:
         tick = self._tick
