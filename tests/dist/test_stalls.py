@@ -185,5 +185,26 @@ def test_a_rank_that_works_long_is_named_but_not_ended(
     assert "the ranks go on after" in text
 
 
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("warm")  # for the pipe of the first store
+def test_the_exception_of_a_rank_in_its_exit_handlers_is_reported(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks are real interpreters here, whose end differs from that of a fork."""
+    (folder / "train.py").write_text(
+        "import atexit, time, torch\n"
+        "from hasten import Accelerator\n"
+        "accelerator = Accelerator(project_dir='project')\n"
+        "if accelerator.is_main_process:\n"
+        "    accelerator.gather(torch.ones(2))\n"
+        "atexit.register(time.sleep, 1000)\n"
+        "raise ValueError('on purpose')\n"
+    )
+    assert main(["launch", "--cpu", "--num_processes=2", f"--stall_after_s={AFTER_S}", "train.py"]) == 1
+    text = "".join(capfd.readouterr())
+    assert "rank 1 failed: ValueError: on purpose (raised at train.py:7); its process is alive because of" in text
+    assert re.search(r"rank 1 .* failed first(.|\n)*ValueError: on purpose", text), text
+
+
 def test_the_launcher_knows_the_exit_code() -> None:
     assert failure.STALLED == ending.STALLED

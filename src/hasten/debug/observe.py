@@ -30,6 +30,8 @@ class Observer:
     device_type: str = "cpu"
     thread_id: int = field(default_factory=threading.get_ident)
     native_id: int = field(default_factory=threading.get_native_id)
+    program: str = field(default_factory=lambda: stacks.root_of(stacks.calls_of(threading.get_ident())))
+    """The outermost call of the thread while its program runs; exit handlers have another."""
     _cpu: tuple[float, float] = (0.0, 0.0)
     _io: tuple[float, int] = (0.0, 0)
     _faults: int = 0
@@ -48,9 +50,9 @@ class Observer:
         )
 
     def failure(self) -> str:
-        """The exception that ended the main thread of a process that another thread keeps alive; empty if there is none."""
-        error = getattr(sys, "last_value", None)
-        if error is None or not stacks.is_over(stacks.calls_of(self.thread_id)):
+        """The exception that ended the program of a process that threads or exit handlers keep alive; empty if there is none."""
+        error, calls = getattr(sys, "last_value", None), stacks.calls_of(self.thread_id)
+        if error is None or not (stacks.is_over(calls) or stacks.root_of(calls) != self.program):
             return ""
         return f"{error_words(error)}; its process is alive because of {_others_alive()}"
 

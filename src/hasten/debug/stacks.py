@@ -137,6 +137,11 @@ def handed_over(thread_id: int) -> Handed | None:
     return found
 
 
+def root_of(calls: Sequence[Call]) -> str:
+    """The outermost of these calls; empty if there is none."""
+    return f"{calls[-1].file} {calls[-1].function}" if calls else ""
+
+
 def is_over(calls: Sequence[Call]) -> bool:
     """Whether the owner of these calls, the main thread, has run its program to the end and waits for other threads."""
     return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
