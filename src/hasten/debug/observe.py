@@ -34,7 +34,8 @@ class Observer:
     """The outermost call of the thread while its program runs; exit handlers have another."""
     _cpu: tuple[float, float] = (0.0, 0.0)
     _io: tuple[float, int] = (0.0, 0)
-    _faults: int = 0
+    _faults: int | None = None
+    """Page faults at the last look; None at the first one, so that a rank that does not wait counts none."""
 
     def note(self, ended: str = "", failed: bool = False) -> Note:
         """Where this process runs, and how it ended."""
@@ -46,7 +47,9 @@ class Observer:
             ended,
             failed,
             processes.namespace(),
-            self.counts() if ended else None,
+            self.counts()
+            if ended and begun_collectives(self.device_type)
+            else None,  # a destroyed group counts nothing
         )
 
     def failure(self) -> str:
@@ -66,7 +69,7 @@ class Observer:
         now = time.monotonic()
         self._cpu = (now, time.process_time())
         self._io = (now, processes.io_count())
-        self._faults = processes.major_faults()
+        self._faults = None
 
     def look(
         self,
@@ -82,7 +85,7 @@ class Observer:
         passed = max(now - self._cpu[0], 1e-3)
         share = (used - self._cpu[1]) / passed
         faults = processes.major_faults()
-        thread = processes.thread_state(self.native_id, (faults - self._faults) / passed)
+        thread = processes.thread_state(self.native_id, (faults - (self._faults or faults)) / passed)
         self._cpu, self._faults = (now, used), faults
         if moved - self._io[1] > _REAL_IO_BYTES:
             self._io = (now, moved)
