@@ -295,9 +295,22 @@ def _tensor(state: State) -> str:
 
 def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
     """Whether ranks in different calls can go on."""
-    if any(state.kind == "device" and not ahead[rank] for rank, state in states.items()):
-        return "perhaps"  # the device may compute for as long as it likes, without the processor
+    if any(
+        not ahead[rank] and (state.kind == "device" or (state.kind in _TRAINING and _is_behind(state, states)))
+        for rank, state in states.items()
+    ):
+        return "perhaps"  # a device computes without the processor, and a step may come to the collective of the others yet
     return "never" if _deadlock(states, ahead) else "hardly"
+
+
+def _is_behind(state: State, states: Mapping[int, State]) -> bool:
+    """Whether another rank has begun a collective of a common group that this one has not."""
+    return any(
+        other.counts.get(group, 0) > count
+        for other in states.values()
+        for group, count in state.counts.items()
+        if not group.startswith(_BARRIER)
+    )
 
 
 def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> bool:

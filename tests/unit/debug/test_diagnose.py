@@ -219,6 +219,16 @@ def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(t
     assert (found.missing, found.ends) == ((1,), "perhaps")
 
 
+def test_a_step_that_is_behind_may_come_yet() -> None:
+    behind = state(1, "train.py:42", "backward", kind="backward")
+    found = diagnose(here(state(0, counts={"0/cpu": 11}), behind))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "perhaps")
+    found = diagnose(here(state(0), behind))
+    assert found is not None
+    assert found.ends == "hardly", "it has begun as many, so it waits in another collective"
+
+
 def test_a_device_may_compute_without_the_processor() -> None:
     found = diagnose(here(state(0), state(1, "train.py:42", "synchronize", kind="device")))
     assert found is not None
