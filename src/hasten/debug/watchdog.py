@@ -46,6 +46,7 @@ _PATIENCE: Final = 10.0
 _LONGER: Final = 3.0
 _FAR: Final = 8
 _SILENCE: Final = 4.0
+_LEAVING_S: Final = 15.0  # while a process ends, torch notices by itself, and says more
 _ANSWERED_S: Final = 12.5  # who asked reads the answer within ten seconds
 
 
@@ -258,13 +259,16 @@ class Watchdog:
         if not self._evidence.confirms(found, world):
             return
         waited = max(seen.state.quiet_s for seen in world if seen.rank in found.waiting and seen.state is not None)
-        limit = self._limit_s(found)
+        leaving = found.cause == "left" and any(_is_leaving(seen) for seen in world if seen.rank in found.missing)
+        limit = min(_LONGER * self.after_s, _LEAVING_S) if leaving else self._limit_s(found)
         ends = self._settings.then == "abort" and waited >= limit
-        sure = found.ends == "never" or found.cause == "unreachable"
+        sure = (found.ends == "never" and not leaving) or found.cause == "unreachable"
         # A rank that came later has posted within its own look, and one that goes on may come yet.
-        due = {"silent": self.after_s + 2 * self._look_s, "elsewhere": _LONGER * self.after_s}.get(
-            found.cause, self.after_s
-        )
+        due = {
+            "silent": self.after_s + 2 * self._look_s,
+            "elsewhere": _LONGER * self.after_s,
+            "left": limit,
+        }.get(found.cause, self.after_s)
         if found.key != self._reported and (ends or waited >= due or sure):
             self._reported = found.key
             self._tell(found, world, waited, self._then(ends, limit))
@@ -320,6 +324,12 @@ def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
     dog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
+
+
+def _is_leaving(seen: Seen) -> bool:
+    """Whether the rank has said that it ends, and its process is still here."""
+    note = seen.note
+    return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
 
 
 def _is_local(note: Note) -> bool:
