@@ -24,6 +24,8 @@ name = sys.argv[1]
 if os.environ["RANK"] == "1":
     if name == "never_started":
         time.sleep(1000)
+    if name == "leaves_before_start":
+        sys.exit(0)
     if name == "error_before_start":
         raise ValueError("on purpose")  # at: before start
     if name == "wrong_world_size":
@@ -293,7 +295,22 @@ def never_started() -> None:
     step()
 
 
-error_before_start = wrong_world_size = never_started
+error_before_start = wrong_world_size = leaves_before_start = never_started
+
+
+def error_with_a_thread() -> None:
+    """A rank that raises while a thread of its own keeps its process alive."""
+    if not main:
+        threading.Thread(target=time.sleep, args=(1000,), name="uploads").start()
+        raise ValueError("on purpose")  # at: error with a thread
+    step()
+
+
+def ends_early() -> None:
+    """A rank whose loop has fewer batches, and that calls end_training() while the other still trains."""
+    if main:
+        accelerator.end_training()  # at: early end
+    step()
 
 
 # ------------------------------------------------------------------------------------------------ ranks that drift apart

@@ -279,6 +279,35 @@ def test_the_banner_says_what_became_of_each_module_and_the_bytes(ctx: ProcessCo
     assert made.sent == pytest.approx(by_axis(counted(text(), {"strategy": "fsdp"}, tokens())))
 
 
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        (torch.optim.SGD, {}, "SGD"),
+        (torch.optim.SGD, {"momentum": 0.9}, "SGD"),
+        (torch.optim.AdamW, {}, "AdamW"),
+        (torch.optim.Adam, {"amsgrad": True}, "Adam"),
+        (torch.optim.Adagrad, {}, ""),
+    ],
+)
+def test_the_banner_names_the_optimizer_and_counts_its_state(
+    ctx: ProcessContext, strategy: Any, kind: type[torch.optim.Optimizer], options: dict[str, Any], name: str
+) -> None:
+    accelerator = Accelerator(strategy=strategy)
+    net = text()
+    net, optimizer = accelerator.prepare(net, kind(net.parameters(), lr=0.1, **options))  # type: ignore[call-arg]  # of each of them
+    (line,) = [line for line in banner(accelerator._preparer._facts()).splitlines() if "of parameters on" in line]
+    assert line.endswith(f"with gradients and {name}'s state" if name else "with gradients")
+    accelerator.backward(net(tokens()).sum())
+    optimizer.step()
+    held = sum(size(p) + size(p.grad) for p in net.parameters() if p.grad is not None)
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    held += sum(size(value) for value in states if value.ndim) if name else 0
+    planned = accelerator._preparer._accounts()[0].planned.total
+    assert planned == pytest.approx(held, rel=0.05)
+
+
 @ranks(1)
 @pytest.mark.slow
 def test_steps_of_large_meshes_send_what_the_formulas_say_by_axis(ctx: ProcessContext) -> None:

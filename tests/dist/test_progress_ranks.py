@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import time
 
 import torch
@@ -31,6 +32,26 @@ def test_the_slow_rank_is_named_on_the_main_process(ctx: ProcessContext) -> None
     else:
         assert file.getvalue() == ""
         assert watch.found is None
+
+
+@ranks(2)
+def test_the_slow_rank_is_named_once_in_lines_that_stay(ctx: ProcessContext) -> None:
+    file = io.StringIO()
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logging.getLogger("hasten").addHandler(handler)
+    watch, pulse = straggler_watch(ctx, every_s=0.05), Pulse(ctx.device)
+    try:
+        for _ in range(2):  # as in two epochs
+            bar = progress(range(10), ctx=ctx, console=Console(file=file), every_s=0.0, pulse=pulse, watch=watch)
+            for _ in bar:
+                time.sleep(0.02 if ctx.world.rank == 1 else 0.002)
+                pulse.reached()
+                ctx.world.all_reduce(torch.ones(1))
+    finally:
+        logging.getLogger("hasten").removeHandler(handler)
+    named = (file.getvalue() + logged.getvalue()).count("rank 1 holds up the rest")
+    assert named == (1 if ctx.world.rank == 0 else 0)
 
 
 @ranks(2)

@@ -161,8 +161,11 @@ class Preparer:
             return []
         writing = import_module("hasten.strategies.account")  # loads torch.distributed.tensor, most of a second
         models = [self._strategy.unwrap(model) for model in self.done.models]
+        optimizers = [prepared.optimizer for prepared in self.done.optimizers]
         made: list[Account] = [
-            writing.account(model, self._ctx.mesh, self._config.fsdp, self._precision.spec, self._clock.every)
+            writing.account(
+                model, self._ctx.mesh, self._config.fsdp, self._precision.spec, self._clock.every, optimizers
+            )
             for model in models
         ]
         return made

@@ -117,7 +117,7 @@ class Desk:
         return False
 
     def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
-        state = self._observer.look(0.0, {}, {})
+        state = self._observer.look(0.0, {})
         return {
             "rank": state.rank,
             "world_size": self._topology.world_size,

@@ -7,33 +7,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import Final, Literal
 
-from hasten.debug.state import Seen, State
+from hasten.debug.occupations import occupation
+from hasten.debug.state import Cause, Seen, State
 from hasten.runtime.nodelist import ranks_in_words
 
-Cause = Literal[
-    "left",
-    "failed",
-    "gone",
-    "stopped",
-    "silent",
-    "unreachable",
-    "elsewhere",
-    "other call",
-    "other shape",
-    "same call",
-    "user code",
-    "data",
-    "checkpoint",
-    "compiling",
-    "importing",
-    "debugger",
-]
 Ends = Literal["never", "hardly", "perhaps"]
 """It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
 _BARRIER: Final = "barrier/"
 _LARGE: Final = 2**22
 """Elements of a tensor that a slow network may need seconds for."""
-_SLOW_IO: Final = ("checkpoint",)
+_SLOW_IO: Final = ("checkpoint", "ending")
+_TRAINING: Final = ("backward", "forward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +32,11 @@ class Diagnosis:
     sentence: str
     cure: str
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two looks must agree on."""
+        return (self.cause, self.waiting, self.missing)
+
 
 def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
     """The cause of a wait; None while nobody waits, or all who are waited for may take their time.
@@ -61,14 +50,14 @@ def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Col
     if not waiting:
         return None
     lost = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
-    if lost:
-        return _lost(waiting, lost)
+    working = [state for rank, state in states.items() if rank not in waiting]
+    if needed := [seen for seen in lost if _is_needed(seen, [states[rank] for rank in waiting], bool(working))]:
+        return _lost(waiting, needed)
     silent = [seen for seen in world if seen.status == "silent"]
     if unreachable := [seen for seen in silent if seen.note is not None and seen.note.host in lost_hosts]:
         return _unreachable(waiting, unreachable)
-    working = [state for rank, state in states.items() if rank not in waiting]
     if working:
-        return _working(waiting, working, io_patience_s)
+        return _uneven(states, waiting, ahead, working) or _working(waiting, working, io_patience_s)
     if silent:
         return _silent(waiting, silent)
     if moving := [state for state in present.values() if state.moves]:
@@ -87,6 +76,22 @@ def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
             if count > min(counts.values()):
                 found[rank].add(group)
     return found
+
+
+def _is_needed(seen: Seen, waiting: Sequence[State], others_work: bool) -> bool:
+    """Whether ranks wait for this one: one that ended well is missing only in groups in which others have begun more than it had.
+
+    Where that is not known, they wait for those first that are there and still work.
+    """
+    if seen.status in ("failed", "stopped"):
+        return True
+    if seen.note is None or seen.note.counts is None:
+        return not others_work
+    counts = seen.note.counts
+    return any(
+        state.barrier or any(group in counts and count > counts[group] for group, count in state.counts.items())
+        for state in waiting
+    )
 
 
 def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
@@ -116,12 +121,38 @@ def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
     return Diagnosis(status, waiting, ranks, ends="never", sentence=sentence, cure=cure)  # type: ignore[arg-type]  # one of the four
 
 
+def _uneven(
+    states: Mapping[int, State], waiting: tuple[int, ...], ahead: Mapping[int, set[str]], working: Sequence[State]
+) -> Diagnosis | None:
+    """Ranks that have come to the end of training while others wait for them in a step."""
+    ending = [state for state in working if state.kind == "ending"]
+    training = [states[rank] for rank in waiting if states[rank].kind in _TRAINING and ahead[rank]]
+    if not ending or not training:
+        return None
+    ranks = tuple(sorted(state.rank for state in ending))
+    first, other = min(ending, key=lambda state: state.rank), training[0]
+    return Diagnosis(
+        "uneven",
+        waiting,
+        ranks,
+        ends="never",
+        sentence=(
+            f"{ranks_in_words(ranks)} {_is(ranks)} in end_training() at {first.spot.words()} after {first.step} updates, while rank "
+            f"{other.rank} waits at {other.spot.words()} for one more: the ranks have unequal numbers of batches"
+        ),
+        cure=(
+            "give every rank the same number of batches (prepare() the loader, or use join_uneven_inputs()), and call "
+            "end_training() on every rank after the same update."
+        ),
+    )
+
+
 def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: float) -> Diagnosis | None:
     busy = [state for state in working if not _may_take_its_time(state, io_patience_s)]
     if not busy:
         return None
     state = max(busy, key=lambda state: state.quiet_s)
-    cause, doing, cure = _occupation(state)
+    cause, doing, cure = occupation(state)
     last = f"; its last collective was {state.last.words()}, {state.last_ago_s:.0f} s ago" if state.last else ""
     return Diagnosis(
         cause,
@@ -138,44 +169,6 @@ def _may_take_its_time(state: State, io_patience_s: float) -> bool:
     if state.kind in _SLOW_IO:
         return state.io_quiet_s < io_patience_s
     return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
-
-
-def _occupation(state: State) -> tuple[Cause, str, str]:
-    """The cause, what the rank is doing, and what to do about it."""
-    where = state.spot.words()
-    match state.kind:
-        case "loader":
-            return (
-                "data",
-                f"waits for its next batch at {where}",
-                "look at the dataset's slowest samples and at the DataLoader's workers (num_workers, prefetch_factor, a worker that "
-                "waits for a lock or a download).",
-            )
-        case "checkpoint":
-            return (
-                "checkpoint",
-                f"is in a save or load at {where} and has read and written nothing for {state.io_quiet_s:.0f} s",
-                "the disk or network file system does not answer: look at its mount, its quota and `dmesg`.",
-            )
-        case "compiling":
-            return "compiling", f"compiles at {where}", "raise stall_after_s if compiling takes this long."
-        case "importing":
-            return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
-        case "debugger":
-            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
-    if state.in_dataset:
-        return (
-            "data",
-            f"is in the dataset's own code at {where}, called by its DataLoader",
-            "find out what keeps this sample: a lock, a download, a loop that does not end.",
-        )
-    asleep = "asleep" if state.cpu_share < 0.15 else "busy"
-    return (
-        "user code",
-        f"is in user code at {where} in {state.function}(), {asleep},",
-        "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
-        "raise stall_after_s if it takes this long.",
-    )
 
 
 def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
@@ -198,8 +191,11 @@ def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
 def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
     ranks = tuple(seen.rank for seen in silent)
     pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    activity = next((seen.activity for seen in silent if seen.activity), "")
     if all(seen.note is None for seen in silent):
         words = f"{ranks_in_words(ranks)} has not made an Accelerator yet, or its machine is lost"
+    elif activity:
+        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: busy in native code that lets no other thread of Python run ({activity})"
     else:
         words = f"{ranks_in_words(ranks)} ({pids}) does not answer: native code that never lets Python run, or a lost machine"
     return Diagnosis(
@@ -208,7 +204,10 @@ def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
         ranks,
         ends="perhaps",
         sentence=words,
-        cure="look at that process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines).",
+        cure=(
+            "a long regular expression, json, pickle or a C extension may go on for as long as it takes; if it should not, look at that "
+            "process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines)."
+        ),
     )
 
 
@@ -236,8 +235,9 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
 def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
     """Every rank waits: for each other in different calls, or all in the same one."""
     places: dict[tuple[str, str], list[int]] = {}
+    even = not any(ahead.values())  # then the same call from different lines is one collective
     for rank, state in states.items():
-        places.setdefault((state.spot.site, state.spot.call), []).append(rank)
+        places.setdefault(("" if even else state.spot.site, state.spot.call), []).append(rank)
     everyone = tuple(sorted(states))
     if len(places) == 1:
         return _same_place(states, everyone)
@@ -251,7 +251,7 @@ def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Dia
         "other call",
         everyone,
         (),
-        ends="never" if _deadlock(states, ahead) else "hardly",
+        ends=_ends(states, ahead),
         sentence=(
             f"{ranks_in_words(groups[0])} waits at {first.spot.words()} while {ranks_in_words(groups[1])} waits at "
             f"{other.spot.words()}: the ranks called different collectives{uneven}"
@@ -291,6 +291,26 @@ def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagn
 
 def _tensor(state: State) -> str:
     return f"{state.op} of {list(state.shape) if state.shape is not None else 'no tensor'} {state.dtype}".rstrip()
+
+
+def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
+    """Whether ranks in different calls can go on."""
+    if any(
+        not ahead[rank] and (state.kind == "device" or (state.kind in _TRAINING and _is_behind(state, states)))
+        for rank, state in states.items()
+    ):
+        return "perhaps"  # a device computes without the processor, and a step may come to the collective of the others yet
+    return "never" if _deadlock(states, ahead) else "hardly"
+
+
+def _is_behind(state: State, states: Mapping[int, State]) -> bool:
+    """Whether another rank has begun a collective of a common group that this one has not."""
+    return any(
+        other.counts.get(group, 0) > count
+        for other in states.values()
+        for group, count in state.counts.items()
+        if not group.startswith(_BARRIER)
+    )
 
 
 def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> bool:

@@ -26,9 +26,19 @@ Kind = Literal[
     "debugger",
     "user",
     "ending",
+    "over",
 ]
 MAY_WAIT: Final = ("backward", "forward", "device")
 """Kinds in which a rank either computes or waits for others: its CPU time tells which."""
+_WAIT_IN: Final = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/",
+    "/torch/_tensor.py",
+    "/torch/_ops.py",
+    "/torch/cuda/",
+)
+"""Files whose calls wait for other ranks in native code; below any other a step loads, builds or computes something."""
 
 _STDLIB: Final = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
 _FOREIGN: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
@@ -36,6 +46,7 @@ _GENERIC: Final = frozenset(
     {"wrapper", "inner", "decorate_context", "__call__", "__enter__", "__exit__", "__next__", "_first"}
 )
 _DEEPEST: Final = 200
+_FACADE: Final = "/hasten/accelerator/facade.py"
 _IMPORT: Final = "<frozen importlib._bootstrap"
 
 # (a part of the path, what a rank with a call from there is doing); the first that fits wins
@@ -126,16 +137,34 @@ def handed_over(thread_id: int) -> Handed | None:
     return found
 
 
+def root_of(calls: Sequence[Call]) -> str:
+    """The outermost of these calls; empty if there is none."""
+    return f"{calls[-1].file} {calls[-1].function}" if calls else ""
+
+
+def is_over(calls: Sequence[Call]) -> bool:
+    """Whether the owner of these calls, the main thread, has run its program to the end and waits for other threads."""
+    return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
+
+
 def place_of(calls: Sequence[Call]) -> Place:
     """What the owner of these calls is doing."""
     at = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
     user = calls[at] if calls else Call("?", 0, "?")
     inner = [call for call in calls[:at] if not call.file.startswith("<")]
     kind: Kind = "user"
-    if _imports(calls[:at]):
+    if is_over(calls):
+        kind = "over"
+    elif _imports(calls[:at]):
         kind = "importing"
     elif inner:
         kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
+        if kind in MAY_WAIT and not any(part in calls[0].file for part in _WAIT_IN):
+            kind = "user"
+        if kind != "collective" and any(
+            call.function == "end_training" and call.file.endswith(_FACADE) for call in inner
+        ):
+            kind = "ending"
     outer = calls[at:]
     if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
         kind = "checkpoint"  # the user's own state_dict(), called by a save

@@ -9,6 +9,28 @@ import msgspec
 from hasten.debug.stacks import MAY_WAIT, Kind
 
 Status = Literal["here", "left", "failed", "gone", "stopped", "silent"]
+Cause = Literal[
+    "left",
+    "failed",
+    "gone",
+    "stopped",
+    "silent",
+    "unreachable",
+    "elsewhere",
+    "other call",
+    "other shape",
+    "same call",
+    "user code",
+    "data",
+    "checkpoint",
+    "compiling",
+    "importing",
+    "debugger",
+    "uneven",
+]
+"""The causes of a stall."""
+Thread = Literal["asleep", "runs", "disk"]
+"""A thread's state in the kernel: it waits for something, has or wants a processor, or waits for a disk or for swapped memory."""
 IDLE_SHARE = 0.15
 """A process that uses less than this part of one core computes nothing."""
 
@@ -57,12 +79,16 @@ class State(msgspec.Struct, frozen=True):
     turn: int = 0
     """Grows with every post: a number that stands still is that of a process that cannot post."""
     peers: dict[int, Status] = {}
-    """Ranks of the same machine that cannot speak for themselves."""
+    """Ranks of the same machine that are stopped or gone."""
+    activities: dict[int, str] = {}
+    """What the kernel says of the other ranks of the same machine."""
+    thread: Thread = "asleep"
 
     @property
     def waits(self) -> bool:
         """Whether it waits for other ranks, as far as it can be seen."""
-        return self.kind == "collective" or (self.kind in MAY_WAIT and self.cpu_share < IDLE_SHARE)
+        idle = self.cpu_share < IDLE_SHARE and self.thread == "asleep"
+        return self.kind == "collective" or (self.kind in MAY_WAIT and idle)
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -75,6 +101,10 @@ class Note(msgspec.Struct, frozen=True):
     """The start time of the process in clock ticks: a number that a later process with this pid does not have."""
     ended: str = ""
     failed: bool = False
+    namespace: str = ""
+    """The namespace of the pid."""
+    counts: dict[str, int] | None = None
+    """The collectives it had begun when it ended; None if it did not say."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -84,3 +114,5 @@ class Seen(msgspec.Struct, frozen=True):
     status: Status
     state: State | None = None
     note: Note | None = None
+    activity: str = ""
+    """What the kernel says of its process, if its machine has a rank that can tell."""

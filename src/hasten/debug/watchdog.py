@@ -28,10 +28,11 @@ from hasten.debug import ending, processes, words
 from hasten.debug.bulletin import Bulletin
 from hasten.debug.desk import Desk
 from hasten.debug.diagnose import Diagnosis, diagnose
-from hasten.debug.observe import Observer
+from hasten.debug.evidence import Evidence, pause_s
+from hasten.debug.observe import Observer, error_words
 from hasten.debug.reception import Reception
 from hasten.debug.state import Note, Seen, State, Status
-from hasten.runtime import env, lost_machines
+from hasten.runtime import env, launcher_files
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
 
@@ -45,7 +46,8 @@ _PATIENCE: Final = 10.0
 _LONGER: Final = 3.0
 _FAR: Final = 8
 _SILENCE: Final = 4.0
-_STALE_S: Final = 25.0  # ranks post at least every ten seconds
+_LEAVING_S: Final = 15.0  # while a process ends, torch notices by itself, and says more
+_ANSWERED_S: Final = 12.5  # who asked reads the answer within ten seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,9 @@ class Watchdog:
         self._speaks = False
         self._turn = 0
         self._heard = ("", 0.0)
-        self._posts: dict[int, tuple[int, float]] = {}
-        self._suspect: tuple[object, ...] = ()
+        self._evidence = Evidence(observer.rank, self._tick)
+        self._neighbours = processes.Neighbours()
+        self._failure = ""
         self._reported: tuple[object, ...] = ()
 
     def start(self) -> None:
@@ -133,9 +136,8 @@ class Watchdog:
 
     @property
     def patience_s(self) -> float:
-        """Seconds of waiting for a rank that still works, before the job is ended."""
-        most = _PATIENCE * self.after_s
-        return most if self._settings.after_s is not None else max(most, self._settings.timeout_s)
+        """Seconds of waiting for a rank that still works, before the job is ended: never less than the group's own timeout."""
+        return max(_PATIENCE * self.after_s, self._settings.timeout_s)
 
     def _run(self) -> None:
         tick = self._tick
@@ -148,7 +150,7 @@ class Watchdog:
             counts = self._observer.counts()
             if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
                 self._moved(counts, now)
-            elif now - self._quiet_since >= self._look_s and now >= self._look_at:
+            elif now - self._quiet_since >= self._look_s and (asked or now >= self._look_at):
                 self._look_at = now + self._pause(now)
                 self._wait(now)
             if asked and now - self._quiet_since < self._look_s:
@@ -169,9 +171,10 @@ class Watchdog:
         self._longest_s = max(self._longest_s, waited)
         if self._reported:
             log.warning("the ranks go on after %.0f s", waited)
-        self._reported = self._suspect = ()
+        self._reported = ()
+        self._evidence.forget()
         try:
-            if now - self._asked_at > _STALE_S / 2:  # who asked reads it within ten seconds
+            if now - self._asked_at > _ANSWERED_S:
                 self._bulletin.withdraw()
             if self._speaks:
                 self._speaks = False
@@ -185,31 +188,48 @@ class Watchdog:
         try:
             if verdict := self._bulletin.verdict():
                 self._end(verdict, 2.5)  # after the rank that has found out, which the launcher quotes
-            peers = _neighbours(self._bulletin.notes(self._local), self._observer.rank)
-            self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, peers))
+            self._say_that_it_failed()
+            nearby = filter(self._is_neighbour, self._bulletin.notes(self._local).values())
+            seen = self._neighbours.look({note.rank: note for note in nearby})
+            self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, *seen))
             if self._takes_the_word(now):
-                notes, states = self._bulletin.notes(self._ranks), self._fresh(self._bulletin.states(self._ranks), now)
-                self._ask_the_silent(notes, states)
-                lost = lost_machines.read(env.snapshot())
+                notes, states = self._bulletin.notes(self._ranks), self._bulletin.states(self._ranks)
+                states = self._evidence.fresh(states, now)
+                variables = env.snapshot()
+                lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
                 states = {rank: state for rank, state in states.items() if state.host not in lost}
-                self._judge(_world(self._ranks, notes, states), lost)
+                self._judge(_world(self._ranks, notes, states, ended), lost)
+                self._ask(notes, states)
         except LOST as error:
             log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
 
     def _say_that_it_moves(self, now: float) -> None:
         """Another rank waits and asks: post that this one goes on."""
         try:
-            state = self._observer.look(now - self._quiet_since, self._counts, {})
+            state = self._observer.look(now - self._quiet_since, self._counts)
             self._bulletin.post(msgspec.structs.replace(state, moves=True))
             self._asked_at = now
         except LOST as error:
             log.debug("rank %d could not post: %s", self._observer.rank, error)
 
-    def _ask_the_silent(self, notes: dict[int, Note], states: dict[int, State]) -> None:
-        """Ask ranks of this machine that have not posted by themselves; those that can will have answered by the next look."""
+    def _say_that_it_failed(self) -> None:
+        """Leave word of the exception that ended the main thread, where another thread keeps the process alive."""
+        if not self._failure and (found := self._observer.failure()):
+            self._failure = found
+            self._bulletin.leave(self._observer.note(found, failed=True))
+
+    def _ask(self, notes: dict[int, Note], states: dict[int, State]) -> None:
+        """Ask ranks of this machine to post: those that have not by themselves, and all while a diagnosis is to be confirmed."""
         if self._desk is not None:
-            silent = [note for rank, note in notes.items() if rank not in states or states[rank].moves]
-            self._desk.ask_to_post({note.pid for note in silent if not note.ended and _is_local(note)})
+            asked = [
+                note
+                for rank, note in notes.items()
+                if self._evidence.suspects or rank not in states or states[rank].moves
+            ]
+            self._desk.ask_to_post({note.pid for note in asked if self._is_neighbour(note)})
+
+    def _is_neighbour(self, note: Note) -> bool:
+        return note.rank != self._observer.rank and not note.ended and _is_local(note)
 
     def _takes_the_word(self, now: float) -> bool:
         """Whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
@@ -227,42 +247,47 @@ class Watchdog:
             self._bulletin.speak(self._turn)
         return self._speaks
 
-    def _fresh(self, states: dict[int, State], now: float) -> dict[int, State]:
-        """The states whose ranks still post: a machine that is lost leaves its last one behind."""
-        for rank, state in states.items():
-            if self._posts.get(rank, (-1, 0.0))[0] != state.turn:
-                self._posts[rank] = (state.turn, now)
-        return {rank: state for rank, state in states.items() if now - self._posts[rank][1] < _STALE_S}
-
     def _pause(self, now: float) -> float:
-        """Seconds between two looks: ever longer, the longer the wait."""
-        return min(max(self._tick, 0.1 * (now - self._quiet_since)), 10.0)
+        """Seconds between two looks."""
+        return pause_s(self._tick, now - self._quiet_since)
 
     def _judge(self, world: list[Seen], lost: frozenset[str]) -> None:
         found = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost)
-        key = () if found is None else (found.cause, found.waiting, found.missing)
-        if found is None or key != self._suspect:  # the second look must agree with the first
-            self._suspect = key
+        if found is None:
+            self._evidence.forget()
+            return
+        if not self._evidence.confirms(found, world):
             return
         waited = max(seen.state.quiet_s for seen in world if seen.rank in found.waiting and seen.state is not None)
-        limit = {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
+        leaving = found.cause == "left" and any(_is_leaving(seen) for seen in world if seen.rank in found.missing)
+        limit = min(_LONGER * self.after_s, _LEAVING_S) if leaving else self._limit_s(found)
         ends = self._settings.then == "abort" and waited >= limit
-        sure = found.ends == "never" or found.cause == "unreachable"
+        sure = (found.ends == "never" and not leaving) or found.cause == "unreachable"
         # A rank that came later has posted within its own look, and one that goes on may come yet.
-        due = {"silent": self.after_s + 2 * self._look_s, "elsewhere": _LONGER * self.after_s}.get(
-            found.cause, self.after_s
-        )
-        if ends or (key != self._reported and (waited >= due or sure)):
-            self._reported = key
-            self._tell(found, world, waited, ends, limit)
-
-    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, ends: bool, limit_s: float) -> None:
-        text = words.report(found, world, waited_s, self._then(ends, limit_s))
-        path = _write(text, self._settings.folder)
-        log.error("%s%s", text, f"\n  this report: {path}" if path else "")
+        due = {
+            "silent": self.after_s + 2 * self._look_s,
+            "elsewhere": _LONGER * self.after_s,
+            "left": limit,
+        }.get(found.cause, self.after_s)
+        if found.key != self._reported and (ends or waited >= due or sure):
+            self._reported = found.key
+            self._tell(found, world, waited, self._then(ends, limit))
+        elif ends:
+            log.error("the job ends (exit code %d) after %.0f s: %s", ending.STALLED, waited, found.sentence)
         if ends:
             self._bulletin.set_verdict(found.sentence)
             self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
+
+    def _limit_s(self, found: Diagnosis) -> float:
+        """Seconds of waiting after which the job is ended."""
+        if found.cause == "stopped":  # whoever stopped the rank can let it go on
+            return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
+        return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
+
+    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, then: str) -> None:
+        text = words.report(found, world, waited_s, then)
+        path = _write(text, self._settings.folder)
+        log.error("%s%s", text, f"\n  this report: {path}" if path else "")
 
     def _then(self, ends: bool, limit_s: float) -> str:
         if ends:
@@ -298,36 +323,36 @@ def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
         return
     error = getattr(sys, "last_value", None)
     at = f"at {time.strftime('%H:%M:%S')}"
-    dog.close(at if error is None else f"{at} with {type(error).__name__}: {error}", failed=error is not None)
+    dog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
 
 
-def _neighbours(notes: dict[int, Note], me: int) -> dict[int, Status]:
-    """Ranks of this machine that are stopped or gone."""
-    found: dict[int, Status] = {}
-    for rank, note in notes.items():
-        if rank != me and not note.ended and _is_local(note):
-            status = processes.status_of(note.pid, note.started)
-            if status != "here":
-                found[rank] = status
-    return found
+def _is_leaving(seen: Seen) -> bool:
+    """Whether the rank has said that it ends, and its process is still here."""
+    note = seen.note
+    return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
 
 
 def _is_local(note: Note) -> bool:
-    return note.host == socket.gethostname()
+    """Whether the note's pid means something in this process: the same machine, and the same container."""
+    return note.host == socket.gethostname() and note.namespace == processes.namespace()
 
 
-def _world(ranks: range, notes: dict[int, Note], states: dict[int, State]) -> list[Seen]:
-    """Every rank as far as it is known: how it ended, what its neighbours see, what it says itself."""
+def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]) -> list[Seen]:
+    """Every rank as far as it is known: how it ended, what the launcher and its neighbours see, what it says itself."""
     seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
+    activities = {rank: words for state in states.values() for rank, words in state.activities.items()}
     world = []
     for rank in ranks:
         note, state = notes.get(rank), states.get(rank)
         status: Status = "here" if state is not None else "silent"
         if note is not None and note.ended:
             status = "failed" if note.failed else "left"
+        elif rank in exit_codes:
+            status = "left" if exit_codes[rank] == 0 else "gone"
         elif rank in seen_by_others:
             status = seen_by_others[rank]
-        world.append(Seen(rank, status, state, note))
+        # what a rank has posted before it was stopped or ended is not what it does now
+        world.append(Seen(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
     return world
 
 

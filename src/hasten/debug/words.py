@@ -50,7 +50,8 @@ def _doing(seen: Seen) -> str:
             "gone": "its process is gone",
             "stopped": "stopped by a signal",
         }
-        return words.get(seen.status, "does not answer")
+        activity = f": {seen.activity}" if seen.activity else ""
+        return words.get(seen.status, f"does not answer{activity}")
     return _state_words(seen.state)
 
 
@@ -68,6 +69,8 @@ def _state_words(state: State) -> str:
         "compiling": "compiles at",
         "importing": "imports modules at",
         "debugger": "is in the debugger at",
+        "ending": "is in end_training() at",
+        "over": "has come to the end of its program, and other threads keep its process alive, at",
     }.get(state.kind, "is in user code at")
     return f"{doing} {state.spot.words()} {since}{step}"
 

@@ -13,7 +13,7 @@ from hasten.errors import LaunchError
 from hasten.launch.checkin import Store
 from hasten.launch.failure import PREEMPTED, Failure
 from hasten.runtime import env as environment
-from hasten.runtime import lost_machines
+from hasten.runtime import launcher_files
 
 _SILENCE_S: Final = 60.0
 _SUSPECT_S: Final = 15.0
@@ -48,6 +48,8 @@ class Peers:
     _beat: int = 0
     suspects: tuple[str, ...] = ()
     """Hosts that have been silent for some seconds, as of the last look."""
+    ended: dict[int, int] = field(default_factory=dict)
+    """Exit codes of the ranks of this machine that have ended; copies of this object share it."""
     _heard: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def _key(self, what: str, machine: int) -> str:
@@ -82,6 +84,16 @@ class Peers:
                 )
 
         self.suspects = tuple(suspects)
+
+    def ended_anywhere(self) -> dict[int, int]:
+        """Tell the other machines which ranks of this one have ended; the exit codes of those of all machines."""
+        found = dict(self.ended)
+        self.store.set(self._key("ended", self.index), json.dumps(list(found.items())))
+        for machine in range(len(self.hosts)):
+            key = self._key("ended", machine)
+            if machine != self.index and self.store.check([key]):
+                found.update({int(rank): int(code) for rank, code in json.loads(self.store.get(key))})
+        return found
 
     def _hear_of_ends(self) -> None:
         for machine, code in self._codes().items():
@@ -238,12 +250,16 @@ class Watch:
     def _run(self) -> None:
         told = False
         suspects: tuple[str, ...] = ()
+        ended: dict[int, int] = {}
         while not self._stop.is_set():
             try:
                 self._peers.look()
+                if (codes := self._peers.ended_anywhere()) != ended:
+                    ended = codes
+                    launcher_files.write_ended(ended, environment.snapshot())
                 if self._peers.suspects != suspects:
                     suspects = self._peers.suspects
-                    lost_machines.write(suspects, environment.snapshot())
+                    launcher_files.write_silent(suspects, environment.snapshot())
                 self._waiting = self._peers.waiting()
                 if self._finished and not told:
                     self._peers.say_done()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.errors import ConfigError
-from hasten.progress.display import Display
+from hasten.progress.display import Display, LineDisplay
 from hasten.progress.memory import MemoryGauge
 from hasten.progress.meter import Meter, Reading
 from hasten.progress.scalars import LateScalars
 from hasten.progress.straggler import Pulse, StragglerWatch
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Counter = Callable[[Any], int]  # Any: a batch of the user's own shape
@@ -129,8 +126,7 @@ class Progress(Generic[T]):
         now, here = time.perf_counter(), self._here
         if here.watch is not None and here.pulse is not None:
             known = here.watch.found
-            if here.watch.tick(now, here.pulse):
-                log.warning("%s", here.watch.found)
+            here.watch.tick(now, here.pulse)
             if here.watch.found is not known:  # it has looked again, in a step of this bar
                 self._hint = str(here.watch.found)
         if here.is_main and now >= self._next_draw_s:
@@ -144,8 +140,16 @@ class Progress(Generic[T]):
             values=self._late.read(wait),
             memory_bytes=memory.used_bytes() if memory else None,
             memory_total_bytes=memory.total_bytes if memory else None,
-            hint=self._hint if watch and watch.found else "",
+            hint=self._hint if watch and watch.found and self._shows(watch) else "",
         )
+
+    def _shows(self, watch: StragglerWatch) -> bool:
+        """Whether the hint is to be shown: all the time where it is redrawn in place, once for each rank where lines stay."""
+        if not isinstance(self._here.display, LineDisplay) or watch.found is None:
+            return True
+        new = watch.found.rank not in watch.named
+        watch.named.add(watch.found.rank)
+        return new
 
 
 def _length(iterable: Iterable[Any] | None) -> int | None:  # Any: only its length is asked

@@ -117,6 +117,8 @@ class StragglerWatch:
         self._notes, self._rank, self._size, self._every_s = notes, rank, size, every_s
         self._next_s = time.perf_counter() + min(every_s, 2.0)  # the first look comes early
         self.found: Straggler | None = None
+        self.named: set[int] = set()
+        """Ranks that lines of text have named already."""
 
     def tick(self, now_s: float, pulse: Pulse) -> bool:
         """Post and compare if it is time; True when `found` changed to another rank."""

@@ -24,7 +24,7 @@ from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
 from hasten.comm.trail import Trail
 from hasten.errors import CommError, DeviceError, TopologyError
-from hasten.runtime import env, secret, store
+from hasten.runtime import env, launcher_files, secret, store
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
@@ -115,7 +115,7 @@ def _init(topology: Topology, device: torch.device, settings: GroupSettings) -> 
     try:
         found, rank, size = _meet(url, topology, within)
         notes = dist.PrefixStore(f"hasten/{topology.restart_count}", found)
-        call_roll(notes, rank, size, within)
+        call_roll(notes, rank, size, within, lambda: launcher_files.ended_ranks(env.snapshot()))
     except (RuntimeError, ValueError, OSError) as error:
         raise CommError(_why_not_met(url, topology, settings, time.monotonic() - start, error)) from error
     found.set_timeout(within)

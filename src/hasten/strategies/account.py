@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hasten.config.precision import PrecisionType
 from hasten.config.sharding import FullyShardedDataParallelPlugin
@@ -32,23 +34,31 @@ class Account:
     parameters: int
     """Bytes of them on this rank."""
     planned: Held
-    """What the formulas say a rank holds, with gradients and the two moments of AdamW."""
+    """What the formulas say a rank holds, with gradients and the optimizer's state as far as it is known before the first update."""
+    optimizer: str
+    """The class of the model's optimizer, if its state is among the planned bytes."""
     sent: Traffic
     """What the formulas say data parallelism sends in a step."""
 
     def lines(self) -> list[str]:
         """The bytes in words."""
+        state = f"gradients and {self.optimizer}'s state" if self.optimizer else "gradients"
         return [
             f"{self.name}: {size(self.parameters)} of {size(self.whole)} of parameters on this rank (planned "
-            f"{size(self.planned.parameters)}), {size(self.planned.total)} with gradients and AdamW's state",
+            f"{size(self.planned.parameters)}), {size(self.planned.total)} with {state}",
             f"{self.name}: data parallelism sends {shown(self.sent)} in a step; accelerator.traffic() counts every axis",
         ]
 
 
 def account(
-    model: nn.Module, mesh: MeshSpec, config: FullyShardedDataParallelPlugin, spec: PrecisionType, micro_steps: int
+    model: nn.Module,
+    mesh: MeshSpec,
+    config: FullyShardedDataParallelPlugin,
+    spec: PrecisionType,
+    micro_steps: int,
+    optimizers: Sequence[Optimizer] = (),
 ) -> Account:
-    """The account of a model that `prepare()` has spread over `mesh`. Local."""
+    """The account of a model that `prepare()` has spread over `mesh`, and that one of `optimizers` updates. Local."""
     parameters = list(model.parameters())
     weights = Weights(
         whole=sum(p.numel() for p in parameters if not {str(Axis.TP), EXPERTS} & set(axes_of(p))),
@@ -60,15 +70,37 @@ def account(
     policy = mixed_precision(config, spec, keep_outputs=False)
     gathered = policy.param_dtype.itemsize if sharded and policy.param_dtype else item
     reduced = policy.reduce_dtype.itemsize if sharded and policy.reduce_dtype else item
+    name, moments = _state(parameters, optimizers)
     gathers = 2 if config.reshard_after_forward and mesh.size(*SHARD) > 1 else 1
     return Account(
         name=type(model).__name__,
         modules=_modules(model),
         whole=sum(p.numel() * p.element_size() for p in parameters),
         parameters=sum(_local(p).numel() * p.element_size() for p in parameters),
-        planned=held_bytes(mesh, weights, item=item, sharded=sharded),
+        planned=held_bytes(mesh, weights, item=item, moments=moments, sharded=sharded),
+        optimizer=name,
         sent=data_traffic(mesh, weights, item=gathered, reduce_item=reduced, micro_steps=micro_steps, gathers=gathers),
     )
+
+
+def _state(parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> tuple[str, int]:
+    """The class of the optimizer of these parameters, and the tensors of a parameter's size that it keeps; empty where that is unknown."""
+    known = {id(parameter) for parameter in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(id(parameter) in known for parameter in group["params"]):
+                moments = _moments(optimizer, group)
+                return ("", 0) if moments is None else (type(optimizer).__name__, moments)
+    return "", 0
+
+
+def _moments(optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:  # Any: options of every kind
+    match optimizer:
+        case SGD():
+            return int(bool(options.get("momentum")))
+        case Adam() | AdamW():
+            return 2 + bool(options.get("amsgrad"))
+    return None
 
 
 def axes_of(parameter: Tensor) -> dict[str, int]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +18,7 @@ import pytest
 from hasten.comm.trail import LIBRARIES, Trail, caller
 from hasten.debug import processes, stacks, words
 from hasten.debug.diagnose import diagnose
+from hasten.debug.evidence import Evidence
 from hasten.debug.stacks import Call, place_of
 from hasten.debug.state import Note, Seen, Spot, State, Status
 
@@ -176,6 +181,128 @@ def test_a_machine_whose_launcher_is_silent_too_is_named_whatever_other_ranks_do
         assert (found := diagnose([*others, lost], lost_hosts={"node8"})) is None or found.cause != "unreachable"
 
 
+def left(rank: int, counts: dict[str, int] | None) -> Seen:
+    return Seen(rank, "left", None, Note(rank, "h", 5, 1, "at 10:00", counts=counts))
+
+
+def test_a_rank_that_has_left_is_the_cause_only_where_it_is_missing() -> None:
+    """Ranks wait for one that has left in groups in which they have begun a collective that it has not."""
+    world = here(
+        state(0, counts={"0/cpu": 10, "pair/cpu": 4}), state(1, counts={"0/cpu": 10, "pair/cpu": 3}, kind="user")
+    )
+    found = diagnose([*world, left(2, {"0/cpu": 10})])
+    assert found is not None
+    assert (found.cause, found.missing, found.ends) == ("user code", (1,), "perhaps")
+    found = diagnose([*world, left(2, {"0/cpu": 9})])
+    assert found is not None
+    assert (found.cause, found.missing, found.ends) == ("left", (2,), "never")
+    unknown = diagnose([*world, left(2, None)])
+    assert unknown is not None
+    assert unknown.missing == (1,), "the rank that works explains the wait"
+
+
+def test_the_same_call_from_different_lines_may_be_one_collective() -> None:
+    states = [state(0, "train.py:40", "broadcast"), state(1, "train.py:42", "broadcast")]
+    found = diagnose(here(*states))
+    assert found is not None
+    assert (found.cause, found.ends) == ("same call", "perhaps")
+    found = diagnose(here(states[0], msgspec.structs.replace(states[1], counts={"0/cpu": 11})))
+    assert found is not None
+    assert found.cause == "other call"
+
+
+@pytest.mark.parametrize("thread", ["runs", "disk"])
+def test_a_thread_that_wants_the_processor_or_the_disk_does_not_wait_for_ranks(thread: Any) -> None:
+    waiting = state(0, counts={"0/cpu": 11})
+    found = diagnose(here(waiting, state(1, "train.py:42", "forward", kind="forward", thread=thread)))
+    assert found is not None
+    assert (found.missing, found.ends) == ((1,), "perhaps")
+
+
+def test_a_step_that_is_behind_may_come_yet() -> None:
+    behind = state(1, "train.py:42", "backward", kind="backward")
+    found = diagnose(here(state(0, counts={"0/cpu": 11}), behind))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "perhaps")
+    found = diagnose(here(state(0), behind))
+    assert found is not None
+    assert found.ends == "hardly", "it has begun as many, so it waits in another collective"
+
+
+def test_a_device_may_compute_without_the_processor() -> None:
+    found = diagnose(here(state(0), state(1, "train.py:42", "synchronize", kind="device")))
+    assert found is not None
+    assert (found.cause, found.ends) == ("other call", "perhaps")
+
+
+def test_unequal_batches_are_named_where_one_rank_trains_and_another_has_ended() -> None:
+    ending = state(0, "train.py:50", "end_training", kind="ending")
+    found = diagnose(here(ending, state(1, "train.py:42", "backward", kind="backward", counts={"0/cpu": 11})))
+    assert found is not None
+    assert (found.cause, found.missing, found.ends) == ("uneven", (0,), "never")
+    assert "unequal numbers of batches" in found.sentence
+    slow = diagnose(
+        here(msgspec.structs.replace(ending, io_quiet_s=61.0), state(1, "train.py:60", counts={"0/cpu": 11}))
+    )
+    assert slow is not None
+    assert (slow.missing, slow.ends) == ((0,), "perhaps"), "it may come to the barrier"
+
+
+def test_evidence_is_what_ranks_post_now_and_twice() -> None:
+    evidence = Evidence(0, 1.0)
+    own, other = state(0, turn=1), state(1, "train.py:50", "broadcast", turn=8)
+    found = diagnose(here(own, other))
+    assert found is not None
+    results = []
+    for turn in (8, 8, 9, 10, 10, 11, 12):
+        world = here(own, msgspec.structs.replace(other, turn=turn))
+        results.append(evidence.confirms(found, world))
+    assert results == [False, False, False, True, False, False, True], "two more posts each time"
+    moved = msgspec.structs.replace(other, turn=14, counts={"0/cpu": 11})
+    assert not evidence.confirms(found, here(own, moved)), "another wait than before"
+
+
+def test_a_state_that_is_not_posted_again_is_dropped() -> None:
+    evidence = Evidence(0, 1.0)
+    states = {0: state(0, turn=3, quiet_s=5.0), 1: state(1, turn=3, quiet_s=5.0)}
+    assert set(evidence.fresh(states, 100.0)) == {0, 1}
+    assert set(evidence.fresh(states, 104.0)) == {0, 1}
+    assert set(evidence.fresh(states, 115.0)) == {0}, "this rank's own is always of now"
+    states[1] = msgspec.structs.replace(states[1], turn=4)
+    assert set(evidence.fresh(states, 116.0)) == {0, 1}
+
+
+def test_a_silent_rank_that_uses_the_processor_is_busy_in_native_code() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as busy:
+        try:
+            note = Note(1, "h", busy.pid, processes.start_ticks(busy.pid))
+            neighbours = processes.Neighbours()
+            assert neighbours.look({1: note}) == ({}, {})
+            deadline = time.monotonic() + 30
+            while not (activities := neighbours.look({1: note})[1]).get(1, "").startswith("it uses"):
+                assert time.monotonic() < deadline, activities
+                time.sleep(0.1)
+            found = diagnose([*here(state(0)), Seen(1, "silent", None, note, activities[1])])
+            assert found is not None
+            assert (found.cause, found.ends) == ("silent", "perhaps")
+            assert "busy in native code that lets no other thread of Python run (it uses" in found.sentence
+            os.kill(busy.pid, signal.SIGSTOP)
+            while (lost := neighbours.look({1: note})[0]) != {1: "stopped"}:
+                assert time.monotonic() < deadline, lost
+        finally:
+            busy.kill()
+
+
+def test_a_process_is_not_gone_because_its_file_cannot_be_opened() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert processes.status_of(os.getpid(), 1) == "here"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert processes.namespace() == str(Path("/proc/self/ns/pid").readlink())
+
+
 def test_ranks_that_do_the_same_share_a_line() -> None:
     world = here(*(state(rank) if rank != 5 else state(rank, "train.py:57", kind="user") for rank in range(64)))
     found = diagnose(world)
@@ -196,6 +323,9 @@ PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
     ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "importing", "forward"),
     ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
+    ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
+    ([(f"{HASTEN}debug/sentinel.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
+    ([(f"{HASTEN}comm/rollcall.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
     ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
     ([], "user", ""),
     ([("/x/site-packages/requests/api.py", "get")], "user", ""),

@@ -67,6 +67,18 @@ def test_a_machine_that_was_stopped_ends_the_others_but_one_that_saved_does_not(
         assert caught.value.code == 143
 
 
+def test_ranks_that_have_ended_are_known_on_every_machine() -> None:
+    store = HashStore()
+    one, other = (Peers(store, index, ("a", "b"), round=0) for index in range(2))
+    later = Peers(store, 1, ("a", "b"), round=1)
+    assert one.ended_anywhere() == {}
+    other.ended.update({3: 0})
+    assert other.ended_anywhere() == {3: 0}
+    one.ended.update({0: 0})
+    assert one.ended_anywhere() == {0: 0, 3: 0}
+    assert later.ended_anywhere() == {}, "another start of the job"
+
+
 def test_a_stop_is_known_to_all() -> None:
     store = HashStore()
     told, other = (Peers(store, index, ("a", "b"), round=index) for index in range(2))

@@ -25,11 +25,13 @@ from hasten.launch.base import LaunchPlan, Meeting, Supervision
 from hasten.launch.checkin import Report
 from hasten.launch.elastic import ending
 from hasten.launch.elastic.handler import elastic_handler
-from hasten.launch.elastic.torch_agent import SHUTDOWN_S, TorchAgent
+from hasten.launch.elastic.torch_agent import SHUTDOWN_S, End, TorchAgent
 from hasten.launch.failure import PREEMPTED, Failure, first_failure, read_failure, render_failure
 from hasten.launch.guard import SAVING, Interrupted, SignalGuard, kill_groups
 from hasten.launch.peers import PeerMachineFailed, Peers
 from hasten.launch.rendezvous import CheckIn, ElasticRendezvous, FixedRendezvous, with_address
+from hasten.runtime import env as environment
+from hasten.runtime import launcher_files
 
 Say = Callable[[str], None]
 Handler = FixedRendezvous | ElasticRendezvous
@@ -45,10 +47,13 @@ class MachineSupervisor:
         self._say = say
         self.failures: list[Failure] = []
         self.groups: set[int] = set()
+        self._ended: dict[int, int] = {}
 
     def restart_count(self) -> int:
         """How often the job, not this machine alone, has been started again."""
         self.failures = []
+        self._ended = {}
+        launcher_files.write_ended({}, environment.snapshot())
         return self._handler.round
 
     def restarts_left(self, own: int) -> int:
@@ -59,6 +64,17 @@ class MachineSupervisor:
     def started(self, pids: Collection[int]) -> None:
         """Remember the process groups."""
         self.groups.update(pids)
+
+    def some_ended(self, ends: Sequence[End]) -> None:
+        """Inform the ranks of this machine, and the other machines, of processes that have ended while others run."""
+        codes = {end.rank: end.code for end in ends if end.code is not None}
+        if codes == self._ended:
+            return
+        self._ended = codes
+        if (peers := self._handler.peers) is not None and len(peers.hosts) > 1:
+            peers.ended.update(codes)  # exchanged by the watch over the other machines
+        else:
+            launcher_files.write_ended(codes, environment.snapshot())
 
     def failed(self, result: RunResult, restarts_left: int) -> int:
         """Keep the failures, end what the processes left behind, and say whether they start again."""
@@ -119,7 +135,8 @@ class _Run:
         assert meeting is not None, "a torchrun plan has a meeting"
         self.handler = _handler(meeting, self.check_in)
         self.supervisor = MachineSupervisor(self.handler, supervision, self.guard, self.say)
-        self.agent = TorchAgent(_spec(self.plan, self.handler), _logs(supervision, scratch), self.supervisor)
+        spec, logs = _spec(self.plan, self.handler), _logs(supervision, scratch)
+        self.agent = TorchAgent(spec, logs, self.supervisor, self.supervisor.some_ended)
         return self._outcome(self.agent, self.handler, self.supervisor)
 
     def _outcome(self, agent: TorchAgent, handler: Handler, supervisor: MachineSupervisor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -65,9 +65,17 @@ class Supervisor(Protocol):
 class TorchAgent(LocalElasticAgent):
     """Torch's agent, reporting to a supervisor."""
 
-    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs, supervisor: Supervisor) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        supervisor: Supervisor,
+        some_ended: Callable[[Sequence[End]], None] = lambda ends: None,
+    ) -> None:
+        """`some_ended` is given the processes that have ended, again and again while others run."""
         super().__init__(spec, logs, exit_barrier_timeout=60)
         self._supervisor = supervisor
+        self._some_ended = some_ended
 
     def ends(self) -> list[End]:
         """How the processes started last ended, those that still run left out. Torch keeps exit codes nowhere else."""
@@ -94,6 +102,8 @@ class TorchAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._remaining_restarts = self._supervisor.failed(result, self._remaining_restarts)
+        elif ends := self.ends():
+            self._some_ended(ends)
         return result
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SHUTDOWN_S) -> None:
