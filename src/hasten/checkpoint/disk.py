@@ -20,6 +20,7 @@ from torch import Tensor
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.checksum import BLOCK_BYTES, Checksum, ColumnChecksum, Summing, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
+from hasten.checkpoint.outside import open_outside
 from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, devices_of, worker_pool
 
 SUM_BYTES = 2 * 1024**2
@@ -269,7 +270,7 @@ class ChunkReader(threading.local):
 
     def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
         """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
-        with path.open("rb", buffering=0) as file:
+        with open_outside(path) as file:
             found = _checksum_mapped(file.fileno(), start, stop, kind)
             return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
 

@@ -19,6 +19,7 @@ from hasten.checkpoint.disk import BlobWriter, Disk
 from hasten.checkpoint.formats import encode_safetensors, load_torch, read_tensors
 from hasten.checkpoint.layout import Sizes, hub_index, plan_component
 from hasten.checkpoint.manifest import MANIFEST_NAME, inside
+from hasten.checkpoint.outside import FORGED, open_outside, read_outside
 from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.reshard import as_stored, whole
 from hasten.checkpoint.writer import encode
@@ -126,7 +127,10 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
         aliases.update(content.aliases)
     for alias, key in aliases.items():
         if key not in tensors:
-            raise CorruptCheckpointError(f"{root}: {alias} is another name of {key}, which is in no file.")
+            raise CorruptCheckpointError(
+                f"{root}: {alias} is another name of {key}, which is in no file, so the model is not whole. Nothing was loaded; "
+                "use another copy of the model."
+            )
         tensors[alias] = tensors[key]
     return tensors
 
@@ -153,13 +157,19 @@ def weight_files(root: Path) -> list[Path]:
 
 def _indexed(root: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_outside(index))["weight_map"].values()))
         paths = [inside(root, name) for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{index}: not an index of weight files ({error}).") from error
+    except FileNotFoundError as error:
+        raise IncompleteCheckpointError(f"{index} does not exist; give the folder or index of a model.") from error
+    except FORGED as error:
+        raise CorruptCheckpointError(
+            f"{index}: not an index of weight files ({type(error).__name__}: {error}). Nothing was loaded; use another copy of the model."
+        ) from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise IncompleteCheckpointError(f"{root}: {', '.join(missing[:4])} of the index are missing.")
+        raise IncompleteCheckpointError(
+            f"{root}: {', '.join(missing[:4])} of the index are missing, so the model is not whole. Nothing was loaded; copy all its files."
+        )
     return paths
 
 
@@ -198,16 +208,22 @@ def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: wh
 
     Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.
     """
+    check_path(file, "load(f)")
     path = Path(file).expanduser().absolute()
-    with path.open("rb") as opened:
-        begins = opened.read(9)
+    try:
+        with open_outside(path) as opened:
+            begins = opened.read(9)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened ({error.strerror or error}), so nothing was loaded. Give a file that save() wrote."
+        ) from error
     try:
         if begins[8:] == b"{" and not begins.startswith(b"PK"):  # the length of a JSON header, then the header
             return load_file(path)
         return load_torch(path, allow_pickle)
-    except (SafetensorError, RuntimeError, ValueError, TypeError, EOFError) as error:
+    except (SafetensorError, *FORGED) as error:
         raise CorruptCheckpointError(
-            f"{path}: not a file that save() wrote, or damaged ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"{path}: not a file that save() wrote, or damaged ({type(error).__name__}: {error}). "
             "Nothing was loaded; use another copy of the file."
         ) from error
 

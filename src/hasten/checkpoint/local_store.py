@@ -15,8 +15,9 @@ from hasten.checkpoint.inplace import Switch, draft_of, home, read_manifest
 from hasten.checkpoint.local_draft import LocalDraft
 from hasten.checkpoint.local_locks import Hidden, LocalLocks, hidden, hidden_entries, tag_of
 from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, inside
+from hasten.checkpoint.outside import read_outside
 from hasten.checkpoint.ownership import Owner, Patience
-from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import CheckpointError, IncompleteCheckpointError
 
 log = logging.getLogger(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_\d+")
@@ -168,11 +169,7 @@ class LocalStore:
         """The verified manifest."""
         path = self.folder(name) / MANIFEST_NAME
         try:
-            if path.stat().st_size > MAX_MANIFEST_BYTES:
-                raise CorruptCheckpointError(
-                    f"{path}: larger than any manifest; it was not read. Use another checkpoint."
-                )
-            return decode(path.read_bytes(), str(path))
+            return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"{path} does not exist, so {path.parent} is not a complete checkpoint of hasten: it was never "
