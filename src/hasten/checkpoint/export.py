@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -15,46 +15,57 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob, Component, Format
-from hasten.checkpoint.disk import BlobWriter, Disk
+from hasten.checkpoint.disk import BlobWriter, Disk, cannot_write
 from hasten.checkpoint.formats import encode_safetensors, load_torch, read_tensors
 from hasten.checkpoint.layout import Sizes, hub_index, plan_component
 from hasten.checkpoint.manifest import MANIFEST_NAME, inside
+from hasten.checkpoint.occupied import WEIGHTS, check_unlisted, unchanged
 from hasten.checkpoint.outside import FORGED, open_outside, read_outside
-from hasten.checkpoint.paths import check_path
+from hasten.checkpoint.paths import check_local, check_path
 from hasten.checkpoint.reshard import as_stored, whole
 from hasten.checkpoint.writer import encode
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 
-_SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _UNITS = (
     *(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
     *(("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("B", 1)),
 )
 
 
-def parse_size(size: int | str) -> int:
-    """A number of bytes from "10GB" (decimal), "10GiB" (binary) or an int.
+def parse_size(size: float | str) -> int:
+    """A number of bytes from "10GB" (decimal), "10GiB" (binary) or a number, which may have a fraction.
 
-    Raises: ConfigError for anything else.
+    Raises: ConfigError for anything else, and for a negative size.
     """
-    if isinstance(size, int):
-        return size
-    text = str(size).strip()
-    for unit, factor in _UNITS:
-        head = text.removesuffix(unit)
-        if head != text:
-            try:
-                return int(float(head) * factor)
-            except ValueError:
-                break
-    raise ConfigError(f"{size!r} is not a file size; write it as 10GB, 500MB or 2GiB.")
+    found = float("nan")
+    if isinstance(size, int | float) and not isinstance(size, bool):
+        found = size
+    elif isinstance(size, str):
+        text = size.strip()
+        head, factor = next(((text.removesuffix(unit), n) for unit, n in _UNITS if text.endswith(unit)), ("", 1))
+        with suppress(ValueError):
+            found = float(head) * factor
+    if not 0 <= found < 2**63:
+        raise ConfigError(
+            f"{size!r} is not a file size: bytes from 0 on are counted; write it as 10GB, 500MB or 2GiB, or give a number of bytes."
+        )
+    return int(found)
+
+
+def _shard_size(size: float | str) -> int:
+    limit = parse_size(size)
+    if limit < 1:
+        raise ConfigError(
+            f"max_shard_size={size!r} leaves no room for a single byte in a file; set it to a size such as 5GB, or leave it out."
+        )
+    return limit
 
 
 def save_model(
     state: Mapping[str, Any],  # Any: tensors, and extra state that Hub files do not hold
     folder: str | Path,
-    max_shard_size: int | str = "10GB",
+    max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
     disk: Disk | None = None,
 ) -> list[str]:
@@ -63,10 +74,10 @@ def save_model(
     Tied weights are stored once, under their first name; the other names are kept in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
     """
-    check_path(folder, "save_model(save_directory)")
-    target = Path(folder).expanduser()
-    if target.is_file():
-        raise ConfigError(f"{folder} is a file; save_model needs a folder.")
+    target = check_local(folder, "save_model(save_directory)")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{folder} is a file, and a model is written to a folder; give the name of a folder.")
+    limit = _shard_size(max_shard_size)
     tensors = {key: as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
     extra = sorted(key for key, value in state.items() if not isinstance(value, Tensor))
     if extra:
@@ -78,7 +89,6 @@ def save_model(
     component = Component(tensors, None, "model", fmt)
     if component.sliced:
         raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
-    limit = parse_size(max_shard_size)
     plans = plan_component("model", component, 0, (0,), Sizes(limit, limit))
     blobs = {plan.name: encode(component, plan)[0] for plan in plans}
     if len(plans) > 1:
@@ -91,24 +101,36 @@ def save_model(
 
 
 def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write files beside the old ones, then put each in place at once; weight files of an earlier export go."""
-    disk.make_folder(folder)
+    """Write files beside the old ones, then put each in place at once; weight files of an earlier export go.
+
+    Raises: CheckpointError when the folder holds a checkpoint with other weights under these names, or cannot be written.
+    """
     token = f".hasten-export.{secrets.token_hex(6)}."
-    hidden = {token + name: blob for name, blob in blobs.items()}
-    try:
-        BlobWriter(disk).write(folder, hidden)
-    except OSError as error:
-        for name in hidden:
-            (folder / name).unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write the model to {folder}: {error}. Files that were there are untouched."
-        ) from error
-    for name in blobs:
-        disk.rename(folder / (token + name), folder / name)
+    with _writing(folder, token, "the model", blobs):
+        disk.make_folder(folder)
+        records = BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+        same = unchanged(folder, {name: records[token + name] for name in blobs})
+        for name in blobs.keys() - same:
+            disk.rename(folder / (token + name), folder / name)
     for path in folder.iterdir():
-        if _SHARD.fullmatch(path.name) and path.name not in blobs:
+        if WEIGHTS.fullmatch(path.name) and path.name not in blobs:
             path.unlink()
     disk.sync_folder(folder)
+
+
+@contextmanager
+def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> Iterator[None]:
+    """Remove hidden files that were not put in place, and name the disk when it is full.
+
+    Raises: CheckpointError in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(what, folder, sum(blob.size for blob in blobs.values()), error) from error
+    finally:
+        for name in blobs:
+            (folder / (token + name)).unlink(missing_ok=True)
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
@@ -178,8 +200,7 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
 
     Ranks: main only (or one per machine).
     """
-    check_path(file, "save(f)")
-    target = Path(file).expanduser().absolute()
+    target = check_local(file, "save(f)").absolute()
     if target.is_dir():
         raise ConfigError(
             f"save(f) got {target}, which is a folder, and an object is written to one file; add a file name."
@@ -191,16 +212,26 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         blob = encode_safetensors({str(key): value for key, value in obj.items()})
         replace_files_only(target.parent, {target.name: blob}, device)
         return
-    device.make_folder(target.parent)
-    hidden = target.with_name(f".hasten-save.{secrets.token_hex(6)}.{target.name}")
-    try:
-        torch.save(obj, hidden)
-        with hidden.open("rb") as written:
-            device.sync(written.fileno())
+    check_unlisted(target.parent, [target.name])
+    token = f".hasten-save.{secrets.token_hex(6)}."
+    with _writing(target.parent, token, target.name, {target.name: Blob([], 0)}):
+        device.make_folder(target.parent)
+        hidden = target.with_name(token + target.name)
+        with hidden.open("wb") as file:
+            _save_torch(obj, file)
+            file.flush()
+            device.sync(file.fileno())
         device.rename(hidden, target)
         device.sync_folder(target.parent)
-    finally:
-        hidden.unlink(missing_ok=True)
+
+
+def _save_torch(obj: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(obj, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said behind a failed check
+            raise error.__context__ from error
+        raise
 
 
 def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: whatever was saved
@@ -229,13 +260,18 @@ def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: wh
 
 
 def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write files beside the old ones, then put each in place at once."""
-    disk.make_folder(folder)
+    """Write files beside the old ones, then put each in place at once.
+
+    Raises: CheckpointError when one of them is part of a checkpoint in the folder, or cannot be written.
+    """
+    check_unlisted(folder, list(blobs))
     token = f".hasten-save.{secrets.token_hex(6)}."
-    BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
-    for name in blobs:
-        disk.rename(folder / (token + name), folder / name)
-    disk.sync_folder(folder)
+    with _writing(folder, token, ", ".join(blobs), blobs):
+        disk.make_folder(folder)
+        BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+        for name in blobs:
+            disk.rename(folder / (token + name), folder / name)
+        disk.sync_folder(folder)
 
 
 def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:

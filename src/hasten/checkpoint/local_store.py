@@ -23,9 +23,14 @@ log = logging.getLogger(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_\d+")
 
 
+def is_automatic(name: str) -> bool:
+    """Whether a name is one that save_state gives by itself, so that its folder belongs to hasten alone."""
+    return _AUTOMATIC.fullmatch(name) is not None
+
+
 def same_family(name: str, other: str) -> bool:
     """Whether a save of `name` clears up what a crash left of `other`: the same, or both numbered automatically."""
-    return name == other or bool(_AUTOMATIC.fullmatch(name) and _AUTOMATIC.fullmatch(other))
+    return name == other or (is_automatic(name) and is_automatic(other))
 
 
 class LocalStore:

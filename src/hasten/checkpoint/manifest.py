@@ -183,7 +183,9 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = folder / safe_name(name, str(folder))
     roots = [folder.resolve()]
-    if folder.parent.name == "snapshots":  # the Hub's cache: files of a snapshot are links to those it shares with others
+    if (
+        folder.parent.name == "snapshots"
+    ):  # the Hub's cache: files of a snapshot are links to those it shares with others
         roots.append((folder.parent.parent / "blobs").resolve())
     if not any(path.resolve().is_relative_to(root) for root in roots):
         raise UnsafeCheckpointError(

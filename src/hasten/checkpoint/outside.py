@@ -37,13 +37,13 @@ def open_outside(path: Path, most_bytes: int | None = None) -> BinaryIO:
     """
     _checked(path, path.stat(), most_bytes)  # opening a device may already act on it
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
-    file = open(os.open(path, flags), "rb")
+    descriptor = os.open(path, flags)
     try:
-        _checked(path, os.fstat(file.fileno()), most_bytes)
+        _checked(path, os.fstat(descriptor), most_bytes)
+        return os.fdopen(descriptor, "rb")
     except BaseException:
-        file.close()
+        os.close(descriptor)
         raise
-    return file
 
 
 def read_outside(path: Path, most_bytes: int = MAX_TABLE_BYTES) -> bytes:

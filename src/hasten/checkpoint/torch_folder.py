@@ -108,7 +108,9 @@ def check_table(table: Any, folder: Path) -> None:
             sizes[info.relative_path] = size_of(inside(folder, info.relative_path))
         dims((info.offset, info.length))
         if info.offset + info.length > sizes[info.relative_path]:
-            raise ValueError(f"{index.fqn} ends after its file {info.relative_path} of {sizes[info.relative_path]} bytes")
+            raise ValueError(
+                f"{index.fqn} ends after its file {info.relative_path} of {sizes[info.relative_path]} bytes"
+            )
     for name, entry in table.state_dict_metadata.items():
         _expect(name, str, "a name")
         _expect(entry, TensorStorageMetadata | BytesStorageMetadata, name)
