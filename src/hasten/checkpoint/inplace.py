@@ -20,6 +20,7 @@ from hasten.checkpoint.base import Blob
 from hasten.checkpoint.disk import BlobWriter, Disk
 from hasten.checkpoint.local_locks import hidden_entries, parse_hidden
 from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, encode
+from hasten.checkpoint.occupied import check_export
 from hasten.checkpoint.outside import read_outside
 from hasten.errors import CheckpointError
 
@@ -114,6 +115,8 @@ class Switch:
     def _check_names(self, manifest: Manifest) -> None:
         old = read_manifest(self._folder / MANIFEST_NAME)
         ours = {file.name for file in old.files} if old is not None else set()
+        if old is None and manifest.number is None:  # a numbered folder belongs to hasten alone
+            check_export(self._folder, manifest)
         for file in manifest.files:
             parents = [self._folder.joinpath(*file.name.split("/")[:n]) for n in range(1, file.name.count("/") + 1)]
             taken = next(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode
-from hasten.checkpoint.outside import read_outside
+from hasten.checkpoint.disk import ChunkReader
+from hasten.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode
+from hasten.checkpoint.outside import read_outside, size_of
 from hasten.errors import CheckpointError, CheckpointVersionError, ConfigError
 
 WEIGHTS: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -86,6 +87,28 @@ def unchanged(folder: Path, records: Mapping[str, FileRecord]) -> set[str]:
     if other := sorted(theirs.keys() - same):
         raise part_of_checkpoint(folder, other)
     return same
+
+
+def check_export(folder: Path, manifest: Manifest) -> None:
+    """Return if a checkpoint that is about to be put into the folder leaves a model that was exported there as it is.
+
+    Raises: CheckpointError when its weights would replace others, or hide them under another name.
+    """
+    new = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
+    there = sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)) if new else []
+    if other := [name for name in there if name not in new or not _is_same(folder / name, new[name])]:
+        raise CheckpointError(
+            f"{folder} holds an exported model ({', '.join(other[:3])}), whose weights are not those of this checkpoint and would be "
+            "replaced or hidden by them. Nothing was changed. Save the checkpoint into another folder, or delete the model first."
+        )
+
+
+def _is_same(path: Path, file: FileRecord) -> bool:
+    if size_of(path) != file.size:
+        return False
+    reader = ChunkReader()
+    spans = ((at, min(at + CHUNK_BYTES, file.size)) for at in range(0, file.size, CHUNK_BYTES))
+    return all(reader.checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
 
 
 def holding(folder: Path) -> Holding | None:

@@ -171,6 +171,22 @@ def test_a_model_saved_into_a_checkpoint_keeps_both_or_is_refused(
     run.accelerator.load_state(place)
 
 
+@pytest.mark.parametrize("size", ["10GB", "20B"])
+def test_a_checkpoint_does_not_replace_or_hide_an_exported_model(size: str, run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "pretrained"
+    run.accelerator.save_model(run.model, place, size)
+    before = content(place)
+    if size == "10GB":
+        run.accelerator.save_state(place)  # the same weights: both are valid
+        run.accelerator.load_state(place)
+        (place / "manifest.json").unlink()
+        before = content(place)
+    run.step()
+    with pytest.raises(CheckpointError, match=r"holds an exported model .*Save the checkpoint into another folder"):
+        run.accelerator.save_state(place)
+    assert content(place) == before
+
+
 def test_a_single_object_does_not_replace_a_file_of_a_checkpoint(run: Run, tmp_path: Path) -> None:
     run.accelerator.save_state(tmp_path / "F")
     for name, safe in (("optimizer.bin", False), ("model.safetensors", True)):
