@@ -189,4 +189,6 @@ def _size(num_bytes: int) -> str:
 
 
 def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    """Print a line; control characters in names that come from the checkpoint are shown, not obeyed by the terminal."""
+    shown = "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in line)
+    sys.stdout.write(shown + "\n")
