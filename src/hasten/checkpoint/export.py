@@ -130,7 +130,8 @@ def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> 
         raise cannot_write(what, folder, sum(blob.size for blob in blobs.values()), error) from error
     finally:
         for name in blobs:
-            (folder / (token + name)).unlink(missing_ok=True)
+            with suppress(OSError):  # gone already, or there is no folder
+                (folder / (token + name)).unlink()
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
