@@ -218,10 +218,10 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
     with _writing(target.parent, token, target.name, {target.name: Blob([], 0)}):
         device.make_folder(target.parent)
         hidden = target.with_name(token + target.name)
-        with hidden.open("wb") as file:
-            _save_torch(obj, file)
-            file.flush()
-            device.sync(file.fileno())
+        with hidden.open("wb") as written:
+            _save_torch(obj, written)
+            written.flush()
+            device.sync(written.fileno())
         device.rename(hidden, target)
         device.sync_folder(target.parent)
 

@@ -115,7 +115,7 @@ class Switch:
     def _check_names(self, manifest: Manifest) -> None:
         old = read_manifest(self._folder / MANIFEST_NAME)
         ours = {file.name for file in old.files} if old is not None else set()
-        if old is None and manifest.number is None:  # a numbered folder belongs to hasten alone
+        if not os.path.lexists(self._folder / MANIFEST_NAME) and manifest.number is None:
             check_export(self._folder, manifest)
         for file in manifest.files:
             parents = [self._folder.joinpath(*file.name.split("/")[:n]) for n in range(1, file.name.count("/") + 1)]

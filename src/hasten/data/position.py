@@ -53,7 +53,8 @@ def _is_mapping(value: object) -> bool:
 
 
 def _is_stream(value: object) -> bool:
-    if not isinstance(value, Mapping) or not _is_count(workers := value.get("workers")):
+    workers = value.get("workers") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(workers, int):
         return False
     rest = [value[key] for key in ("states", "rngs", "origins") if key in value]
     sized = all(isinstance(one, list | tuple) and len(one) == workers for one in rest)

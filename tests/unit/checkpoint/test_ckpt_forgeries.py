@@ -31,7 +31,9 @@ W = "model.w"
 @pytest.fixture(scope="module")
 def torch_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dcp") / "good"
-    state = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3), "steps": 5}}
+    state: dict[str, dict[str, Any]] = {
+        "model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3), "steps": 5}
+    }
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     assert torch.equal(whole_tensors(folder)[W], state["model"]["w"])
@@ -40,6 +42,10 @@ def torch_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def entry(table: Metadata) -> Any:
     return table.state_dict_metadata[W]
+
+
+def names(table: Any) -> Any:
+    return table.state_dict_metadata
 
 
 def place(table: Metadata) -> Any:
@@ -123,11 +129,11 @@ TABLES: dict[str, Edit] = {
     "dtype text": lambda t, f: setattr(entry(t).properties, "dtype", "float32"),
     "no properties": lambda t, f: delattr(entry(t), "properties"),
     "properties None": lambda t, f: setattr(entry(t), "properties", None),
-    "entry is None": lambda t, f: t.state_dict_metadata.update({W: None}),
+    "entry is None": lambda t, f: names(t).update({W: None}),
     "entry is bytes": lambda t, f: t.state_dict_metadata.update(
         {W: BytesStorageMetadata(), "x": BytesStorageMetadata()}
     ),
-    "name is a number": lambda t, f: t.state_dict_metadata.update({3: entry(t)}),
+    "name is a number": lambda t, f: names(t).update({3: entry(t)}),
     "names are a list": lambda t, f: setattr(t, "state_dict_metadata", []),
     "no names": lambda t, f: delattr(t, "state_dict_metadata"),
     "no storage": lambda t, f: setattr(t, "storage_data", None),
@@ -199,7 +205,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run() -> tuple[Accelerator, tuple[Any, ...]]:
     net = nn.Linear(3, 2)
-    loader = torch.utils.data.DataLoader(torch.randn(8, 3), batch_size=2)
+    data: Any = torch.randn(8, 3)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=2)
     return Accelerator(cpu=True), (net, torch.optim.AdamW(net.parameters()), loader)
 
 
@@ -212,12 +219,10 @@ def test_no_file_of_a_checkpoint_is_anything_but_a_file(name: str, what: str, ch
     accelerator, objects = _run()
     prepared = accelerator.prepare(*objects)
     before = [p.clone() for p in prepared[0].parameters()]
-    for call in (
-        lambda: accelerator.load_state(folder),
-        lambda: merge(str(folder), tmp_path / "out") if name != "optimizer.bin" else accelerator.load_state(folder),
-    ):
-        with pytest.raises(CheckpointError, match=name.partition(".")[0]):
-            call()
+    with pytest.raises(CheckpointError, match=name.partition(".")[0]):
+        accelerator.load_state(folder)
+    with pytest.raises(CheckpointError, match=name.partition(".")[0]):
+        merge(str(folder), tmp_path / "out")
     assert all(torch.equal(a, b) for a, b in zip(before, prepared[0].parameters(), strict=True))
     if name == "manifest.json" and what != "folder":  # the next save puts a file in its place
         accelerator.save_state(folder)

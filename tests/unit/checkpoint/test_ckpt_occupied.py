@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,9 +41,9 @@ class Run:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.accelerator = Accelerator(cpu=True, project_dir=str(folder))
-        net = nn.Linear(4, 2)
+        net, data = nn.Linear(4, 2), cast(Any, torch.randn(8, 4))
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
-            net, torch.optim.AdamW(net.parameters()), DataLoader(torch.randn(8, 4), batch_size=2)
+            net, torch.optim.AdamW(net.parameters()), DataLoader(data, batch_size=2)
         )
         self.counter = Counter()
         self.accelerator.register_for_checkpointing(self.counter)
@@ -197,11 +198,15 @@ def test_a_single_object_does_not_replace_a_file_of_a_checkpoint(run: Run, tmp_p
 
 
 def test_a_trainer_does_not_save_over_a_checkpoint(tmp_path: Path) -> None:
-    class Pretrained(nn.Linear):
+    class Pretrained(nn.Module):
         """As transformers' models: writes its files itself."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 1)
+
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": (super().forward(x) - labels).pow(2).mean()}
+            return {"loss": (self.body(x) - labels).pow(2).mean()}
 
         def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor]) -> None:
             save_model(state_dict, folder)
@@ -209,7 +214,7 @@ def test_a_trainer_does_not_save_over_a_checkpoint(tmp_path: Path) -> None:
 
     rows = [{"x": torch.ones(4), "labels": torch.zeros(1)} for _ in range(4)]
     args = TrainingArguments(str(tmp_path / "out"), max_steps=1, use_cpu=True, save_steps=1)
-    trainer = Trainer(model=Pretrained(4, 1), args=args, train_dataset=rows)
+    trainer = Trainer(model=Pretrained(), args=args, train_dataset=rows)
     trainer.train()
     place = next((tmp_path / "out" / "checkpoints").glob("checkpoint_*"))
     before = content(place)
@@ -242,7 +247,11 @@ def test_a_save_to_a_url_leaves_the_users_files_alone(run: Run) -> None:
         run.step()
         assert {name: store.fs.cat_file(store.join_path(name)) for name in mine} == mine
     run.accelerator.load_state(url)
-    run.accelerator.register_save_state_pre_hook(lambda *_: 1 / 0)
+
+    def failing(*_: object) -> None:
+        raise ValueError("this hook fails")
+
+    run.accelerator.register_save_state_pre_hook(failing)
     with pytest.raises(CheckpointError):
         run.accelerator.save_state(url)
     assert {name: store.fs.cat_file(store.join_path(name)) for name in mine} == mine

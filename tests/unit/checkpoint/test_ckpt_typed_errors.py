@@ -197,7 +197,8 @@ def test_forged_states_of_loaders(kind: str) -> None:
             except DataError:
                 continue
             assert key in ("reading", "seed", "size", "unit", "generator"), f"{key}={value!r} was taken"
-    for junk in (None, 3, "x", [], {}, {"version": 1}):
+    junks: list[Any] = [None, 3, "x", [], {}, {"version": 1}]
+    for junk in junks:
         with pytest.raises(DataError):
             fresh().load_state_dict(junk)
     again = fresh()
@@ -208,7 +209,8 @@ def test_forged_states_of_loaders(kind: str) -> None:
 def test_a_forged_loader_in_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     net = nn.Linear(1, 1)
     accelerator = Accelerator(cpu=True)
-    model, loader = accelerator.prepare(net, DataLoader(torch.randn(8, 1), batch_size=2))
+    data: Any = torch.randn(8, 1)
+    model, loader = accelerator.prepare(net, DataLoader(data, batch_size=2))
     accelerator.register_for_checkpointing(_Forged(loader))
     accelerator.save_state(tmp_path / "a")
     with torch.no_grad():
