@@ -239,6 +239,18 @@ def _replace(path: Path, what: str) -> None:
         path.mkdir()
 
 
+@pytest.mark.parametrize("what", ["pipe", "device"])
+def test_a_lock_that_is_no_file_is_not_waited_for(what: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "forged"
+    shutil.copytree(checkpoint, folder)
+    _replace(folder / ".hasten-lock.forged.0123456789ab", what)
+    accelerator, objects = _run()
+    accelerator.prepare(*objects)
+    accelerator.load_state(folder)
+    with pytest.raises(CheckpointError, match="hasten-lock"):
+        accelerator.save_state(folder)
+
+
 @pytest.mark.parametrize("what", ["pipe", "device", "folder"])
 @pytest.mark.parametrize("name", ["optimizer.bin", "scaler.pt", "model.safetensors", "model_1.safetensors"])
 def test_other_tools_folders_hold_files_only(name: str, what: str, tmp_path: Path) -> None:
