@@ -37,6 +37,19 @@
 A message has three parts: what happened with the values, why it matters, what to do.
 """
 
+import re
+from typing import Final
+
+_DOUBLED: Final = re.compile(r"(?<=[^\s./])([.!?])\s*\.(?=\s|$)")
+_ON_ITS_OWN_LINE: Final = re.compile(r"\s*\n\s*\.(?=\s|$)")
+_BEFORE_SEMICOLON: Final = re.compile(r"(?<=[^\s./])\.;(?=\s)")
+
+
+def ended_once(message: str) -> str:
+    """Return the message with one full stop where an embedded sentence brought another one along."""
+    message = _ON_ITS_OWN_LINE.sub(".", message)
+    return _BEFORE_SEMICOLON.sub(";", _DOUBLED.sub(r"\1", message))
+
 
 class HastenError(Exception):
     """Base of every error hasten raises on purpose."""
@@ -44,9 +57,15 @@ class HastenError(Exception):
     agreed: bool = False
     """Every rank of the group raises this error at the same point, so no rank waits for another."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
+
 
 class HastenWarning(UserWarning):
     """The one category of hasten's warnings."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(ended_once(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(HastenError, ValueError):

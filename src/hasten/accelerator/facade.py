@@ -771,7 +771,7 @@ class Accelerator:
         self,
         model: nn.Module,
         save_directory: str | Path,
-        max_shard_size: int | str = "10GB",
+        max_shard_size: float | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
         """Write the weights of a prepared model as safetensors in the Hub layout. Ranks: every rank."""

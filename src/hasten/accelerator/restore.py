@@ -139,7 +139,7 @@ class Restore:
         names = parameter_names(plain)
         losses = []
         for model, saved in zip(parts.objects.models, self.progress["loops"], strict=False):
-            notes = saved if self.same_world else {**saved, "bucket_order": None}
+            notes = saved if self.same_world else {key: value for key, value in saved.items() if key != "bucket_order"}
             losses.append(parts.loops.restore_loop_state(model, names, LoopState(notes, gradients.held)))
         shown: list[list[bool]] = together.share([loss is not None for loss in losses])
         for index, loss in enumerate(losses):
@@ -335,10 +335,10 @@ def _loops_of(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _checked_loop(notes: Mapping[str, Any]) -> dict[str, Any]:
     order, flag = notes.get("bucket_order"), notes.get("buffer_sync")
-    return {
-        "bucket_order": None if order is None else [int(number) for number in order],
-        "buffer_sync": None if flag is None else bool(flag),
-    }
+    checked: dict[str, Any] = {"buffer_sync": None if flag is None else bool(flag)}
+    if "bucket_order" in notes:
+        checked["bucket_order"] = None if order is None else [int(number) for number in order]
+    return checked
 
 
 def _mean_clock(checkpoint: Checkpoint, here: Layout, clock: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _HOST_SHARE = 0.9  # of the memory that is free now; the rest is for everything 
 _DEVICE_SHARE = 0.9
 
 
-def get_max_memory(max_memory: Mapping[DeviceKey, int | str] | None = None) -> dict[DeviceKey, int]:
+def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) -> dict[DeviceKey, int]:
     """Bytes per device, computing devices first, then "cpu" and "disk".
 
     Without an argument, what is free now on every accelerator and on the host. Sizes may be written "10GB" or "2GiB".

@@ -52,7 +52,7 @@ def compute_module_sizes(
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[DeviceKey, int | str] | None = None,
+    max_memory: Mapping[DeviceKey, float | str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: DType = None,
     special_dtypes: Mapping[str, DType] | None = None,
@@ -156,7 +156,7 @@ def tree(
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[DeviceKey, int | str] | None = None,
+    max_memory: Mapping[DeviceKey, float | str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: DType = None,
     special_dtypes: Mapping[str, DType] | None = None,

@@ -55,7 +55,7 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
     *,
-    resident: int | str = 0,
+    resident: float | str = 0,
 ) -> nn.Module:
     """The model with every part on the device the map gives it.
 
@@ -99,7 +99,7 @@ class _Options:
         buffers: bool,
         whole: Collection[str],
         skip: Collection[str],
-        resident: int | str,
+        resident: float | str,
         pinned: int | None = None,
     ) -> None:
         self.buffers, self.whole, self.skip = buffers, whole, skip
@@ -243,7 +243,7 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
     *,
-    resident: int | str = 0,
+    resident: float | str = 0,
     pinned_bytes: int | None = None,
 ) -> nn.Module:
     """The model with all weights in host memory, streamed to `execution_device` block by block.
@@ -269,7 +269,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
     *,
-    resident: int | str = 0,
+    resident: float | str = 0,
 ) -> nn.Module:
     """The model with all weights in files of `offload_dir`, read ahead and streamed to `execution_device`.
 
@@ -297,7 +297,7 @@ def _offload(
     state_dict: Mapping[str, Tensor] | None,
     whole: Collection[str] | None,
     offload_buffers: bool,
-    resident: int | str,
+    resident: float | str,
     pinned_bytes: int | None,
 ) -> nn.Module:
     detach(model)

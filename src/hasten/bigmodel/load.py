@@ -219,7 +219,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | Path,
     device_map: str | Mapping[str, Place] | None = None,
-    max_memory: Mapping[DeviceKey, int | str] | None = None,
+    max_memory: Mapping[DeviceKey, float | str] | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     offload_folder: str | Path | None = None,
     offload_buffers: bool = False,
@@ -229,7 +229,7 @@ def load_checkpoint_and_dispatch(
     force_hooks: bool = False,
     strict: bool = False,
     *,
-    resident: int | str = 0,
+    resident: float | str = 0,
     allow_pickle: bool = False,
     progress: Progress | bool | None = None,
 ) -> nn.Module:
@@ -270,7 +270,7 @@ def load_checkpoint_and_dispatch(
 def work_out(
     model: nn.Module,
     device_map: str | Mapping[str, Place] | None,
-    max_memory: Mapping[DeviceKey, int | str] | None,
+    max_memory: Mapping[DeviceKey, float | str] | None,
     no_split: Collection[str] | str | None,
     dtype: DType,
     offload_buffers: bool,
@@ -285,7 +285,7 @@ def work_out(
             f"device_map={device_map!r} is not a way to place a model; use 'auto', 'balanced', 'balanced_low_0', "
             "'sequential' or a map from names to devices."
         )
-    limits: Mapping[DeviceKey, int | str] | None = max_memory
+    limits: Mapping[DeviceKey, float | str] | None = max_memory
     if device_map != "sequential":
         limits = dict(get_balanced_memory(model, max_memory, no_split, dtype, low_zero=device_map == "balanced_low_0"))
     return dict(infer_auto_device_map(model, limits, no_split, dtype, offload_buffers=offload_buffers))

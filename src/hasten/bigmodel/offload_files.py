@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -12,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.formats import MappedFile, Piece, read_safetensors
+from hasten.checkpoint.formats import MappedFile, Piece, dims, read_safetensors
+from hasten.checkpoint.manifest import inside
+from hasten.checkpoint.outside import FORGED, read_outside, size_of
 from hasten.checkpoint.transfer import as_bytes, byte_view
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
@@ -59,10 +62,12 @@ def read_offload_index(folder: str | Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path}: not an index of offloaded weights ({error}).") from error
-    return found if isinstance(found, dict) else {}
+        found = json.loads(read_outside(path))
+        return {str(name): {**entry} for name, entry in found.items()}
+    except FORGED as error:
+        raise CorruptCheckpointError(
+            f"{path}: not an index of offloaded weights ({type(error).__name__}: {error}). Nothing was loaded; offload the weights again."
+        ) from error
 
 
 def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -> None:
@@ -75,16 +80,27 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
 
 def mapped_weight(path: Path, info: WeightInfo) -> Piece:
     """A weight's file, mapped."""
-    dtype = getattr(torch, str(info["dtype"]).removeprefix("torch."), None)
-    shape = tuple(int(size) for size in info["shape"])
-    if not isinstance(dtype, torch.dtype) or not path.is_file():
-        raise CheckpointError(f"{path}: no file of an offloaded weight of dtype {info['dtype']!r}.")
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if path.stat().st_size < size:
-        raise CorruptCheckpointError(f"{path} has {path.stat().st_size} bytes, and {size} are needed for {shape}.")
+    dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
+    try:
+        shape, there = dims(info.get("shape")), size_of(path)
+    except FORGED as error:
+        raise CheckpointError(
+            f"{path}: no file of an offloaded weight of shape {info.get('shape')!r:.80} ({type(error).__name__}: {error}). Nothing was "
+            "loaded; offload the weights again."
+        ) from error
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"{path}: no file of an offloaded weight of dtype {info.get('dtype')!r:.80}, which torch does not have. Nothing was loaded; "
+            "offload the weights again."
+        )
+    size = math.prod(shape) * dtype.itemsize
+    if there < size:
+        raise CorruptCheckpointError(
+            f"{path} has {there} bytes, and {size} are needed for {shape}. Nothing was loaded; offload the weights again."
+        )
     if not size:
         return Piece(torch.empty(shape, dtype=dtype), shape, (0,) * len(shape))
-    file = MappedFile(path, path.stat().st_size)
+    file = MappedFile(path, there)
     return Piece(file.data[:size].view(dtype).reshape(shape), shape, (0,) * len(shape), file)
 
 
@@ -118,7 +134,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             if name not in self._files:
                 self._files[name] = read_safetensors(Path(name)).pieces
             return self._files[name][info.get("weight_name", key)]
-        return mapped_weight(Path(self.save_folder or ".") / f"{key}.dat", info)
+        return mapped_weight(inside(Path(self.save_folder or "."), f"{key}.dat"), info)
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import errno
 import fcntl
 import itertools
 import mmap
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 from torch import Tensor
@@ -20,7 +22,9 @@ from torch import Tensor
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.checksum import BLOCK_BYTES, Checksum, ColumnChecksum, Summing, checksum
 from hasten.checkpoint.manifest import CHUNK_BYTES, FileRecord
+from hasten.checkpoint.outside import open_outside
 from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, devices_of, worker_pool
+from hasten.errors import CheckpointError
 
 SUM_BYTES = 2 * 1024**2
 """What is summed before it is written: little enough to be in the processor's cache still, and enough that threads
@@ -29,6 +33,8 @@ WRITE_BYTES = 512 * 1024
 """What is written at once, which makes pages of this size in the system's cache. Large pages cost little to map when
 they are read again; still larger ones are what a virtual machine gives back to its host when they are free, and must
 ask for again at several times the cost of writing."""
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says when there is no room: on the disk, in the user's quota, or within the limit for a file."""
 _OWN_WRITE_BYTES = 65536
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
@@ -75,7 +81,9 @@ class Disk:
             self.close(fd)
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder with all it holds; what others have deleted meanwhile is no error."""
+        """Delete a folder with all it holds; what others have deleted meanwhile is no error. A link goes, not its target."""
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
         while path.exists():
             try:
                 shutil.rmtree(path)
@@ -269,7 +277,7 @@ class ChunkReader(threading.local):
 
     def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
         """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
-        with path.open("rb", buffering=0) as file:
+        with open_outside(path) as file:
             found = _checksum_mapped(file.fileno(), start, stop, kind)
             return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
 
@@ -310,3 +318,27 @@ def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
             break
         done, views = done + count, skip(views, count)
     return done
+
+
+def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> CheckpointError:
+    """The error of a write that failed; of one for which there is no room, it names the disk."""
+    if error.errno not in FULL:
+        return CheckpointError(
+            f"{what} could not be written to {folder}: {error}. Nothing was saved, and what was there before stays. Give a folder that can "
+            "be written to."
+        )
+    mount = folder.resolve()
+    while not os.path.ismount(mount) and mount != mount.parent:
+        mount = mount.parent
+    try:
+        usage = shutil.disk_usage(folder)
+        room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
+    except OSError:  # the folder went away, or the file system does not say
+        room = "how much is free cannot be found out"
+    needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+    why = "allows no larger file (ulimit -f)" if error.errno == errno.EFBIG else "is full"
+    return CheckpointError(
+        f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: "
+        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and what was there before stays. Delete old checkpoints "
+        "(total_limit does it by itself), or save to another disk."
+    )

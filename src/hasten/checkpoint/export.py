@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -15,45 +15,57 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob, Component, Format
-from hasten.checkpoint.disk import BlobWriter, Disk
+from hasten.checkpoint.disk import BlobWriter, Disk, cannot_write
 from hasten.checkpoint.formats import encode_safetensors, load_torch, read_tensors
 from hasten.checkpoint.layout import Sizes, hub_index, plan_component
 from hasten.checkpoint.manifest import MANIFEST_NAME, inside
-from hasten.checkpoint.paths import check_path
+from hasten.checkpoint.occupied import WEIGHTS, check_unlisted, unchanged
+from hasten.checkpoint.outside import FORGED, open_outside, read_outside
+from hasten.checkpoint.paths import check_local, check_path
 from hasten.checkpoint.reshard import as_stored, whole
 from hasten.checkpoint.writer import encode
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 
-_SHARD = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _UNITS = (
     *(("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40)),
     *(("KB", 10**3), ("MB", 10**6), ("GB", 10**9), ("TB", 10**12), ("B", 1)),
 )
 
 
-def parse_size(size: int | str) -> int:
-    """A number of bytes from "10GB" (decimal), "10GiB" (binary) or an int.
+def parse_size(size: float | str) -> int:
+    """A number of bytes from "10GB" (decimal), "10GiB" (binary) or a number, which may have a fraction.
 
-    Raises: ConfigError for anything else.
+    Raises: ConfigError for anything else, and for a negative size.
     """
-    if isinstance(size, int):
-        return size
-    text = str(size).strip()
-    for unit, factor in _UNITS:
-        head = text.removesuffix(unit)
-        if head != text:
-            try:
-                return int(float(head) * factor)
-            except ValueError:
-                break
-    raise ConfigError(f"{size!r} is not a file size; write it as 10GB, 500MB or 2GiB.")
+    found = float("nan")
+    if isinstance(size, int | float) and not isinstance(size, bool):
+        found = size
+    elif isinstance(size, str):
+        text = size.strip()
+        head, factor = next(((text.removesuffix(unit), n) for unit, n in _UNITS if text.endswith(unit)), ("", 1))
+        with suppress(ValueError):
+            found = float(head) * factor
+    if not 0 <= found < 2**63:
+        raise ConfigError(
+            f"{size!r} is not a file size: bytes from 0 on are counted; write it as 10GB, 500MB or 2GiB, or give a number of bytes."
+        )
+    return int(found)
+
+
+def _shard_size(size: float | str) -> int:
+    limit = parse_size(size)
+    if limit < 1:
+        raise ConfigError(
+            f"max_shard_size={size!r} leaves no room for a single byte in a file; set it to a size such as 5GB, or leave it out."
+        )
+    return limit
 
 
 def save_model(
     state: Mapping[str, Any],  # Any: tensors, and extra state that Hub files do not hold
     folder: str | Path,
-    max_shard_size: int | str = "10GB",
+    max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
     disk: Disk | None = None,
 ) -> list[str]:
@@ -62,10 +74,10 @@ def save_model(
     Tied weights are stored once, under their first name; the other names are kept in the file's metadata.
     Raises: CheckpointError for tensors that are not whole.
     """
-    check_path(folder, "save_model(save_directory)")
-    target = Path(folder).expanduser()
-    if target.is_file():
-        raise ConfigError(f"{folder} is a file; save_model needs a folder.")
+    target = check_local(folder, "save_model(save_directory)")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{folder} is a file, and a model is written to a folder; give the name of a folder.")
+    limit = _shard_size(max_shard_size)
     tensors = {key: as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
     extra = sorted(key for key, value in state.items() if not isinstance(value, Tensor))
     if extra:
@@ -77,7 +89,6 @@ def save_model(
     component = Component(tensors, None, "model", fmt)
     if component.sliced:
         raise CheckpointError("the weights are sharded over ranks; gather them with accelerator.get_state_dict first.")
-    limit = parse_size(max_shard_size)
     plans = plan_component("model", component, 0, (0,), Sizes(limit, limit))
     blobs = {plan.name: encode(component, plan)[0] for plan in plans}
     if len(plans) > 1:
@@ -90,24 +101,37 @@ def save_model(
 
 
 def replace_files(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write files beside the old ones, then put each in place at once; weight files of an earlier export go."""
-    disk.make_folder(folder)
+    """Write files beside the old ones, then put each in place at once; weight files of an earlier export go.
+
+    Raises: CheckpointError when the folder holds a checkpoint with other weights under these names, or cannot be written.
+    """
     token = f".hasten-export.{secrets.token_hex(6)}."
-    hidden = {token + name: blob for name, blob in blobs.items()}
-    try:
-        BlobWriter(disk).write(folder, hidden)
-    except OSError as error:
-        for name in hidden:
-            (folder / name).unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write the model to {folder}: {error}. Files that were there are untouched."
-        ) from error
-    for name in blobs:
-        disk.rename(folder / (token + name), folder / name)
+    with _writing(folder, token, "the model", blobs):
+        disk.make_folder(folder)
+        records = BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+        same = unchanged(folder, {name: records[token + name] for name in blobs})
+        for name in blobs.keys() - same:
+            disk.rename(folder / (token + name), folder / name)
     for path in folder.iterdir():
-        if _SHARD.fullmatch(path.name) and path.name not in blobs:
+        if WEIGHTS.fullmatch(path.name) and path.name not in blobs:
             path.unlink()
     disk.sync_folder(folder)
+
+
+@contextmanager
+def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> Iterator[None]:
+    """Remove hidden files that were not put in place, and name the disk when it is full.
+
+    Raises: CheckpointError in the place of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(what, folder, sum(blob.size for blob in blobs.values()), error) from error
+    finally:
+        for name in blobs:
+            with suppress(OSError):  # gone already, or there is no folder
+                (folder / (token + name)).unlink()
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
@@ -126,7 +150,10 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
         aliases.update(content.aliases)
     for alias, key in aliases.items():
         if key not in tensors:
-            raise CorruptCheckpointError(f"{root}: {alias} is another name of {key}, which is in no file.")
+            raise CorruptCheckpointError(
+                f"{root}: {alias} is another name of {key}, which is in no file, so the model is not whole. Nothing was loaded; "
+                "use another copy of the model."
+            )
         tensors[alias] = tensors[key]
     return tensors
 
@@ -153,13 +180,19 @@ def weight_files(root: Path) -> list[Path]:
 
 def _indexed(root: Path, index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        names = sorted(set(json.loads(read_outside(index))["weight_map"].values()))
         paths = [inside(root, name) for name in names]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{index}: not an index of weight files ({error}).") from error
+    except FileNotFoundError as error:
+        raise IncompleteCheckpointError(f"{index} does not exist; give the folder or index of a model.") from error
+    except FORGED as error:
+        raise CorruptCheckpointError(
+            f"{index}: not an index of weight files ({type(error).__name__}: {error}). Nothing was loaded; use another copy of the model."
+        ) from error
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise IncompleteCheckpointError(f"{root}: {', '.join(missing[:4])} of the index are missing.")
+        raise IncompleteCheckpointError(
+            f"{root}: {', '.join(missing[:4])} of the index are missing, so the model is not whole. Nothing was loaded; copy all its files."
+        )
     return paths
 
 
@@ -168,8 +201,7 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
 
     Ranks: main only (or one per machine).
     """
-    check_path(file, "save(f)")
-    target = Path(file).expanduser().absolute()
+    target = check_local(file, "save(f)").absolute()
     if target.is_dir():
         raise ConfigError(
             f"save(f) got {target}, which is a folder, and an object is written to one file; add a file name."
@@ -181,16 +213,26 @@ def save_object(obj: Any, file: str | Path, safe_serialization: bool = False, di
         blob = encode_safetensors({str(key): value for key, value in obj.items()})
         replace_files_only(target.parent, {target.name: blob}, device)
         return
-    device.make_folder(target.parent)
-    hidden = target.with_name(f".hasten-save.{secrets.token_hex(6)}.{target.name}")
-    try:
-        torch.save(obj, hidden)
-        with hidden.open("rb") as written:
+    check_unlisted(target.parent, [target.name])
+    token = f".hasten-save.{secrets.token_hex(6)}."
+    with _writing(target.parent, token, target.name, {target.name: Blob([], 0)}):
+        device.make_folder(target.parent)
+        hidden = target.with_name(token + target.name)
+        with hidden.open("wb") as written:
+            _save_torch(obj, written)
+            written.flush()
             device.sync(written.fileno())
         device.rename(hidden, target)
         device.sync_folder(target.parent)
-    finally:
-        hidden.unlink(missing_ok=True)
+
+
+def _save_torch(obj: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(obj, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's writer hides what the disk said behind a failed check
+            raise error.__context__ from error
+        raise
 
 
 def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: whatever was saved
@@ -198,28 +240,39 @@ def load_object(file: str | Path, allow_pickle: bool = False) -> Any:  # Any: wh
 
     Raises: UnsafeCheckpointError for pickles that would run code, unless allowed; CorruptCheckpointError for damage.
     """
+    check_path(file, "load(f)")
     path = Path(file).expanduser().absolute()
-    with path.open("rb") as opened:
-        begins = opened.read(9)
+    try:
+        with open_outside(path) as opened:
+            begins = opened.read(9)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened ({error.strerror or error}), so nothing was loaded. Give a file that save() wrote."
+        ) from error
     try:
         if begins[8:] == b"{" and not begins.startswith(b"PK"):  # the length of a JSON header, then the header
             return load_file(path)
         return load_torch(path, allow_pickle)
-    except (SafetensorError, RuntimeError, ValueError, TypeError, EOFError) as error:
+    except (SafetensorError, *FORGED) as error:
         raise CorruptCheckpointError(
-            f"{path}: not a file that save() wrote, or damaged ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"{path}: not a file that save() wrote, or damaged ({type(error).__name__}: {error}). "
             "Nothing was loaded; use another copy of the file."
         ) from error
 
 
 def replace_files_only(folder: Path, blobs: Mapping[str, Blob], disk: Disk) -> None:
-    """Write files beside the old ones, then put each in place at once."""
-    disk.make_folder(folder)
+    """Write files beside the old ones, then put each in place at once.
+
+    Raises: CheckpointError when one of them is part of a checkpoint in the folder, or cannot be written.
+    """
+    check_unlisted(folder, list(blobs))
     token = f".hasten-save.{secrets.token_hex(6)}."
-    BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
-    for name in blobs:
-        disk.rename(folder / (token + name), folder / name)
-    disk.sync_folder(folder)
+    with _writing(folder, token, ", ".join(blobs), blobs):
+        disk.make_folder(folder)
+        BlobWriter(disk).write(folder, {token + name: blob for name, blob in blobs.items()})
+        for name in blobs:
+            disk.rename(folder / (token + name), folder / name)
+        disk.sync_folder(folder)
 
 
 def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:

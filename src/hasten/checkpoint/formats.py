@@ -18,12 +18,14 @@ from torch import Tensor
 from torch.serialization import skip_data
 
 from hasten.checkpoint.base import Blob, Json, Slice, local_data
+from hasten.checkpoint.outside import FORGED, open_outside, size_of
 from hasten.checkpoint.packing import from_native, to_native
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 from hasten.runtime.devices import kind_of
 
 _METADATA = "__metadata__"
 _OURS = "hasten"
+_ZIP: Final = b"PK\x03\x04"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
 DTYPES: Final = MappingProxyType(
     {
@@ -178,16 +180,16 @@ def read_safetensors(path: Path) -> TensorFile:
     """
     try:
         return _read_safetensors(path)
-    except (KeyError, TypeError, ValueError, RecursionError, OverflowError, AttributeError, RuntimeError) as error:
+    except FORGED as error:
         raise CorruptCheckpointError(
-            f"{path}: not a valid safetensors file ({type(error).__name__}: {error}). Nothing was loaded; use another "
+            f"{path}: not a valid safetensors file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use another "
             "checkpoint."
         ) from error
 
 
 def _read_safetensors(path: Path) -> TensorFile:
-    size = path.stat().st_size
-    with path.open("rb") as head:
+    size = size_of(path)
+    with open_outside(path) as head:
         length = int.from_bytes(head.read(8), "little")
         if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"header length {length} in a file of {size} bytes")
@@ -347,7 +349,7 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
         value = load_torch(path, allow_pickle)
         data, tensors = from_native(value)
         pieces = {key: Piece(t, tuple(t.shape), (0,) * t.dim()) for key, t in tensors.items() if isinstance(t, Tensor)}
-    except (RuntimeError, ValueError, TypeError, KeyError, RecursionError, AttributeError, OverflowError) as error:
+    except FORGED as error:
         raise CorruptCheckpointError(
             f"{path}: not a valid torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
             "another checkpoint."
@@ -358,24 +360,32 @@ def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
 
 def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
     """What `torch.save` wrote, on the CPU and mapped where possible; unrestricted only on the user's explicit word."""
+    begins = b""
     try:
-        with path.open("rb") as file:
-            mapped = file.read(4) == b"PK\x03\x04"  # files older than torch 1.6 are no archives and cannot be mapped
+        with open_outside(path) as file:
+            begins = file.read(4)
+        mapped = begins == _ZIP  # files older than torch 1.6 are no archives and cannot be mapped
         with warnings.catch_warnings():
             # torch warns of pickles it does not know well; they end in an error below or in plain values
             warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
             return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except pickle.UnpicklingError as error:
+        if begins != _ZIP and not begins.startswith(pickle.PROTO) and "GLOBAL" not in str(error):
+            raise _no_torch_file(path, error) from error  # text, a picture, ...: no pickle either
         raise UnsafeCheckpointError(
             f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "
             f"whoever wrote the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
             "allow_pickle=True."
         ) from error
-    except (EOFError, OSError, IndexError, UnicodeDecodeError, AssertionError, MemoryError) as error:
-        raise CorruptCheckpointError(
-            f"{path}: cannot be read as a torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; "
-            "use another checkpoint."
-        ) from error
+    except FORGED as error:
+        raise _no_torch_file(path, error) from error
+
+
+def _no_torch_file(path: Path, error: BaseException) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: cannot be read as a torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; "
+        "use another checkpoint."
+    )
 
 
 def _short(error: BaseException) -> str:

@@ -19,7 +19,9 @@ import msgspec
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.disk import BlobWriter, Disk
 from hasten.checkpoint.local_locks import hidden_entries, parse_hidden
-from hasten.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, decode, encode
+from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, encode
+from hasten.checkpoint.occupied import check_export
+from hasten.checkpoint.outside import read_outside
 from hasten.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ def missing(place: Path, names: Sequence[str]) -> CheckpointError:
 def read_manifest(path: Path) -> Manifest | None:
     """The manifest in a file; None when there is none that can be read."""
     try:
-        return decode(path.read_bytes(), str(path))
+        return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
     except (OSError, CheckpointError):
         return None
 
@@ -100,7 +102,7 @@ class Switch:
         moved = [msgspec.structs.replace(file, name=f"{prefix}/{file.name}") for file in manifest.files]
         before = self._folder / MANIFEST_NAME
         if before.is_file():
-            self._write(_PREVIOUS, before.read_bytes())
+            self._write(_PREVIOUS, read_outside(before, MAX_MANIFEST_BYTES))
         try:
             self._replace_manifest(msgspec.structs.replace(manifest, files=tuple(moved)))
             if names := absent(self._content, manifest.files):
@@ -113,6 +115,8 @@ class Switch:
     def _check_names(self, manifest: Manifest) -> None:
         old = read_manifest(self._folder / MANIFEST_NAME)
         ours = {file.name for file in old.files} if old is not None else set()
+        if not os.path.lexists(self._folder / MANIFEST_NAME) and manifest.number is None:
+            check_export(self._folder, manifest)
         for file in manifest.files:
             parents = [self._folder.joinpath(*file.name.split("/")[:n]) for n in range(1, file.name.count("/") + 1)]
             taken = next(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ from pathlib import Path
 
 from hasten.checkpoint.base import Blob
 from hasten.checkpoint.claims import Claim, take
-from hasten.checkpoint.disk import BlobWriter, ChunkReader, Disk, default_threads
+from hasten.checkpoint.disk import FULL, BlobWriter, ChunkReader, Disk, cannot_write, default_threads
 from hasten.checkpoint.inplace import Switch, absent, missing, points_to
 from hasten.checkpoint.local_locks import LocalLocks, hidden
 from hasten.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, FileRecord, Manifest, encode, inside
@@ -180,9 +178,9 @@ class LocalDraft:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL:
                 raise
-            raise disk_full(self._base, self.name, num_bytes, error) from error
+            raise cannot_write(f"the checkpoint {self.name!r}", self._base, num_bytes, error) from error
 
 
 def check_hooked(folder: Path, name: str) -> Path:
@@ -211,20 +209,3 @@ def described(path: Path, name: str, threads: int | None = None) -> FileRecord:
     with ThreadPoolExecutor(threads or default_threads()) as pool:
         sums = tuple(pool.map(lambda start: reader.checksum(path, start, min(start + CHUNK_BYTES, size)), starts))
     return FileRecord(name=name, size=size, sums=sums)
-
-
-def disk_full(folder: Path, name: str, num_bytes: int, error: OSError) -> CheckpointError:
-    """The error of a write for which there is no room, naming the disk."""
-    mount = folder.resolve()
-    while not os.path.ismount(mount) and mount != mount.parent:
-        mount = mount.parent
-    try:
-        usage = shutil.disk_usage(folder)
-        room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
-    except OSError:  # the folder went away, or the file system does not say
-        room = "how much is free cannot be found out"
-    needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
-    return CheckpointError(
-        f"writing the checkpoint {name!r} failed, because the disk of {folder} (mounted at {mount}) is full: "
-        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and what was there before stays. Delete old checkpoints (total_limit does it by itself), or save to another disk."
-    )

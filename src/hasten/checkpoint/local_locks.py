@@ -14,6 +14,7 @@ import msgspec
 
 from hasten.checkpoint.claims import Claim, Lock
 from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.outside import open_outside
 from hasten.checkpoint.ownership import (
     MAX_OWNER_BYTES,
     Liveness,
@@ -113,7 +114,7 @@ class LocalLocks:
     def lock_at(self, path: Path, token: str) -> Lock | None:
         """The lock in a file; None when it is gone."""
         try:
-            with path.open("rb") as file:
+            with open_outside(path) as file:
                 return Lock(token, decode_owner(file.read(MAX_OWNER_BYTES)), (os.fstat(file.fileno()).st_mtime, 0))
         except FileNotFoundError:
             return None
@@ -141,7 +142,7 @@ class LocalLocks:
 def lock_is_free(path: Path) -> bool | None:
     """Whether nobody holds an flock on a file; None when the file system does not say."""
     try:
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
         return True
     except OSError:

@@ -15,16 +15,22 @@ from hasten.checkpoint.inplace import Switch, draft_of, home, read_manifest
 from hasten.checkpoint.local_draft import LocalDraft
 from hasten.checkpoint.local_locks import Hidden, LocalLocks, hidden, hidden_entries, tag_of
 from hasten.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, inside
+from hasten.checkpoint.outside import read_outside
 from hasten.checkpoint.ownership import Owner, Patience
-from hasten.errors import CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import CheckpointError, IncompleteCheckpointError
 
 log = logging.getLogger(__name__)
 _AUTOMATIC = re.compile(r"checkpoint_\d+")
 
 
+def is_automatic(name: str) -> bool:
+    """Whether a name is one that save_state gives by itself, so that its folder belongs to hasten alone."""
+    return _AUTOMATIC.fullmatch(name) is not None
+
+
 def same_family(name: str, other: str) -> bool:
     """Whether a save of `name` clears up what a crash left of `other`: the same, or both numbered automatically."""
-    return name == other or bool(_AUTOMATIC.fullmatch(name) and _AUTOMATIC.fullmatch(other))
+    return name == other or (is_automatic(name) and is_automatic(other))
 
 
 class LocalStore:
@@ -168,11 +174,7 @@ class LocalStore:
         """The verified manifest."""
         path = self.folder(name) / MANIFEST_NAME
         try:
-            if path.stat().st_size > MAX_MANIFEST_BYTES:
-                raise CorruptCheckpointError(
-                    f"{path}: larger than any manifest; it was not read. Use another checkpoint."
-                )
-            return decode(path.read_bytes(), str(path))
+            return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
         except FileNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"{path} does not exist, so {path.parent} is not a complete checkpoint of hasten: it was never "

@@ -15,6 +15,8 @@ FORMAT_VERSION = 4
 READ_VERSIONS = (3, 4)
 """Format 3 differs in its checksums: column sums of 8 hex digits where format 4 has XXH3 of 16."""
 MAX_MANIFEST_BYTES = 256 * 1024**2
+_LAST_SECOND = 253_000_000_000.0
+"""Since 1970: somewhat before the year 10000, after which there are no dates to show."""
 CHUNK_BYTES = 16 * 1024**2
 """Checksums are taken over chunks of this size, so that many threads can write and verify one file."""
 
@@ -123,6 +125,10 @@ def _check(manifest: Manifest, where: str) -> None:
 def _problem(manifest: Manifest) -> str | None:
     if manifest.world_size < 1 or manifest.chunk_bytes < 1:
         return f"world_size={manifest.world_size} and chunk_bytes={manifest.chunk_bytes} must be positive"
+    if not 0 <= manifest.created_s < _LAST_SECOND:
+        return f"created_s={manifest.created_s} is no time of this era"
+    if any(value is not None and value < 0 for value in (manifest.step, manifest.number)):
+        return f"step={manifest.step} and number={manifest.number} must not be negative"
     if any(not 0 <= rank < manifest.world_size for rank in manifest.ranks):
         return f"ranks {list(manifest.ranks)} do not fit world_size={manifest.world_size}"
     names: set[str] = set()
@@ -182,7 +188,12 @@ def inside(folder: Path, name: str) -> Path:
     Raises: UnsafeCheckpointError.
     """
     path = folder / safe_name(name, str(folder))
-    if not path.resolve().is_relative_to(folder.resolve()):
+    roots = [folder.resolve()]
+    if (
+        folder.parent.name == "snapshots"
+    ):  # the Hub's cache: files of a snapshot are links to those it shares with others
+        roots.append((folder.parent.parent / "blobs").resolve())
+    if not any(path.resolve().is_relative_to(root) for root in roots):
         raise UnsafeCheckpointError(
             f"{path} is a link that leads out of the checkpoint, to {path.resolve()}. Nothing was read. "
             "Copy the file into the checkpoint's folder if it really belongs there."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,12 +9,14 @@ from typing import Any
 
 import torch
 
-from hasten.checkpoint.base import Component, StateTree
+from hasten.checkpoint.base import CheckpointStore, Component, StateTree
 from hasten.checkpoint.export import read_model, save_model
 from hasten.checkpoint.formats import load_torch
 from hasten.checkpoint.inspect import find, tensors_of
 from hasten.checkpoint.manifest import Manifest
+from hasten.checkpoint.occupied import FOREIGN, free_target, listed
 from hasten.checkpoint.packing import pack
+from hasten.checkpoint.paths import check_local
 from hasten.checkpoint.places import locate
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.torch_folder import is_torch_folder, whole_tensors
@@ -23,22 +24,24 @@ from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 
-_FOREIGN = re.compile(r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt")
-
 
 def merge(
     place: str,
     output: str | Path,
     component: str = "model",
-    max_shard_size: int | str = "10GB",
+    max_shard_size: float | str = "10GB",
     safe_serialization: bool = True,
+    overwrite: bool = False,
 ) -> list[str]:
     """Write the whole model of a (sharded) checkpoint in the Hub layout; the names of the files.
 
     A folder of torch.distributed.checkpoint is taken too; its tensors are the model.
+    Raises: CheckpointError when the output folder holds a checkpoint or a model, unless `overwrite`.
     """
+    target = check_local(output, "the folder for the model")
     if is_torch_folder(Path(place)):
-        return save_model(_unprefixed(whole_tensors(Path(place))), output, max_shard_size, safe_serialization)
+        with free_target(target, [Path(place)], overwrite):
+            return save_model(_unprefixed(whole_tensors(Path(place))), target, max_shard_size, safe_serialization)
     store, name = find(place)
     with open_checkpoint(store, name, LocalComm()) as checkpoint:
         kinds = {key: record.kind for key, record in checkpoint.manifest.components.items()}
@@ -47,7 +50,9 @@ def merge(
         raise CheckpointError(
             f"{place} has no model called {component!r}; it has {models}. Choose one with --component."
         )
-    return save_model(tensors_of(place, component), output, max_shard_size, safe_serialization)
+    sources = [] if store.remote else [Path(store.address) / name]
+    with free_target(target, sources, overwrite):
+        return save_model(tensors_of(place, component), target, max_shard_size, safe_serialization)
 
 
 def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -55,28 +60,52 @@ def _unprefixed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
-def convert(source: str | Path, target: str | Path, allow_pickle: bool = False) -> list[str]:
+def convert(source: str | Path, target: str | Path, allow_pickle: bool = False, overwrite: bool = False) -> list[str]:
     """Make a checkpoint of hasten from a folder of Hugging Face Accelerate (or of plain torch files); notes on it.
 
     Model, optimizers, schedulers, scaler and registered objects are converted; random states are drawn anew, since other
-    tools pickle them. Raises: UnsafeCheckpointError for files that need pickle, unless it is allowed.
+    tools pickle them. Raises: UnsafeCheckpointError for files that need pickle, unless it is allowed; CheckpointError when
+    the source is a checkpoint of hasten, and when the target holds something, unless `overwrite`.
     """
     folder = Path(source)
     if not folder.is_dir():
         raise IncompleteCheckpointError(f"{source} is not a folder. Give the folder that another tool saved.")
+    if listed(folder):
+        raise CheckpointError(
+            f"{source} is a checkpoint of hasten already, and converting it would drop its loaders, counters, random states and registered "
+            "objects. Nothing was changed. Load it as it is, or copy the folder."
+        )
+    store, name = locate(target)
+    if store.remote:
+        _check_free(store, name, overwrite)
+        return _convert(folder, store, name, allow_pickle)
+    with free_target(Path(store.address) / name, [folder], overwrite):
+        return _convert(folder, store, name, allow_pickle)
+
+
+def _check_free(store: CheckpointStore, name: str, overwrite: bool) -> None:
+    if not overwrite and name in store.names():
+        raise CheckpointError(
+            f"{store.address}/{name} already holds a checkpoint, which would be lost. Nothing was changed. Give another URL, or --overwrite "
+            "to replace it."
+        )
+
+
+def _convert(folder: Path, store: CheckpointStore, name: str, allow_pickle: bool) -> list[str]:
     components: dict[str, Component] = {}
-    for name, state in _models(folder, allow_pickle).items():
-        components[name] = Component(state, None, "model")
+    for key, state in _models(folder, allow_pickle).items():
+        components[key] = Component(state, None, "model")
     notes = []
     for path in sorted(folder.iterdir()):
-        if _FOREIGN.fullmatch(path.name):
+        if FOREIGN.fullmatch(path.name):
             components[path.stem] = _component(path, allow_pickle)
         elif path.suffix in (".pkl", ".bin", ".pt") and not path.name.startswith(("pytorch_model", "random_states")):
             notes.append(f"{path.name} was left out: it is not known what it holds")
     if not components:
-        raise IncompleteCheckpointError(f"{source} holds nothing that can be converted: no weights, no optimizer.")
+        raise IncompleteCheckpointError(
+            f"{folder} holds nothing that can be converted: no weights, no optimizer. Give the folder that another tool saved."
+        )
     notes.append("random states and data positions are not converted: the run continues with new random numbers")
-    store, name = locate(target)
     comm = LocalComm()
     group = start(store, comm, name)
     header = Manifest(notes={"converted_from": folder.name, "partial": True})

@@ -15,9 +15,10 @@ from hasten.checkpoint.checksum import summing_like
 from hasten.checkpoint.disk import ChunkReader, default_threads
 from hasten.checkpoint.formats import Piece, TensorFile, read_tensors
 from hasten.checkpoint.manifest import FileRecord, Manifest, inside
+from hasten.checkpoint.outside import size_of
 from hasten.checkpoint.sidecar import SUFFIX, read_by_sidecar
 from hasten.comm.base import Comm
-from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError
+from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 
 Progress = Callable[[int], None]
 Stamp = tuple[int, int, int, int] | None
@@ -154,9 +155,11 @@ def _at_first_sight(folder: Path, file: FileRecord) -> str | None:
     """What the folder says of a file before it is read."""
     path = inside(folder, file.name)
     try:
-        if not path.is_file():
-            return f"{file.name} is missing"
-        size = path.stat().st_size
+        size = size_of(path)
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    except UnsafeCheckpointError:
+        return f"{file.name} is a pipe, a device or a folder instead of a file"
     except OSError as error:
         return f"{file.name} cannot be read: {error}"
     return None if size == file.size else f"{file.name} has {size} bytes instead of {file.size} (truncated or replaced)"

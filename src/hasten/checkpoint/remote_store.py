@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from hasten.checkpoint.checksum import Checksum
 from hasten.checkpoint.claims import Claim, dead, take
 from hasten.checkpoint.disk import chunk_parts, default_threads, host_views, segment_starts
 from hasten.checkpoint.local_draft import check_hooked, described
-from hasten.checkpoint.local_store import same_family
+from hasten.checkpoint.local_store import is_automatic, same_family
 from hasten.checkpoint.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
@@ -35,6 +36,8 @@ from hasten.errors import CheckpointBusyError, CheckpointError, CorruptCheckpoin
 from hasten.optional import need
 
 log = logging.getLogger(__name__)
+_VERSION: Final = re.compile(r"v-[0-9a-f]{12}/")
+"""Where a save puts its files when others lie in the folder already."""
 _OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"})
 """Object stores have no folders; making one there could create a bucket by a slip of the pen."""
 
@@ -166,7 +169,8 @@ class RemoteDraft:
         self._drop_scratch()
         try:
             if self._claim is None or self._claim.held():
-                self._store.sweep(self._name)
+                prefix = self._token.partition(":")[2]  # without one, the folder was empty when the draft began
+                self._store.sweep(self._name, re.compile(re.escape(prefix) + "/") if prefix else None)
         finally:
             self._release()
 
@@ -201,7 +205,9 @@ class RemoteStore:
         return "/".join((self._root.rstrip("/"), *parts))
 
     def begin(self, name: str) -> RemoteDraft:
-        """A new draft. Files of a committed checkpoint of this name are never touched: new ones go beside them.
+        """A new draft. Files that lie there already are never touched, whoever wrote them: new ones go beside them.
+
+        Only a folder with an automatic number belongs to hasten alone, and is swept of what no manifest lists.
 
         Raises: CheckpointBusyError when another process writes this checkpoint.
         """
@@ -210,9 +216,9 @@ class RemoteStore:
                 self.fs.makedirs(self.join_path(name), exist_ok=True)
             claim = take(self._locks(), name, f"{self._url}/{name}")
             try:
-                self.sweep(name)
+                self.sweep(name, None if is_automatic(name) else _VERSION)
                 self._clear_dead(name)
-                taken = self.fs.exists(self.join_path(name, MANIFEST_NAME))
+                taken = bool(self.sizes(name))
             except BaseException:
                 claim.release()
                 raise
@@ -287,10 +293,11 @@ class RemoteStore:
         except CheckpointError:  # absent or damaged: then nothing is known to be part of it
             return []
 
-    def sweep(self, name: str) -> None:
-        """Remove what no manifest lists: leftovers of saves that never came to their end."""
-        listed = set(self.listed_files(name))
-        self.remove(name, [file for file in self.sizes(name) if file not in listed and file != MANIFEST_NAME])
+    def sweep(self, name: str, which: re.Pattern[str] | None = None) -> None:
+        """Remove what no manifest lists, all of it or the files that match: leftovers of saves that never came to their end."""
+        listed = {*self.listed_files(name), MANIFEST_NAME}
+        unlisted = [file for file in self.sizes(name) if file not in listed]
+        self.remove(name, [file for file in unlisted if which is None or which.match(file)])
 
     def remove(self, name: str, files: Sequence[str]) -> None:
         """Delete files of a checkpoint."""
@@ -330,6 +337,13 @@ class RemoteStore:
         with tempfile.TemporaryDirectory(prefix="hasten-fetch-") as scratch:
             folder = Path(scratch)
             self._check_room(name, folder, sum(file.size for file in files))
+            there = self.sizes(name)
+            for file in files:
+                if there.get(file.name, 0) > file.size:
+                    raise CorruptCheckpointError(
+                        f"{self._url}/{name}: {file.name} has {there[file.name]} bytes instead of {file.size}, so it was replaced after it "
+                        "was saved. Nothing was downloaded. Load another checkpoint."
+                    )
 
             def download(file: FileRecord) -> None:
                 target = inside(folder, safe_name(file.name, self._url))

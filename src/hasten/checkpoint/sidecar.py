@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hasten.checkpoint.base import Blob, Json, Slice, local_data
 from hasten.checkpoint.formats import DTYPE_NAMES, DTYPES, MappedFile, Piece, TensorFile, dims, lay_out_torch
+from hasten.checkpoint.outside import FORGED, read_outside, size_of
 from hasten.errors import CorruptCheckpointError
 
 SUFFIX: Final = ".layout.json"
@@ -46,21 +47,13 @@ def read_by_sidecar(path: Path, sidecar: Path) -> TensorFile:
     Raises: CorruptCheckpointError naming the sidecar and what is wrong.
     """
     try:
-        found = msgspec.json.decode(sidecar.read_bytes(), type=Sidecar)
-        size = path.stat().st_size
+        found = msgspec.json.decode(read_outside(sidecar), type=Sidecar)
+        size = size_of(path)
         if size != found.size:
             raise ValueError(f"it describes a file of {found.size} bytes, {path.name} has {size}")
         file = MappedFile(path, size)
         return TensorFile({key: _piece(file, key, *entry) for key, entry in found.tensors.items()}, {}, found.data)
-    except (
-        msgspec.MsgspecError,
-        KeyError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
+    except (msgspec.MsgspecError, *FORGED) as error:
         raise CorruptCheckpointError(
             f"{sidecar}: does not describe {path.name} ({type(error).__name__}: {error}). Nothing was loaded; use "
             "another checkpoint."

@@ -62,6 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--allow_pickle", "--allow-pickle", action="store_true", help="unpickle the files, which you trust"
     )
+    for one in (merge, convert):
+        one.add_argument("--overwrite", action="store_true", help="replace what the output folder holds")
     return parser
 
 
@@ -142,7 +144,12 @@ def _diff(given: argparse.Namespace) -> int:
 def _merge(given: argparse.Namespace) -> int:
     with _bar(f"merging {given.folder}", None):
         files = _tools("merge").merge(
-            given.folder, given.output, given.component, given.max_shard_size, not given.unsafe_serialization
+            given.folder,
+            given.output,
+            given.component,
+            given.max_shard_size,
+            not given.unsafe_serialization,
+            given.overwrite,
         )
     _write(f"wrote {', '.join(files)} to {given.output}")
     return 0
@@ -150,7 +157,7 @@ def _merge(given: argparse.Namespace) -> int:
 
 def _convert(given: argparse.Namespace) -> int:
     with _bar(f"converting {given.source}", None):
-        notes = _tools("merge").convert(given.source, given.output, given.allow_pickle)
+        notes = _tools("merge").convert(given.source, given.output, given.allow_pickle, given.overwrite)
     for note in notes:
         _write(f"note: {note}")
     _write(f"wrote {given.output}")
@@ -182,4 +189,6 @@ def _size(num_bytes: int) -> str:
 
 
 def _write(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    """Print a line; control characters in names that come from the checkpoint are shown, not obeyed by the terminal."""
+    shown = "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in line)
+    sys.stdout.write(shown + "\n")

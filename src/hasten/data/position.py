@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args
 
 from hasten.errors import DataError
 
@@ -44,6 +45,46 @@ class Position:
         return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False, part=None)
 
 
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _are_counts(value: object, length: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == length and all(map(_is_count, value))
+
+
+def _is_mapping(value: object) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _is_stream(value: object) -> bool:
+    workers = value.get("workers") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not isinstance(workers, int):
+        return False
+    rest = [value[key] for key in ("states", "rngs", "origins") if key in value]
+    sized = all(isinstance(one, list | tuple) and len(one) == workers for one in rest)
+    return sized and _are_counts(value.get("positions"), workers) and _is_count(value.get("turn"))
+
+
+_VALUES: Final = MappingProxyType[str, Callable[[Any], bool]](
+    {
+        "unit": lambda value: value in get_args(Unit),
+        "size": lambda value: value is None or _is_count(value),
+        "epoch": _is_count,
+        "consumed": _is_count,
+        "seed": lambda value: type(value) is int,
+        "generator": lambda value: isinstance(value, str) or _is_mapping(value),
+        "witness": lambda value: _are_counts(value, 2),
+        "stream": lambda value: value is None or _is_stream(value),
+        "ahead": lambda value: isinstance(value, bool),
+        "batches": _is_count,
+        "lasting": lambda value: value is None or isinstance(value, bool),
+        "left_out": lambda value: isinstance(value, list | tuple) and all(_are_counts(one, 3) for one in value),
+    }
+)
+"""What a value in a loader's state may be, by its key."""
+
+
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
     """The position as JSON values, with what is needed to refuse a loader it does not belong to."""
     state: dict[str, Any] = {
@@ -73,6 +114,11 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
 
     Raises: DataError when it was written by a loader whose order is not this one's.
     """
+    if not isinstance(state, Mapping):
+        raise DataError(
+            f"the loader's state is a {type(state).__name__} where a mapping is expected, so there is no position to continue from. Pass "
+            "what state_dict() of a prepared loader returned."
+        )
     missing = [key for key in ("version", "unit", "size", "epoch", "consumed", "seed") if key not in state]
     if missing:
         raise DataError(
@@ -83,6 +129,11 @@ def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
         raise DataError(
             f"the loader's state has version {state['version']}, and this hasten reads version {_VERSION}; reading on "
             f"could repeat or lose samples. Resume with the hasten that wrote it, or begin a new epoch."
+        )
+    if wrong := [key for key, fits in _VALUES.items() if key in state and not fits(state[key])]:
+        raise DataError(
+            f"the loader's state has {wrong[0]}={state[wrong[0]]!r:.80}, which no loader of hasten writes, so it is damaged or was edited "
+            "and samples would be repeated or lost. Nothing was loaded. Pass what state_dict() returned, or begin a new epoch."
         )
     if state["consumed"] and state["unit"] != unit:
         raise DataError(

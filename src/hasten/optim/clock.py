@@ -16,7 +16,7 @@ from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
 from hasten.optim.marks import StepMarks
 from hasten.optim.parts import Part
-from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, check_every, checked_weight, hold
+from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, check_every, checked_weight, hold, times
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
@@ -359,7 +359,7 @@ class StepClock:
         window.weights += [0] * (place + 1 - len(window.weights))
         window.weights[place] = window.weights[place] + weight
         self.pending = self.boundary
-        share = loss * (weight / (self.unit * window.every))
+        share = times(loss, weight / (self.unit * window.every))
         return share if len(window.weights) == 1 else self._keep_apart(window, place, share)
 
     def _keep_apart(self, window: Window, place: int, share: Tensor) -> Tensor:
@@ -372,7 +372,7 @@ class StepClock:
             agree_on_factors(
                 window, self.unit, self.comm, [number for number in (0, place) if number not in window.factors]
             )
-            return share * (window.factors[place] / window.factors[0])
+            return times(share, window.factors[place] / window.factors[0])
         if window.lanes is None:
             window.lanes = Lanes()
         window.lanes.switch(place, [p for holder in self.holders() if not holder.spent for p in holder.parameters])

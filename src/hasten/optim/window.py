@@ -103,20 +103,27 @@ def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, 
 
 
 def checked_weight(weight: Number) -> Number:
-    """The weight as a number or a tensor without dimensions. Raises: ConfigError for what is no count."""
+    """The weight as a number or an exact tensor without dimensions. Raises: ConfigError for what is no count."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ConfigError(
                 f"backward(weight=...) got a tensor of shape {tuple(weight.shape)}; a loss has one weight. "
                 f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
             )
-        weight = weight.detach().reshape(())
+        weight = _as_scalar(weight.detach().reshape(()), weight.device)
     elif not (weight >= 0 and math.isfinite(weight)):
         raise ConfigError(
             f"backward(weight={weight}) is not a count; it would turn the mean into something else. "
             f"Pass the number of tokens or samples the loss was averaged over."
         )
     return weight
+
+
+def times(loss: Tensor, factor: Number) -> Tensor:
+    """Return the loss multiplied by a factor, in the type of the loss, or in float32 if that is wider."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
+    return loss * factor
 
 
 def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:

@@ -206,8 +206,7 @@ class Replicate:
             return None
         if (flag := state.notes.get("buffer_sync")) is not None:
             model.require_forward_param_sync = bool(flag)
-        order = state.notes.get("bucket_order")
-        return None if order is None else self._buckets.replay(model, order)
+        return self._buckets.restore(model, state.notes["bucket_order"]) if "bucket_order" in state.notes else None
 
 
 def _bucket_mb(model: nn.Module) -> int:

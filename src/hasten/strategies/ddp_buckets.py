@@ -13,7 +13,11 @@ from hasten.runtime.logs import get_logger
 
 log = get_logger(__name__)
 
-_NEEDED: Final = (("", "reducer"), ("reducer", "_rebuild_buckets"), ("", "_get_ddp_logging_data"), ("", "_comm_hooks"))
+_NEEDED: Final = (
+    *(("", "reducer"), ("reducer", "_rebuild_buckets"), ("", "_get_ddp_logging_data"), ("", "_comm_hooks")),
+    *(("reducer", "_remove_autograd_hooks"), ("", "_build_params_for_reducer")),
+    *(("", "_build_debug_param_to_name_mapping"), ("", "_ddp_init_helper")),
+)
 """What is used of torch's own, as (where, name): hasten/testing/private_torch.py says in which versions it was seen."""
 
 
@@ -44,16 +48,23 @@ class BucketOrders:
         listed = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
         return None if not listed else [int(number) for number in str(listed).replace(",", " ").split()]
 
-    def replay(self, model: nn.Module, order: Sequence[int]) -> Tensor | None:
-        """A loss whose backward shows DDP this order, with gradients of zero; None when there is nothing to show.
+    def restore(self, model: nn.Module, order: Sequence[int] | None) -> Tensor | None:
+        """Make the model pack by `order`, or by the first order when it is None, whatever it has packed by so far.
 
-        Local; its backward is a collective for every rank, and leaves gradients of zero behind.
+        Local. What it returns is a loss, whose backward shows DDP the order with gradients of zero: a collective for every
+        rank, which leaves gradients of zero behind. None when there is nothing to show.
         """
-        if not self._reorders(model) or self.order(model) is not None:
+        if not self._reorders(model):
             return None
         ddp: Any = model
         trainable = [p for p in ddp.module.parameters() if p.requires_grad]
-        if sorted(order) != list(range(len(trainable))):
+        known = order is None or sorted(order) == list(range(len(trainable)))
+        now = self.order(model)
+        if not known or (order is not None and now == list(order)):
+            return None
+        if now is not None or ddp._get_ddp_logging_data().get("iteration"):
+            _begin_again(ddp)
+        if order is None:
             return None
         loss = through(ddp, _InOrder([trainable[index] for index in order]))
         for parameter in trainable:
@@ -84,6 +95,15 @@ class BucketOrders:
                 ", ".join(missing),
             )
         return not missing
+
+
+def _begin_again(ddp: Any) -> None:  # Any: DDP is not typed in torch
+    """Give the model new buckets in the order of a model that has seen no batch; the old ones are freed before."""
+    ddp.reducer._remove_autograd_hooks()
+    ddp.reducer = ddp.logger = None
+    parameters, sparse = ddp._build_params_for_reducer()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
 
 
 def through(ddp: Any, stand_in: nn.Module) -> Tensor:  # Any: DDP is not typed in torch

@@ -83,6 +83,10 @@ NAMES: Final = (
     Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
     Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp.py"), _EXACT),
     Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
+    Name("torch.distributed:Reducer", "_remove_autograd_hooks", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_build_params_for_reducer", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_build_debug_param_to_name_mapping", (_BUCKETS,), _EXACT),
+    Name(_DDP, "_ddp_init_helper", (_BUCKETS,), _EXACT),
     Name(
         _DDP, "require_forward_param_sync", ("src/hasten/strategies/ddp.py",), "buffers may be synchronised once more"
     ),

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hasten.checkpoint.occupied import check_no_weights
+from hasten.checkpoint.paths import check_local
 from hasten.comm.agreement import agree
 from hasten.errors import ConfigError
 from hasten.optional import need
@@ -25,6 +27,7 @@ def save_model(trainer: Trainer, folder: str) -> str:
         weights = accelerator.get_state_dict(model)
         with agree(accelerator.comm, "save_model"):
             if accelerator.is_main_process:
+                check_no_weights(check_local(folder, "save_model(output_dir)"))
                 inner.save_pretrained(folder, state_dict=weights)
     with agree(accelerator.comm, "save_model: tokenizer and arguments"):
         if accelerator.is_main_process:

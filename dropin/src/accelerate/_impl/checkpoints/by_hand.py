@@ -14,6 +14,7 @@ from accelerate._impl.environment import constants
 from accelerate._impl.models.other import load, save
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import read_model
+from hasten.checkpoint.outside import size_of
 from hasten.errors import UnsafeCheckpointError
 
 logger = get_logger("accelerate.checkpointing")
@@ -104,6 +105,7 @@ def _random_states(file: Path) -> dict[str, Any]:
 def _read_states(file: Path) -> dict[str, Any]:
     safe: list[Any] = [np.array([0]).__reduce__()[0], np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     try:
+        size_of(file)  # a pipe would be waited for
         with torch.serialization.safe_globals(safe):
             states: dict[str, Any] = torch.load(file, weights_only=True)
             return states

@@ -148,7 +148,7 @@ def get_module_size_with_ties(
 def fallback_allocate(
     modules: list[tuple[str, nn.Module]],
     module_sizes: Mapping[str, int],
-    size_limit: int | str,
+    size_limit: float | str,
     no_split_module_classes: list[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | None, list[tuple[str, nn.Module]]]:
