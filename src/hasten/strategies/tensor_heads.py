@@ -61,40 +61,45 @@ def counts_heads(holder: nn.Module) -> bool:
     return any(isinstance(vars(holder).get(name), int) for name in _COUNTS)
 
 
+def share(model: nn.Module, split: Split, ranks: int) -> None:
+    """Let several ranks compute one head of keys or values where ranks outnumber those heads."""
+    for _, size, layers in _attention(model, split):
+        for name, role in layers.items():
+            heads, rest = divmod(_width(model, split, name), size)
+            spare = heads and not rest and heads % ranks and ranks % heads == 0
+            if role == "key" and split.styles[name] == "colwise" and spare:
+                split.styles[name] = "replicate_heads"
+                split.numbers[name] = heads
+
+
 def fit(model: nn.Module, split: Split, ranks: int) -> None:
-    """Check that no head is cut in two; where ranks outnumber heads of keys, let several ranks share one.
+    """Check that no head is cut in two, and note the counts of heads on one rank.
 
     Raises: ConfigError with the sizes that would work.
     """
-    for parent, layers in _attention(split):
-        holder = model.get_submodule(parent)
-        widths = [_width(model, split, name) for name, role in layers.items() if role == "query"]
-        size = head_size(holder, widths[0]) if widths else None
-        if size is None:
-            continue
-        for name, role in layers.items():
+    for parent, size, layers in _attention(model, split):
+        for name in layers:
             heads, rest = divmod(_width(model, split, name), size)
-            if rest or heads % ranks == 0:
-                continue
-            if role == "key" and split.styles[name] == "colwise" and ranks % heads == 0:
-                split.styles[name] = "replicate_heads"
-                split.numbers[name] = heads
-                continue
-            raise ConfigError(
-                f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be cut in two. Set "
-                f"tp_size to one of {divisors(heads)}."
-            )
-        _divide(holder, parent, layers, size, model, split, ranks)
+            if not rest and heads % ranks and split.styles[name] != "replicate_heads":
+                raise ConfigError(
+                    f"tp_size={ranks} does not divide the {heads} heads of {name!r}; a head would be cut in two. Set "
+                    f"tp_size to one of {divisors(heads)}."
+                )
+        _divide(model, parent, layers, size, split, ranks)
 
 
-def _attention(split: Split) -> Iterator[tuple[str, dict[str, Role]]]:
-    """Yield each module that holds projections whose parts stay apart, with those projections."""
+def _attention(model: nn.Module, split: Split) -> Iterator[tuple[str, int, dict[str, Role]]]:
+    """Yield each module that holds projections whose parts stay apart, the size of its heads, and those projections."""
     held: dict[str, dict[str, Role]] = {}
     for name, style in split.styles.items():
-        role = split.roles.get(name) or (role_of(name) if style == "colwise" else None)
-        if role is not None and style in ("colwise", *dict(BLOCKS)):
+        role = split.roles.get(name) or (role_of(name) if style in ("colwise", "replicate_heads") else None)
+        if role is not None and style in ("colwise", "replicate_heads", *dict(BLOCKS)):
             held.setdefault(name.rpartition(".")[0], {})[name] = role
-    yield from held.items()
+    for parent, layers in held.items():
+        widths = [_width(model, split, name) for name, role in layers.items() if role == "query"]
+        size = head_size(model.get_submodule(parent), widths[0]) if widths else None
+        if size is not None:
+            yield parent, size, layers
 
 
 def _width(model: nn.Module, split: Split, name: str) -> int:
@@ -103,10 +108,9 @@ def _width(model: nn.Module, split: Split, name: str) -> int:
     return 0 if sizes is None else sizes.outputs // dict(BLOCKS).get(split.styles[name], 1)
 
 
-def _divide(
-    holder: nn.Module, parent: str, layers: dict[str, Role], size: int, model: nn.Module, split: Split, ranks: int
-) -> None:
+def _divide(model: nn.Module, parent: str, layers: dict[str, Role], size: int, split: Split, ranks: int) -> None:
     """Note the values that counts of one attention module have on a rank."""
+    holder = model.get_submodule(parent)
     heads = {role: _width(model, split, name) // size for name, role in layers.items()}
     queries, keys = heads.get("query", 0), heads.get("key", heads.get("query", 0))
     made: dict[str, int] = {}

@@ -43,6 +43,7 @@ def decide(
             f"no layer of {type(model).__name__} can be split automatically over {ranks} ranks"
             f"{_reasons(split.left)}; every rank would compute the same. {_advice(model, ranks)}"
         )
+    tensor_heads.share(model, split, ranks)
     for name, style in split.styles.items():
         _check_layer(model, name, style, ranks, split)
     tensor_heads.fit(model, split, ranks)
@@ -144,10 +145,11 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int,
 
 
 def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
-    if style not in STYLES:
+    given = [known for known in STYLES if known != "replicate_heads"]  # chosen where ranks outnumber heads of keys
+    if style not in given:
         raise ConfigError(
             f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
-            f"{', '.join(STYLES)}."
+            f"{', '.join(given)}."
         )
     if not chosen:
         tables = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
@@ -164,10 +166,7 @@ def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, sp
         split.numbers[name] = _check_experts(name, layer, ranks)
         return
     if style == "replicate_heads":
-        raise ConfigError(
-            f"tp_plan asks for 'replicate_heads' of {name!r}, which is chosen by itself where tp_size exceeds the heads of "
-            "keys and values. Write 'colwise'."
-        )
+        return
     table = style in ("embedding_rowwise", "embedding_colwise")
     sizes = matrix_of(layer)
     if not isinstance(layer, nn.Embedding) if table else sizes is None:
