@@ -113,7 +113,7 @@ def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
         if own is None:
             continue
         untied = times[id(model.get_submodule(own).get_parameter("weight"))] == 1
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", own)
+        pattern = re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", own)
         names.setdefault(pattern, []).append(layer.outputs % ranks == 0 and untied)
     return {pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)}
 
