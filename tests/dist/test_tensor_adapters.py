@@ -86,7 +86,7 @@ def test_other_adapters_are_refused_with_a_plan_that_works(ctx: ProcessContext) 
 
     def scaled() -> nn.Module:
         torch.manual_seed(0)
-        targets = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+        targets: Any = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
         base: Any = llama(2)
         return get_peft_model(base, IA3Config(**targets))
 

@@ -95,7 +95,8 @@ class Findings:
 
     def _splits(self, model: nn.Module) -> Split:
         """The layers that can be split, and over how many ranks."""
-        sizes, chosen = [], Split("none")
+        sizes: list[int] = []
+        chosen = Split("none")
         for ranks in _TP_SIZES:
             try:
                 found = decide(model, "auto", (), ranks)
@@ -107,9 +108,9 @@ class Findings:
             sizes.append(ranks)
         self.tp_sizes = tuple(sizes)
         for name, style in chosen.styles.items():
-            sizes = matrix_of(model.get_submodule(name))
-            if sizes is not None:
-                self.tp_summed += sizes.outputs if style.startswith("rowwise") else sizes.inputs
+            layer = matrix_of(model.get_submodule(name))
+            if layer is not None:
+                self.tp_summed += layer.outputs if style.startswith("rowwise") else layer.inputs
         return chosen
 
     def joined(self, name: str, steps: Sequence[Step]) -> ModelTrace:

@@ -43,8 +43,10 @@ def _uses(method: ast.FunctionDef, attribute: str) -> Iterator[Literal["shape", 
     whole = _whole_names(method) if method.name == "forward" else set()
     divisors: set[int] = set()
     for node in ast.walk(method):
-        divides = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Div))
-        if divides and _is_attribute(node.right, attribute) and _root(node.left) in whole:
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.FloorDiv, ast.Div)):
+            continue
+        root = _root(node.left)
+        if root is not None and root in whole and _is_attribute(node.right, attribute):
             divisors.add(id(node.right))
     for node in ast.walk(method):
         if _is_attribute(node, attribute):

@@ -141,7 +141,7 @@ def _split_joined(model: nn.Module, held: Layers, split: Split) -> None:
         if name in outs:
             split.styles[name] = "rowwise"
         else:
-            split.styles[name] = next((style for style, count in BLOCKS if count == number), "colwise")  # type: ignore[assignment]  # a style's name
+            split.styles[name] = next((style for style, count in BLOCKS if count == number), "colwise")
             split.roles[name] = "query" if number != 2 else "key"
 
 

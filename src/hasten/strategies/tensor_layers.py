@@ -10,7 +10,7 @@ from torch import nn
 
 from hasten.config.parallel import TensorStyle
 
-BLOCKS: Final = (("colwise_halves", 2), ("colwise_thirds", 3))
+BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (("colwise_halves", 2), ("colwise_thirds", 3))
 """Styles of layers that join several projections, and how many."""
 _MULTIPLIED: Final = (nn.MultiheadAttention,)
 """Modules that use the weights of their layers without calling them."""

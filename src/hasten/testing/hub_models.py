@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -103,7 +103,9 @@ def share_of(net: nn.Module) -> float:
     return held / sum(p.numel() for p in net.parameters())
 
 
-def largest_difference(got: dict[str, Any], net: nn.Module, but: Callable[[str], bool] = lambda name: False) -> float:
+def largest_difference(
+    got: Mapping[str, Any], net: nn.Module, but: Callable[[str], bool] = lambda name: False
+) -> float:
     """Return how far a state dict is from a model's own, which has the same names in the same order."""
     want = net.state_dict()
     assert list(got) == list(want), f"names differ: {sorted(set(got) ^ set(want))}"
