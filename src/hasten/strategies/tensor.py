@@ -114,7 +114,7 @@ def _split(
         if style == "experts" and getattr(layer, "num_experts", None) == number:
             layer.num_experts = number // mesh.size()  # type: ignore[assignment]  # a whole number, not a module
         if forwarding.find(layer, SplitForward.tag) is None:  # one layer under two names is split once
-            forwarding.replace(layer, forward_of(style, group, apart, regions.get(name), keep_logits, number))
+            forwarding.replace(layer, forward_of(layer, style, group, apart, regions.get(name), keep_logits, number))
     for name, by_part in found.dropouts.items():
         forwarding.replace(model.get_submodule(name), DrawnApart(apart, by_part))
     for name in found.summed:

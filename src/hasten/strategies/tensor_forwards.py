@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -26,6 +25,8 @@ class SplitForward(forwarding.Forward):
     """The forward of a layer of which this rank holds a part."""
 
     tag = "tensor"
+    transposed = False
+    """Whether the layer keeps its weight as [inputs, outputs]."""
 
     def __init__(self, group: dist.ProcessGroup, apart: ApartStream, region: SequenceRegion | None = None) -> None:
         self.group = group
@@ -61,13 +62,6 @@ class SplitForward(forwarding.Forward):
         if isinstance(self.module, nn.Linear) and type(self.module).forward is not nn.Linear.forward:
             return self.applied(x, weight=weight, bias=bias)
         return F.linear(x, weight, bias)
-
-    @cached_property
-    def transposed(self) -> bool:
-        """Whether the layer keeps its weight as [inputs, outputs]."""
-        sizes = matrix_of(self.module)
-        assert sizes is not None, "the plan was checked"
-        return sizes.out_dim == 1
 
 
 class Colwise(SplitForward):
@@ -215,6 +209,7 @@ class SplitExperts(CalledExperts):
 
 
 def forward_of(
+    layer: nn.Module,
     style: TensorStyle,
     group: dist.ProcessGroup,
     apart: ApartStream,
@@ -222,8 +217,10 @@ def forward_of(
     keep_logits: bool,
     number: int,
 ) -> forwarding.Forward:
-    """Return the forward of one style; `number` counts the heads of `replicate_heads` and the experts of `experts`."""
+    """Return the forward of one layer; `number` counts the heads of `replicate_heads` and the experts of `experts`."""
     region, gathered = place or (None, False)
+    sizes = matrix_of(layer)
+    transposed = sizes is not None and sizes.out_dim == 1
     match style:
         case "colwise" | "colwise_gather_output" | "colwise_halves" | "colwise_thirds" | "replicate_heads":
             colwise = Colwise(group, apart, region)
@@ -235,11 +232,11 @@ def forward_of(
                 colwise.heads = number
             elif style == "colwise_gather_output":
                 colwise.output = "logits" if keep_logits else "whole"
-            colwise.gathered = gathered
+            colwise.gathered, colwise.transposed = gathered, transposed
             return colwise
         case "rowwise" | "rowwise_split_input":
             rowwise = Rowwise(group, apart, region)
-            rowwise.whole_input = style == "rowwise_split_input"
+            rowwise.whole_input, rowwise.transposed = style == "rowwise_split_input", transposed
             return rowwise
         case "embedding_rowwise":
             return VocabularyRows(group, apart)

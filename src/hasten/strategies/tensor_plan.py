@@ -122,6 +122,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int,
     """The modules each pattern names; the first pattern that fits a module decides. A carried plan names what is below."""
     split = Split(source)
     start = f"{carrier}." if carrier else ""
+    decided: set[str] = set()
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern, word in plan.items():
         style = dict(_ALIASES).get(word, word)
@@ -129,7 +130,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int,
         chosen = [name for name in names if name.startswith(start) and matches(name[len(start) :])]
         if carrier is None:
             _check_pattern(model, pattern, word, style, chosen, source)
-        for name in chosen:
+        for name in [name for name in chosen if name not in decided]:
+            decided.add(name)
             if style not in STYLES:
                 raise ConfigError(
                     f"{source} asks for {word!r} of {name!r}, which hasten cannot do; its gradients could be wrong without "
@@ -140,7 +142,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int,
             elif style == "experts" and carrier is not None and why_not(model.get_submodule(name)) is not None:
                 split.left[name] = str(why_not(model.get_submodule(name)))
             elif style != "replicate":
-                split.styles.setdefault(name, cast(TensorStyle, style))
+                split.styles[name] = cast(TensorStyle, style)
     return split
 
 

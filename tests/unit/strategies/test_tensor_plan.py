@@ -161,3 +161,11 @@ def test_a_plan_is_found_below_a_wrapper() -> None:
     found = decide(outer, "auto", (), 2)
     assert found.styles["backbone.1.parts.0.w2"] == "rowwise"
     assert "carries" in found.source
+
+
+def test_the_first_pattern_decides() -> None:
+    plan = {"0.*.w1": "replicate", "*.w1": "colwise_gather_output", "*.w?": "rowwise_split_input"}
+    found = decide(model(Gated), plan, (), 2)
+    assert "0.parts.0.w1" not in found.styles
+    assert found.styles["1.parts.0.w1"] == "colwise_gather_output"
+    assert found.styles["1.parts.0.w2"] == "rowwise_split_input"
