@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Literal
 
 from torch import nn
@@ -17,10 +18,15 @@ have to be both at once."""
 
 def use_of(holder: nn.Module, attribute: str) -> Use:
     """Return how the methods of a module use one of its attributes after the module was built."""
-    tree = _source(type(holder))
-    if tree is None:
+    return _use(type(holder), attribute)
+
+
+@lru_cache(maxsize=64)  # asked for every block of a model, and Python parses a class's whole file for its source
+def _use(kind: type, attribute: str) -> Use:
+    methods = _methods(kind)
+    if methods is None:
         return "unknown"
-    found = {use for method in _methods(tree) for use in _uses(method, attribute)}
+    found = {use for method in methods for use in _uses(method, attribute)}
     if not found:
         return "unused"
     return "both" if len(found) == 2 else next(iter(found))
@@ -33,10 +39,24 @@ def _source(kind: type) -> ast.Module | None:
         return None
 
 
-def _methods(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name not in ("__init__", "extra_repr", "__repr__"):
-            yield node
+def _methods(kind: type) -> list[ast.FunctionDef] | None:
+    """Return the methods a module of this class runs, inherited ones included; None where a source is not there."""
+    found: list[ast.FunctionDef] = []
+    hidden: set[str] = {"__init__", "extra_repr", "__repr__"}
+    for one in kind.__mro__:
+        if one in nn.Module.__mro__:
+            continue
+        tree = _source(one)
+        if tree is None:
+            return None
+        own = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name not in hidden]
+        found += own
+        hidden |= {method.name for method in own if not _calls_super(method)}
+    return found
+
+
+def _calls_super(method: ast.FunctionDef) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == "super" for node in ast.walk(method))
 
 
 def _uses(method: ast.FunctionDef, attribute: str) -> Iterator[Literal["shape", "divisor"]]:

@@ -80,6 +80,10 @@ class Counted(Attention):
         return self.first(x).view(*x.shape[:2], self.num_heads, -1)  # type: ignore[no-any-return]
 
 
+class Inherits(Counted):
+    """Has its forward from another class."""
+
+
 class Divided(Attention):
     """Divides the width of its input by the number of heads."""
 
@@ -104,8 +108,9 @@ class Biased(Attention):
 
 
 def test_counts_of_heads_are_divided_where_they_are_shapes() -> None:
-    assert [use_of(kind(), "num_heads") for kind in (Attention, Counted, Divided, Both)] == [
+    assert [use_of(kind(), "num_heads") for kind in (Attention, Counted, Inherits, Divided, Both)] == [
         "unused",
+        "shape",
         "shape",
         "divisor",
         "both",
