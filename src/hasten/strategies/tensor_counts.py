@@ -22,7 +22,7 @@ def use_of(holder: nn.Module, attribute: str) -> Use:
 
 
 @lru_cache(maxsize=64)  # asked for every block of a model, and Python parses a class's whole file for its source
-def _use(kind: type, attribute: str) -> Use:
+def _use(kind: type[nn.Module], attribute: str) -> Use:
     methods = _methods(kind)
     if methods is None:
         return "unknown"
