@@ -11,9 +11,13 @@ TensorStyle = Literal[
     "colwise_gather_output",
     "rowwise_split_input",
     "embedding_rowwise",
+    "colwise_halves",
+    "colwise_thirds",
     "embedding_colwise",
     "replicate",
     "replicate_sum_gradients",
+    "replicate_heads",
+    "experts",
 ]
 CommHook = Literal["no", "fp16", "bf16", "power_sgd", "batched_power_sgd"]
 PipelineSchedule = Literal[

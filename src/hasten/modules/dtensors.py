@@ -24,6 +24,19 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return kind is not None and isinstance(value, kind)
 
 
+def whole_of(value: DTensor) -> Tensor:
+    """Return the whole tensor on every rank, gathered along one axis of the mesh after the other. Ranks: the mesh.
+
+    `full_tensor()` gathers in the same steps where a dimension is sharded along several axes, and logs a warning on every rank.
+    """
+    replicate = placements().Replicate()
+    for axis, placement in enumerate(value.placements):
+        if placement != replicate:
+            lying = [replicate if other == axis else known for other, known in enumerate(value.placements)]
+            value = value.redistribute(placements=lying)
+    return value.to_local()
+
+
 def placements() -> Any:  # Any: a module of torch's, typed nowhere
     """The module that holds `DTensor`, `Shard`, `Replicate`, `Partial` and `distribute_tensor`, loaded on first use."""
     return need("torch.distributed.tensor")

@@ -11,12 +11,15 @@ from typing import Final
 
 from torch import nn
 
+from hasten.config.parallel import TensorStyle
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError, PrepareError
 from hasten.planner.saved import Anatomy, Saved
 from hasten.planner.takeover import Step, Takeover
 from hasten.planner.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
-from hasten.strategies.tensor_plan import Split, decide
+from hasten.strategies.tensor_layers import matrix_of, split_dims
+from hasten.strategies.tensor_plan import decide
+from hasten.strategies.tensor_split import Split
 from hasten.strategies.wrapping import blocks_to_recompute, owned_parameters
 
 log = logging.getLogger(__name__)
@@ -68,7 +71,7 @@ class Findings:
         split = self._splits(model)
         kinds: Counter[ParameterKind] = Counter()
         for one in models:
-            kinds.update(_kinds(one, blocks if one is model else [], split.styles))
+            kinds.update(_kinds(one, blocks if one is model else [], split.styles if one is model else {}))
         self.parameters = tuple(
             ParameterKind(
                 shape=kind.shape,
@@ -92,18 +95,22 @@ class Findings:
 
     def _splits(self, model: nn.Module) -> Split:
         """The layers that can be split, and over how many ranks."""
-        sizes, chosen = [], Split("none")
+        sizes: list[int] = []
+        chosen = Split("none")
         for ranks in _TP_SIZES:
             try:
-                chosen = decide(model, "auto", (), ranks)
+                found = decide(model, "auto", (), ranks)
             except (ConfigError, PrepareError):  # this number of ranks does not divide the layers: it is not offered
                 break
+            if sizes and found.styles != chosen.styles:  # some layers would be whole from here on
+                break
+            chosen = found
             sizes.append(ranks)
         self.tp_sizes = tuple(sizes)
         for name, style in chosen.styles.items():
-            layer = model.get_submodule(name)
-            if isinstance(layer, nn.Linear):
-                self.tp_summed += layer.out_features if style.startswith("rowwise") else layer.in_features
+            layer = matrix_of(model.get_submodule(name))
+            if layer is not None:
+                self.tp_summed += layer.outputs if style.startswith("rowwise") else layer.inputs
         return chosen
 
     def joined(self, name: str, steps: Sequence[Step]) -> ModelTrace:
@@ -143,19 +150,14 @@ def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in inside]
 
 
-def _kinds(model: nn.Module, blocks: Sequence[nn.Module], styles: dict[str, str] | object) -> list[ParameterKind]:
+def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, TensorStyle]) -> list[ParameterKind]:
     """Every parameter once, as its kind."""
     found: dict[int, ParameterKind] = {}
-    ways = styles if isinstance(styles, dict) else {}
     for owner, name, parameter in owned_parameters(model, list(blocks)):
         if id(parameter) in found:
             continue
-        style = ways.get(name.rpartition(".")[0], "")
-        split = None
-        if style.startswith("colwise") or style == "embedding_rowwise":
-            split = 0
-        elif style.startswith(("rowwise", "embedding_colwise")) and parameter.dim() > 1:
-            split = 1
+        parent, _, leaf = name.rpartition(".")
+        split = split_dims(model.get_submodule(parent), ways[parent]).get(leaf) if parent in ways else None
         found[id(parameter)] = ParameterKind(
             shape=tuple(parameter.shape),
             item=parameter.element_size(),

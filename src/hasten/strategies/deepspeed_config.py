@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from hasten.config.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
-from hasten.strategies import deepspeed_nvme_config
+from hasten.strategies import deepspeed_keys, deepspeed_nvme_config
 
 AUTO: Final = "auto"
 _HALVES: Final = ("fp16", "bf16")
@@ -161,6 +161,9 @@ def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     config = read_config(plugin.hf_ds_config)
     if plugin.hf_ds_config is None:
         _from_options(config, plugin)
+        return config
+    named = f"={plugin.hf_ds_config!r}" if isinstance(plugin.hf_ds_config, str) else ""
+    deepspeed_keys.check(config, f"deepspeed.hf_ds_config{named}")
     return config
 
 

@@ -24,7 +24,7 @@ from hasten.optional import need
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import stop
-from hasten.strategies import deepspeed_files, deepspeed_nvme
+from hasten.strategies import deepspeed_files, deepspeed_keys, deepspeed_nvme
 from hasten.strategies.deepspeed_config import EngineConfig
 
 VERSIONS: Final = ">=0.19,<0.20"
@@ -111,7 +111,8 @@ def start(
         with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
             if weights is not None:
                 deepspeed_files.place(model, deepspeed.zero.Init, made.config, weights, ctx)
-            engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+            with deepspeed_keys.refused_values():
+                engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
     if state is not None:
         deepspeed_nvme.remove_with(engine, state)
     engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,38 +34,45 @@ _COUNT: Final = "num_experts"
 """The attribute in which a module of experts counts them, where it does."""
 
 
-class Dispatched(forwarding.Forward):
-    """The forward of a module of which this rank holds some experts: it computes them for the tokens of all ranks."""
-
-    tag = "experts"
+class CalledExperts(forwarding.Forward):
+    """The forward of a module that is called with tokens, their chosen experts and weights, and holds some experts."""
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
         self.group = group
         self.num_experts = num_experts
 
-    def __call__(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        self._check(hidden, chosen, weights)
-        k = chosen.shape[1]
-        way = route(chosen.reshape(-1), self.num_experts, self.group)
-        rows = way.there(hidden.repeat_interleave(k, 0))
-        theirs = way.there(weights.reshape(-1))
-        with self._own_part() as stacks:
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:  # Any: the module's arguments
+        """Return hidden states, chosen experts and weights, checked. Raises: StepError for other shapes."""
+        given = inspect.signature(self.inner).bind(*args, **kwargs).arguments
+        hidden, chosen, weights = list(given.values())[:3]
+        if hidden.dim() != 2 or chosen.dim() != 2 or weights.shape != chosen.shape or len(hidden) != len(chosen):
+            raise StepError(
+                f"{type(self.module).__name__} was called with hidden states {tuple(hidden.shape)}, chosen experts "
+                f"{tuple(chosen.shape)} and weights {tuple(weights.shape)}; experts can be divided over ranks only where they are "
+                "[tokens, width], [tokens, k] and [tokens, k]. Call it that way, or set ep_size=1; under tp_size, name the "
+                "module 'replicate' in tp_plan."
+            )
+        return hidden, chosen, weights
+
+    def computed(self, rows: Tensor, local: Tensor, weights: Tensor, ranks: int) -> Tensor:
+        """Return what this rank's experts make of rows that are for them; gradients of the weights are divided by `ranks`."""
+        with self._own_part(ranks) as stacks:
             if len(rows):
-                made: Tensor = self.inner(rows, way.local.unsqueeze(1), theirs.unsqueeze(1))
-            else:  # so that the weights get gradients, and the exchange back has its part in the graph of every rank
-                made = rows + theirs.sum() + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
+                made: Tensor = self.inner(rows, local.unsqueeze(1), weights.unsqueeze(1))
+            else:  # so that the weights get gradients, and exchanges have their part in the graph of every rank
+                made = rows + weights.sum() + sum(stack.reshape(-1)[:0].sum() for stack in stacks)
         if made.shape != rows.shape:
             raise StepError(
                 f"{type(self.module).__name__} returned shape {tuple(made.shape)} for hidden states of shape "
-                f"{tuple(rows.shape)}; experts must return one row per token, as wide as it came. Set ep_size=1."
+                f"{tuple(rows.shape)}; experts must return one row per token, as wide as it came. Set ep_size=1, or name the "
+                "module 'replicate' in tp_plan."
             )
-        return way.back(made.to(hidden.dtype)).view(-1, k, hidden.shape[1]).sum(1)
+        return made
 
     @contextmanager
-    def _own_part(self) -> Iterator[list[Tensor]]:
+    def _own_part(self, ranks: int) -> Iterator[list[Tensor]]:
         """A block in which the module's parameters are plain tensors: this rank's experts."""
         spread: dict[str, Any] = dict(self.module._parameters)  # Any: parameters, and plain tensors while this runs
-        ranks = self.group.size()
         parts = {name: share(part.to_local(), ranks) for name, part in spread.items() if isinstance(part, DTensor)}
         held: dict[str, Any] = self.module._parameters
         held.update(parts)
@@ -73,13 +81,19 @@ class Dispatched(forwarding.Forward):
         finally:
             held.update(spread)
 
-    def _check(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> None:
-        if hidden.dim() != 2 or chosen.dim() != 2 or weights.shape != chosen.shape or len(hidden) != len(chosen):
-            raise StepError(
-                f"{type(self.module).__name__} was called with hidden states {tuple(hidden.shape)}, chosen experts "
-                f"{tuple(chosen.shape)} and weights {tuple(weights.shape)}; tokens can be sent to other ranks only as "
-                "[tokens, width], [tokens, k] and [tokens, k]. Call it that way, or set ep_size=1."
-            )
+
+class Dispatched(CalledExperts):
+    """The forward of a module of which this rank holds some experts: it computes them for the tokens of all ranks."""
+
+    tag = "experts"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: three tensors, by position or name
+        hidden, chosen, weights = self.arguments(*args, **kwargs)
+        k = chosen.shape[1]
+        way = route(chosen.reshape(-1), self.num_experts, self.group)
+        rows, theirs = way.there(hidden.repeat_interleave(k, 0)), way.there(weights.reshape(-1))
+        made = self.computed(rows, way.local, theirs, self.group.size())
+        return way.back(made.to(hidden.dtype)).view(-1, k, hidden.shape[1]).sum(1)
 
 
 class DivideExperts:

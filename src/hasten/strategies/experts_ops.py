@@ -44,6 +44,12 @@ def share(x: Tensor, ranks: int) -> Tensor:
     return made
 
 
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send `sent[i]` consecutive rows to rank i and return the `received[i]` rows of each, differentiable. Ranks: the group."""
+    made: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return made
+
+
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     arrived = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
@@ -64,16 +70,12 @@ class Route:
 
     def there(self, rows: Tensor) -> Tensor:
         """The rows of all ranks that are for this rank's experts, from one row per choice. Ranks: the group."""
-        return self._apply(rows[self.order], self.sent, self.received)
+        return exchange(rows[self.order], self.sent, self.received, self.group)
 
     def back(self, rows: Tensor) -> Tensor:
         """What the experts made of this rank's choices, one row per choice. Ranks: the group."""
-        arrived = self._apply(rows, self.received, self.sent)
+        arrived = exchange(rows, self.received, self.sent, self.group)
         return arrived.new_zeros(arrived.shape).index_copy(0, self.order, arrived)
-
-    def _apply(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        made: Tensor = _Exchange.apply(rows, sent, received, self.group)  # type: ignore[no-untyped-call]  # untyped
-        return made
 
 
 @torch.no_grad()

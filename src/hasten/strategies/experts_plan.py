@@ -23,7 +23,7 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
 
     Raises: ConfigError for a plan that names what cannot be divided; PrepareError when nothing is found.
     """
-    found = _found(model) if isinstance(plan, str) else _matched(model, plan)
+    found = stacked_experts(model) if isinstance(plan, str) else _matched(model, plan)
     if not found:
         raise PrepareError(
             f"no module of {type(model).__name__} holds experts that could be divided among {ranks} ranks: {_SAID}"
@@ -39,12 +39,12 @@ def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str,
     return found
 
 
-def _found(model: nn.Module) -> dict[str, int]:
-    """Modules that count their experts as transformers' do, and have that many of each weight."""
+def stacked_experts(model: nn.Module) -> dict[str, int]:
+    """Return the modules that count their experts as transformers' do, with that many of each weight, and the number."""
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
         number = getattr(module, "num_experts", None)
-        counts = name and isinstance(number, int) and number > 1 and _why_not(module) is None
+        counts = name and isinstance(number, int) and number > 1 and why_not(module) is None
         if counts and next(module.parameters()).shape[0] == number:
             numbers[name] = number
     return numbers
@@ -60,10 +60,10 @@ def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
         if not chosen:
             raise ConfigError(
                 f"ep_plan: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; modules that "
-                f"hold experts are {', '.join(n for n, m in modules.items() if _why_not(m) is None) or 'none'}."
+                f"hold experts are {', '.join(n for n, m in modules.items() if why_not(m) is None) or 'none'}."
             )
         for name in chosen:
-            if (why := _why_not(modules[name])) is not None:
+            if (why := why_not(modules[name])) is not None:
                 raise ConfigError(
                     f"ep_plan: {name!r} ({type(modules[name]).__name__}) cannot be divided among ranks: {why}. Here {_SAID}. "
                     "Change the pattern, or write the experts that way."
@@ -72,7 +72,7 @@ def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def _why_not(module: nn.Module) -> str | None:
+def why_not(module: nn.Module) -> str | None:
     """What keeps a module's experts from being divided; None when nothing does."""
     if isinstance(module, nn.ModuleList):
         return (
@@ -90,7 +90,7 @@ def _why_not(module: nn.Module) -> str | None:
     sizes = {name: parameter.shape[0] for name, parameter in own.items()}
     if len(set(sizes.values())) > 1:
         return f"the first dimensions of its parameters differ ({', '.join(f'{n}: {s}' for n, s in sizes.items())})"
-    if any(module.buffers()):
+    if next(module.buffers(), None) is not None:
         return "it has buffers, which would not be divided"
     return _wrong_arguments(module)
 

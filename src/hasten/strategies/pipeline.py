@@ -20,7 +20,7 @@ from hasten.config.parallel import PipelineParallelConfig
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
-from hasten.modules.dtensors import is_dtensor
+from hasten.modules.dtensors import is_dtensor, whole_of
 from hasten.modules.names import named_parameters
 from hasten.modules.stages import TAG
 from hasten.optim import clip
@@ -234,7 +234,7 @@ class Pipeline:
         own: dict[str, Any] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             if is_dtensor(value):
-                value = value.full_tensor()
+                value = whole_of(value)
             own[key] = value.detach() if isinstance(value, Tensor) else value
         found: dict[str, Any] = {}
         for position in range(self._comm.size):

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.strategies.experts_ops import exchange
+
 # Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
 
@@ -80,6 +82,26 @@ def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of `dim` of an input that is equal on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Split, x, dim, group)
+
+
+class BlockShares:
+    """The exchange by which a rank that stores consecutive rows of several joined blocks gets its share of each block."""
+
+    def __init__(self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        ranks, rank = group.size(), group.rank()
+        each = stored // blocks
+        owners = torch.arange(stored * ranks) // each % ranks  # of each row of the whole: blocks of `ranks` shares
+        here = owners[rank * stored : (rank + 1) * stored]
+        self._order = torch.argsort(here, stable=True).to(device)
+        self._sent = torch.bincount(here, minlength=ranks).tolist()
+        self._received = (owners.view(ranks, stored) == rank).sum(1).tolist()
+
+    def exchanged(self, rows: Tensor) -> Tensor:
+        """Return this rank's share of every block, in order; gradients return to the stored rows. Ranks: the group."""
+        if self.group.size() == 1:
+            return rows
+        return exchange(rows[self._order], self._sent, self._received, self.group)
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:

@@ -4,256 +4,214 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import translate
-from typing import Final, cast, get_args
+from inspect import signature
+from typing import Any, Final, cast, get_args
 
 from torch import nn
 
 from hasten.config.parallel import TensorStyle
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.axes import divisors
-from hasten.strategies.blocks import repeated_blocks
+from hasten.strategies import tensor_adapters, tensor_found, tensor_heads
+from hasten.strategies.experts_plan import why_not
+from hasten.strategies.tensor_layers import BLOCKS, linear_layers, matrix_of
+from hasten.strategies.tensor_split import Split
 
 STYLES: Final = get_args(TensorStyle)
 _ALIASES: Final = (
     ("colwise_rep", "colwise_gather_output"),
     ("rowwise_rep", "rowwise_split_input"),
     ("replicated_with_grad_allreduce", "replicate_sum_gradients"),
+    ("moe_tp_experts", "experts"),
 )
 """Names that plans of transformers' models use."""
-_QUERY: Final = re.compile(r"(^|_)(q|query|wq)(_|$)|^to_q$")
-_KEY: Final = re.compile(r"(^|_)(k|key|wk)(_|$)|^to_k$")
-_VALUE: Final = re.compile(r"(^|_)(v|value|wv)(_|$)|^to_v$")
-_HEAD_SIZES: Final = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "d_head", "dim_head", "d_k")
-_HEAD_COUNTS: Final = (
-    *("n_head", "n_heads", "num_heads", "num_attention_heads", "heads", "nhead"),
-    *("num_key_value_heads", "n_kv_heads", "n_kv_head", "num_kv_heads"),
-)
 
 
-@dataclass(slots=True)
-class Split:
-    """The layers of one model that are split, by name, and the layers an automatic plan looked at and left whole."""
-
-    source: str
-    styles: dict[str, TensorStyle] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    """Why, by name."""
-    summed: list[str] = field(default_factory=list)
-    """Whole modules that each rank applies to its own heads alone: their gradients are summed over the ranks."""
-    attributes: dict[str, list[str]] = field(default_factory=dict)
-    """Counts that a module keeps of what is split, such as heads, by the module's name: divided by the ranks."""
-
-
-def decide(model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str], ranks: int) -> Split:
+def decide(
+    model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str], ranks: int, experts: bool = True
+) -> Split:
     """What is split, checked against the layers' sizes before anything is touched.
 
+    `experts=False` leaves modules of stacked experts to expert parallelism.
     Raises: ConfigError for a plan that names what does not exist or cannot be split; PrepareError when an automatic
     plan finds nothing.
     """
-    if not isinstance(plan, str):
-        split = _matched(model, plan, "tp_plan")
-    elif carried := getattr(model, "tp_plan", None):
-        split = _matched(model, carried, f"the plan {type(model).__name__} carries", lenient=True)
-    else:
-        split = _found(model)
+    split = _automatic(model, ranks, experts) if isinstance(plan, str) else _matched(model, plan, "tp_plan", ranks)
     if not split.styles:
         raise PrepareError(
             f"no layer of {type(model).__name__} can be split automatically over {ranks} ranks"
-            f"{_reasons(split.left)}; every rank would compute the same. Name the layers with "
-            "ParallelismConfig(tp_plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}), or set tp_size=1."
+            f"{_reasons(split.left)}; every rank would compute the same. {_advice(model, ranks)}"
         )
+    tensor_heads.share(model, split, ranks)
     for name, style in split.styles.items():
-        _check_layer(model, name, style, ranks)
-    _check_heads(model, split, ranks)
-    split.summed = list(dict.fromkeys([*split.summed, *_norms_of_heads(model, split)]))
-    split.attributes = dict(_attributes(model, split, divide, ranks))
+        _check_layer(model, name, style, ranks, split)
+    tensor_heads.fit(model, split, ranks)
+    split.summed = list(dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)]))
+    tensor_heads.divide_named(model, split, divide, ranks)
+    tensor_adapters.expand(model, split, lambda: _advice(model, ranks))
     return split
+
+
+def _automatic(model: nn.Module, ranks: int, experts: bool) -> Split:
+    """The plans that the model and modules in it carry, and what is found in blocks outside of those."""
+    carriers = dict(_carriers(model))
+    split = Split("automatic plan")
+    for prefix, (carrier, plan) in carriers.items():
+        source = f"the plan {type(carrier).__name__} carries"
+        found = _matched(model, plan, source, ranks, prefix)
+        split.styles |= found.styles
+        split.left |= found.left
+        split.summed += found.summed
+        split.source = source
+    if carriers and not experts:
+        for name in [name for name, style in split.styles.items() if style == "experts"]:
+            split.drop(name, "its experts are divided over ep")
+
+    def inside(name: str) -> bool:
+        return any(not prefix or name.startswith(f"{prefix}.") for prefix in carriers)
+
+    if not any(prefix == "" for prefix in carriers):
+        tensor_found.find(model, split, inside)
+    split.automatic = not carriers
+    if experts:
+        tensor_found.find_experts(model, split, ranks)
+    return split
+
+
+def _carriers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, str]]]]:
+    """Yield the outermost modules that have a plan of their own; a wrapper may show that of the model inside it."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        own = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
+        plan: Any = getattr(module, "tp_plan", None) if own else None  # Any: somebody else's attribute
+        if isinstance(plan, Mapping) and plan and not any(not f or name.startswith(f"{f}.") for f in found):
+            found.append(name)
+            yield name, (module, plan)
 
 
 def _reasons(left: Mapping[str, str]) -> str:
     return "".join(f"; {name}: {why}" for name, why in list(left.items())[:3])
 
 
-def _matched(model: nn.Module, plan: Mapping[str, str], source: str, lenient: bool = False) -> Split:
-    """The modules each pattern names; the first pattern that fits a module decides."""
+def _advice(model: nn.Module, ranks: int) -> str:
+    """Say which plan works for this model: its own linear layers, each with a gathered output."""
+    plan = working_plan(model, ranks)
+    if not plan:
+        return f"No linear layer of it has a number of outputs that {ranks} divides: set tp_size=1."
+    return f"Name the layers with ParallelismConfig(tp_plan={plan!r}), which splits what can be split alone, or set tp_size=1."
+
+
+def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
+    """Return a plan that splits every linear layer by itself and gathers its output; numbers in names become `*`."""
+    names: dict[str, list[bool]] = {}
+    times: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        times[id(parameter)] = times.get(id(parameter), 0) + 1
+    for name, layer in linear_layers(model, ""):
+        own = tensor_adapters.callable_base(model, name)
+        if own is None:
+            continue
+        untied = times[id(model.get_submodule(own).get_parameter("weight"))] == 1
+        pattern = re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", own)
+        names.setdefault(pattern, []).append(layer.outputs % ranks == 0 and untied)
+    return {pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)}
+
+
+def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None) -> Split:
+    """The modules each pattern names; the first pattern that fits a module decides. A carried plan names what is below."""
     split = Split(source)
+    start = f"{carrier}." if carrier else ""
+    decided: set[str] = set()
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern, word in plan.items():
         style = dict(_ALIASES).get(word, word)
-        if style not in STYLES and not lenient:
-            raise ConfigError(
-                f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
-                f"{', '.join(STYLES)}."
-            )
         matches = re.compile(translate(pattern)).match
-        chosen = [name for name in names if matches(name)]
-        if not chosen and not lenient:
-            known = ", ".join(name for name, part in model.named_modules() if _splittable(part))
-            raise ConfigError(
-                f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; layers "
-                f"that can be split are {known or 'none'}."
-            )
-        for name in chosen:
+        chosen = [name for name in names if name.startswith(start) and matches(name[len(start) :])]
+        if carrier is None:
+            _check_pattern(model, pattern, word, style, chosen, source)
+        for name in [name for name in chosen if name not in decided]:
+            decided.add(name)
             if style not in STYLES:
-                split.left.setdefault(name, f"{word!r} is not supported")
-            elif style == "replicate_sum_gradients":
+                raise ConfigError(
+                    f"{source} asks for {word!r} of {name!r}, which hasten cannot do; its gradients could be wrong without "
+                    f"it. {_advice(model, ranks)}"
+                )
+            if style == "replicate_sum_gradients":
                 split.summed.append(name)
+            elif style == "experts" and carrier is not None and why_not(model.get_submodule(name)) is not None:
+                split.left[name] = str(why_not(model.get_submodule(name)))
             elif style != "replicate":
-                split.styles.setdefault(name, cast(TensorStyle, style))
+                split.styles[name] = cast(TensorStyle, style)
     return split
 
 
-def _splittable(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.Embedding))
+def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
+    given = [known for known in STYLES if known != "replicate_heads"]  # chosen where ranks outnumber heads of keys
+    if style not in given:
+        raise ConfigError(
+            f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
+            f"{', '.join(given)}."
+        )
+    if not chosen:
+        tables = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+        known = ", ".join([*tables, *(name for name, _ in linear_layers(model, ""))])
+        raise ConfigError(
+            f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; layers "
+            f"that can be split are {known or 'none'}."
+        )
 
 
-def _found(model: nn.Module) -> Split:
-    """The usual attention and perceptron layers of repeated blocks, recognised by names and sizes."""
-    split = Split("automatic plan")
-    for prefix, block in repeated_blocks(model):
-        linears = [(f"{prefix}.{name}", part) for name, part in block.named_modules() if isinstance(part, nn.Linear)]
-        rest = _split_attention(linears, split)
-        _split_perceptrons(rest, block, prefix, split)
-    return split
-
-
-Layers = list[tuple[str, nn.Linear]]
-
-
-def _split_attention(linears: Layers, split: Split) -> Layers:
-    """Split query, key and value projections by columns and what follows them by rows; the layers that remain."""
-    rest: Layers = []
-    waiting: dict[str, nn.Linear] = {}
-    for name, layer in linears:
-        leaf = name.rpartition(".")[2]
-        if any(pattern.search(leaf) for pattern in (_QUERY, _KEY, _VALUE)):
-            waiting[name] = layer
-        elif len(waiting) == 3 and layer.in_features == next(iter(waiting.values())).out_features:
-            split.styles.update(dict.fromkeys(waiting, "colwise"))
-            split.styles[name] = "rowwise"
-            waiting = {}
-        else:
-            rest.append((name, layer))
-    for name in waiting:
-        split.left[name] = "no output projection follows it"
-    return rest
-
-
-def _split_perceptrons(linears: Layers, block: nn.Module, prefix: str, split: Split) -> None:
-    """Split layers that widen by columns, and the one that brings their width back by rows."""
-    normed = {
-        size
-        for part in block.modules()
-        if "Norm" in type(part).__name__
-        for size in [*getattr(part, "normalized_shape", ()), *(p.shape[0] for p in part.parameters() if p.ndim)]
-    }
-    wide: Layers = []
-    for name, layer in linears:
-        if wide and layer.in_features == wide[0][1].out_features and layer.out_features == wide[0][1].in_features:
-            split.styles.update({other: "colwise" for other, _ in wide})
-            split.styles[name] = "rowwise"
-            wide = []
-        elif wide and (layer.in_features, layer.out_features) != (wide[0][1].in_features, wide[0][1].out_features):
-            split.left.update({other: "no layer that brings its width back follows it" for other, _ in wide})
-            wide = []
-        elif layer.out_features <= layer.in_features:
-            split.left[name] = "its place in the block is not clear from its size"
-        elif layer.out_features in normed:
-            split.left[name] = f"a norm over {layer.out_features} features may follow it"
-        else:
-            wide.append((name, layer))
-    split.left.update({other: "no layer that brings its width back follows it" for other, _ in wide})
-
-
-def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int) -> None:
-    layer = model.get_submodule(name)
+def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, split: Split) -> None:
+    layer = tensor_adapters.inner(model.get_submodule(name))
+    if style == "experts":
+        split.numbers[name] = _check_experts(name, layer, ranks)
+        return
+    if style == "replicate_heads":
+        return
     table = style in ("embedding_rowwise", "embedding_colwise")
-    if not isinstance(layer, nn.Embedding if table else nn.Linear):
+    sizes = matrix_of(layer)
+    if not isinstance(layer, nn.Embedding) if table else sizes is None:
         raise ConfigError(
             f"{name!r} is a {type(layer).__name__}, which cannot be split {style}: that is for "
             f"{'torch.nn.Embedding' if table else 'torch.nn.Linear'}. Leave it out of the plan."
         )
+    blocks = dict(BLOCKS).get(style, 1)
     if isinstance(layer, nn.Embedding):
         what, size = (
             ("rows", layer.num_embeddings) if style == "embedding_rowwise" else ("columns", layer.embedding_dim)
         )
+        if type(layer).forward is not nn.Embedding.forward and len(signature(type(layer).forward).parameters) != 2:
+            raise ConfigError(
+                f"{name!r} is a {type(layer).__name__}, whose forward does not take tokens alone, so it is not clear which "
+                "rows it reads; leave it whole."
+            )
         if layer.max_norm is not None or layer.sparse:
             raise ConfigError(
                 f"{name!r} uses max_norm or sparse gradients, which need the whole table; leave it whole."
             )
-    elif style in ("colwise", "colwise_gather_output"):
-        what, size = "output features", layer.out_features
     else:
-        what, size = "input features", layer.in_features
-    if size % ranks:
+        assert sizes is not None, "checked above"
+        by_columns = style.startswith("colwise")
+        what, size = ("output features", sizes.outputs) if by_columns else ("input features", sizes.inputs)
+    if size % (ranks * blocks):
+        joined = "" if blocks == 1 else f", which are {blocks} projections side by side"
         raise ConfigError(
-            f"tp_size={ranks} does not divide the {size} {what} of {name!r}; ranks would hold layers of different "
-            f"widths. Set tp_size to one of {divisors(size)}, or leave this layer out of the plan."
+            f"tp_size={ranks} does not divide the {size} {what} of {name!r}{joined}; ranks would hold layers of different "
+            f"widths. Set tp_size to one of {divisors(size // blocks)}, or leave this layer out of the plan."
         )
 
 
-def _parents(split: Split) -> Iterator[tuple[str, list[str]]]:
-    """The modules that hold layers split by columns whose parts stay apart, with those layers."""
-    held: dict[str, list[str]] = {}
-    for name, style in split.styles.items():
-        if style == "colwise":
-            held.setdefault(name.rpartition(".")[0], []).append(name)
-    yield from held.items()
-
-
-def _check_heads(model: nn.Module, split: Split, ranks: int) -> None:
-    """Raise when a rank's part of a projection would cut a head in two."""
-    for parent, layers in _parents(split):
-        module = model.get_submodule(parent)
-        for name in layers:
-            leaf = name.rpartition(".")[2]
-            if not any(pattern.search(leaf) for pattern in (_QUERY, _KEY, _VALUE)):
-                continue
-            width = model.get_submodule(name).get_parameter("weight").shape[0]
-            size = next((s for a in _HEAD_SIZES if isinstance(s := getattr(module, a, None), int) and s > 0), None)
-            counts = [c for a in _HEAD_COUNTS if isinstance(c := getattr(module, a, None), int) and c > 0]
-            heads = [width // size] if size and width % size == 0 else [c for c in counts if width % c == 0]
-            wrong = next((count for count in heads if count % ranks), None)
-            if wrong is not None:
-                raise ConfigError(
-                    f"tp_size={ranks} does not divide the {wrong} heads of {name!r}; a head would be cut in two. Set "
-                    f"tp_size to one of {divisors(wrong)}."
-                )
-
-
-def _norms_of_heads(model: nn.Module, split: Split) -> Iterator[str]:
-    """Norms of queries and keys beside their split projections, which see this rank's heads only."""
-    for parent, layers in _parents(split):
-        module = model.get_submodule(parent)
-        sizes = [s for a in _HEAD_SIZES if isinstance(s := getattr(module, a, None), int) and s > 0]
-        inputs = {model.get_submodule(name).get_parameter("weight").shape[1] for name in layers}
-        for leaf, part in module.named_children():
-            named = _QUERY.search(leaf) or _KEY.search(leaf)
-            widths = {p.numel() for p in part.parameters(recurse=False)}
-            if named and "Norm" in type(part).__name__ and widths and widths <= set(sizes[:1]) - inputs:
-                yield f"{parent}.{leaf}" if parent else leaf
-
-
-def _attributes(model: nn.Module, split: Split, divide: Sequence[str], ranks: int) -> Iterator[tuple[str, list[str]]]:
-    """The counts to divide, by module. Raises: ConfigError for a name that no module with split layers has."""
-    seen: set[str] = set()
-    for parent, _ in _parents(split):
-        module = model.get_submodule(parent)
-        own = [name for name in divide if isinstance(getattr(module, name, None), int)]
-        for name in own:
-            value = getattr(module, name)
-            if value % ranks:
-                raise ConfigError(
-                    f"tp_size={ranks} does not divide {parent}.{name}={value}, which tp_divide asks to divide; set "
-                    f"tp_size to one of {divisors(value)}."
-                )
-        seen.update(own)
-        if own:
-            yield parent, own
-    if missing := [name for name in divide if name not in seen]:
+def _check_experts(name: str, module: nn.Module, ranks: int) -> int:
+    """Return the number of experts in a module. Raises: ConfigError for one whose experts cannot be divided."""
+    if (why := why_not(module)) is not None:
         raise ConfigError(
-            f"tp_divide names {missing[0]!r}, but no module whose layers are split has a whole number of that name, so "
-            "it would do nothing; check the spelling."
+            f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Leave it out of the plan."
         )
+    number = int(next(module.parameters()).shape[0])
+    if number % ranks:
+        raise ConfigError(
+            f"tp_size={ranks} does not divide the {number} experts of {name!r}; ranks would hold different numbers. Set "
+            f"tp_size to one of {divisors(number)}, or leave this module out of the plan."
+        )
+    return number

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from hasten.modules import forwarding
 from hasten.modules.dropout import may_draw
 
 
@@ -28,11 +33,8 @@ class ApartStream:
             return
         seed = int(torch.randint(2**62, ()))
         weight = next(module.parameters(), None)
-        self._device = torch.device("cpu") if weight is None else weight.device
-        on_device = None
-        if self._device.type == "cuda":
-            on_device = torch.cuda.get_rng_state(self._device)
-        self._outside = torch.get_rng_state(), on_device
+        self._device = self._device if weight is None else weight.device  # a dropout has none: as before
+        self._outside = torch.get_rng_state(), self._on_device()
         torch.manual_seed(seed + self._rank)
 
     def end(self) -> None:
@@ -44,3 +46,45 @@ class ApartStream:
         torch.set_rng_state(host)
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, self._device)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager that draws from the common stream inside a region; the region's own stream continues after it."""
+        if self._outside is None:
+            yield
+            return
+        inside = torch.get_rng_state(), self._on_device()
+        self.end()
+        try:
+            yield
+        finally:
+            self._outside = torch.get_rng_state(), self._on_device()
+            torch.set_rng_state(inside[0])
+            if inside[1] is not None:
+                torch.cuda.set_rng_state(inside[1], self._device)
+
+    def _on_device(self) -> Tensor | None:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+
+class DrawnApart(forwarding.Forward):
+    """The forward of a dropout beside a split layer, as an adapter has one: it draws as its input is held.
+
+    An input that every rank has whole loses the same elements on all ranks; one of which each rank has a part does not.
+    """
+
+    tag = "drawn apart"
+
+    def __init__(self, apart: ApartStream, by_part: bool) -> None:
+        self.apart = apart
+        self.by_part = by_part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: a dropout's argument and result
+        if not self.by_part:
+            with self.apart.paused():
+                return self.inner(*args, **kwargs)
+        self.apart.begin(self.module)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self.apart.end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from hasten.strategies.context_ops import all_parts, collect, summed_part
 from hasten.strategies.tensor_ops import enter, gather, split
 from hasten.strategies.tensor_random import ApartStream
 from hasten.strategies.wrapping import CONTAINERS
+
+_BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds", "replicate_heads")
+"""Styles of layers that take all tokens and give a part of the features."""
 
 # Any in this file: arguments and outputs of the user's modules, and torch's untyped autograd.Function.
 
@@ -177,7 +180,7 @@ def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tupl
         for part, layer in block.named_modules():
             where = f"{name}.{part}" if part else name
             style = styles.get(where)
-            if style in ("colwise", "rowwise") or not dict(layer.named_parameters(recurse=False)):
+            if style in (*_BY_COLUMNS, "rowwise") or not dict(layer.named_parameters(recurse=False)):
                 continue
             if style is None and "Norm" in type(layer).__name__:
                 continue
@@ -206,7 +209,7 @@ def install(
         region = SequenceRegion(group)
         for index, (name, block) in enumerate(stack):
             parts = {f"{name}.{part}" if part else name: layer for part, layer in block.named_modules()}
-            holders = {where: _holder(where, parts) for where in parts if styles.get(where) == "colwise"}
+            holders = {where: _holder(where, parts) for where in parts if styles.get(where) in _BY_COLUMNS}
             for where, layer in parts.items():
                 if where in styles:
                     regions[where] = region, holders.get(where, name) != name

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.comm.base import Comm
-from hasten.modules.dtensors import is_dtensor
+from hasten.modules.dtensors import is_dtensor, whole_of
 
 
 class Averaged:
@@ -42,7 +42,7 @@ def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: te
     made: dict[int, Any] = {}
     for value in state.values():
         if id(value) not in made:
-            whole = value.full_tensor() if is_dtensor(value) else value
+            whole = whole_of(value) if is_dtensor(value) else value
             made[id(value)] = _on_host(whole) if is_main else None
     return {name: made[id(value)] for name, value in state.items()} if is_main else {}
 

@@ -1,0 +1,76 @@
+"""Layers that tensor parallelism can split: their sizes, and the dimension of each parameter that a style divides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+from hasten.config.parallel import TensorStyle
+
+BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (("colwise_halves", 2), ("colwise_thirds", 3))
+"""Styles of layers that join several projections, and how many."""
+_MULTIPLIED: Final = (nn.MultiheadAttention,)
+"""Modules that use the weights of their layers without calling them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Sizes of a layer that multiplies its input by a matrix, and the weight's dimension of outputs."""
+
+    inputs: int
+    outputs: int
+    out_dim: int
+    """0 for `nn.Linear`; 1 for a transposed weight, as in transformers' `Conv1D`."""
+
+
+def matrix_of(module: nn.Module) -> Matrix | None:
+    """Return the sizes of a linear layer, an adapter's base layer included; None for any other module."""
+    module = base_of(module)
+    weight = getattr(module, "weight", None)
+    shape = tuple(getattr(weight, "shape", ()))
+    if isinstance(module, nn.Linear) and shape == (module.out_features, module.in_features):
+        return Matrix(module.in_features, module.out_features, 0)
+    nx, nf = getattr(module, "nx", None), getattr(module, "nf", None)
+    if type(module).__name__ == "Conv1D" and isinstance(nx, int) and isinstance(nf, int) and shape == (nx, nf):
+        return Matrix(nx, nf, 1)
+    return None
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """Return the layer that a PEFT adapter surrounds, or the module itself."""
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
+    return module
+
+
+def linear_layers(block: nn.Module, prefix: str) -> list[tuple[str, Matrix]]:
+    """Return the linear layers a block calls, by name and in order; an adapter and its base layer are one."""
+    return list(_walk(block, prefix))
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, Matrix]]:
+    for leaf, child in module.named_children():
+        name = f"{prefix}.{leaf}" if prefix else leaf
+        found = matrix_of(child)
+        if found is not None:
+            yield name, found
+        elif not isinstance(child, _MULTIPLIED):
+            yield from _walk(child, name)
+
+
+def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
+    """Return the dimension along which each parameter of a layer is divided; parameters left out are whole."""
+    own = dict(layer.named_parameters(recurse=False))
+    if style == "experts":
+        return dict.fromkeys(own, 0)
+    if style in ("embedding_rowwise", "embedding_colwise"):
+        return {"weight": 0 if style == "embedding_rowwise" else 1}
+    sizes = matrix_of(layer)
+    if sizes is None or not style.startswith(("colwise", "rowwise")):
+        return {}
+    if style.startswith("rowwise"):
+        return {"weight": 1 - sizes.out_dim}
+    return {"weight": sizes.out_dim} | ({"bias": 0} if "bias" in own else {})

@@ -1,0 +1,113 @@
+"""Tiny models of transformers with random weights, and a short training run of one, plain or with an Accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hasten import Accelerator
+from hasten.optional import need
+
+# Any in this file: classes and configurations of transformers, which is an optional package.
+
+_SIZES: Final = (
+    ("hidden_size", 8),
+    ("intermediate_size", 16),
+    ("num_hidden_layers", 2),
+    ("num_attention_heads", 4),
+    ("vocab_size", 16),
+    ("max_position_embeddings", 8),
+)
+_ENDS: Final = (("bos_token_id", 0), ("eos_token_id", 0))
+
+
+def _made(model: str, config: str, **options: Any) -> nn.Module:
+    package = need("transformers", why="a model of the Hub")
+    made: nn.Module = getattr(package, model)(getattr(package, config)(**options))
+    return made
+
+
+def t5(**options: Any) -> nn.Module:
+    """Return an encoder-decoder whose first blocks have relative positions for each head."""
+    sizes = {"d_model": 8, "d_kv": 2, "d_ff": 16, "num_layers": 2, "num_heads": 4, "vocab_size": 16}
+    more = {"dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return _made("T5ForConditionalGeneration", "T5Config", **sizes, **more, **options)
+
+
+def gated_t5() -> nn.Module:
+    """Return a T5 of version 1.1."""
+    return t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+
+
+def gpt2() -> nn.Module:
+    """Return a model whose layers have transposed weights and whose queries, keys and values are one layer."""
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 4, "vocab_size": 16, "n_positions": 8}
+    drops = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return _made("GPT2LMHeadModel", "GPT2Config", **sizes, **drops, **dict(_ENDS))
+
+
+def mixtral() -> nn.Module:
+    """Return a mixture of four experts."""
+    return _made(
+        "MixtralForCausalLM", "MixtralConfig", **dict(_SIZES), num_key_value_heads=2, num_local_experts=4, **dict(_ENDS)
+    )
+
+
+def llama(key_heads: int = 1) -> nn.Module:
+    """Return a model with four heads of queries and as many of keys as are asked for."""
+    options = {"num_key_value_heads": key_heads, "attention_bias": True}
+    return _made("LlamaForCausalLM", "LlamaConfig", **dict(_SIZES), **options, **dict(_ENDS))
+
+
+def gemma() -> nn.Module:
+    """Return a model whose embedding is a class of its own that scales its rows."""
+    options = {"num_key_value_heads": 2, "head_dim": 4}
+    return _made("Gemma3ForCausalLM", "Gemma3TextConfig", **dict(_SIZES), **options, **dict(_ENDS))
+
+
+def gpt_neo() -> nn.Module:
+    """Return a model whose attention uses its number of heads in shapes."""
+    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 4, "vocab_size": 16, "intermediate_size": 16}
+    drops = {"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 8}
+    kinds = [[["global", "local"], 1]]
+    return _made("GPTNeoForCausalLM", "GPTNeoConfig", **sizes, **drops, attention_types=kinds, **dict(_ENDS))
+
+
+def step(net: nn.Module, optimizer: Any, generator: torch.Generator, accelerator: Accelerator | None = None) -> float:
+    """Train on one random batch and return its loss."""
+    batch = torch.randint(1, 16, (4, 6), generator=generator)
+    loss = net(input_ids=batch, labels=batch).loss
+    loss.backward() if accelerator is None else accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def train(net: nn.Module, accelerator: Accelerator | None = None, steps: int = 4) -> tuple[nn.Module, list[float]]:
+    """Train the parameters that are to be trained; return the model and its losses. Ranks: every rank of the Accelerator."""
+    net.train()
+    optimizer: Any = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+    if accelerator is not None:
+        net, optimizer = accelerator.prepare(net, optimizer)
+    g = torch.Generator().manual_seed(3)
+    return net, [step(net, optimizer, g, accelerator) for _ in range(steps)]
+
+
+def share_of(net: nn.Module) -> float:
+    """Return the share of the model's elements that this rank holds."""
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in net.parameters())
+    return held / sum(p.numel() for p in net.parameters())
+
+
+def largest_difference(
+    got: Mapping[str, Any], net: nn.Module, but: Callable[[str], bool] = lambda name: False
+) -> float:
+    """Return how far a state dict is from a model's own, which has the same names in the same order."""
+    want = net.state_dict()
+    assert list(got) == list(want), f"names differ: {sorted(set(got) ^ set(want))}"
+    floats = {name: value for name, value in want.items() if value.is_floating_point() and not but(name)}
+    return max(float((got[name] - value).abs().max()) for name, value in floats.items())
