@@ -507,6 +507,8 @@ class Accelerator:
             if not isinstance(one, PreparedOptimizer):
                 arguments.refuse("unscale_gradients(optimizer)", one, "it needs optimizers that prepare() returned")
             one.settle()
+        if self.clock.unowned is not None:
+            self.clock.unowned.settle()
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -532,6 +534,8 @@ class Accelerator:
         chosen = clip.as_list(parameters)
         arguments.check_parameters(chosen, f"{call}(parameters)")
         settle(chosen, self.prepared.optimizers)
+        if self.clock.unowned is not None:
+            self.clock.unowned.settle()
         return chosen
 
     @property
@@ -828,6 +832,7 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release everything prepared and empty the device's cache; returns None for each argument."""
         self.prepared.clear()
+        self.clock.unowned = None
         self._accumulations.clear()
         cleared = [None] * len(objects)
         del objects

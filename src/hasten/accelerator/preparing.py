@@ -24,6 +24,7 @@ from hasten.errors import PrepareError, StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.unowned import Unowned
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner
@@ -118,6 +119,7 @@ class Preparer:
                 self.on_model(model)
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
+        self._note_unowned()
         for item in bundle.of("scheduler"):
             item.value = self._scheduler(item.value)
         self._loaders(bundle.of("loader"))
@@ -172,6 +174,13 @@ class Preparer:
         prepared = self._rehearsal.optimizer(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
+
+    def _note_unowned(self) -> None:
+        """Let the clock keep the gradients of trained parameters that no optimizer holds, if there are any."""
+        found = self._clock.unowned or Unowned(self._clock, self._precision, self.done.optimizers)
+        found.learn(self.done.models)
+        if self.done.optimizers and found.parameters():
+            self._clock.unowned = found
 
     def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
         inner = getattr(scheduler, "optimizer", None)

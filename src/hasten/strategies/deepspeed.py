@@ -250,6 +250,11 @@ class DeepSpeedStrategy:
                 "keeps the gradients of all it trains together, so a part of them cannot be clipped. Call it once for each model, "
                 "with model.parameters()."
             )
+        if loose := sum(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+            raise StepError(
+                f"{call}() got {loose} trained parameters that no optimizer holds. An engine has no gradients of them, and plain "
+                "torch counts them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
+            )
         return chosen[0].optimizer
 
     # -- the user's module ----------------------------------------------------------------------------------------
