@@ -130,6 +130,8 @@ class Accelerator:
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
+        if not parts.strategy.caps.splits_sequences:
+            self._preparer.on_model.append(lambda model: self._context.follow(model, self.strategy.unwrap(model)))
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
@@ -171,7 +173,7 @@ class Accelerator:
                 self.saving.newest,
             )
             self._numbers.on_loss = parts.rehearsal.loss_listener()
-            self._preparer.on_model = self._numbers.follow
+            self._preparer.on_model.append(self._numbers.follow)
             if parts.numbers.then != "report":
                 self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)

@@ -86,8 +86,8 @@ class Preparer:
         self._clock = clock
         self._rehearsal = rehearsal
         self.done = Prepared()
-        self.on_model: Callable[[nn.Module], None] | None = None
-        """Told of each model that is prepared."""
+        self.on_model: list[Callable[[nn.Module], None]] = []
+        """Called with each model that is prepared."""
         self.performance = Performance(config, ctx, precision)
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
@@ -114,9 +114,9 @@ class Preparer:
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
         models = [item.value for item in bundle.of("model")]
         self.done.models += models
-        if self.on_model is not None:
-            for model in models:
-                self.on_model(model)
+        for model in models:
+            for follow in self.on_model:
+                follow(model)
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
         self._note_unowned()

@@ -30,6 +30,8 @@ class Caps:
     """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
     gradients_s: Callable[[], float] = lambda: 0.0
     """The time a backward waits for gradients of other ranks, as last measured; 0 where it is not known."""
+    splits_sequences: bool = False
+    """Ranks of the context-parallel axis get their part of each sequence from the strategy, not from a block."""
     transfer: MakeMove | None = None
     """Makes what brings batches to the device, where a copy to it would not do."""
 

@@ -70,7 +70,9 @@ class MegatronStrategy:
             )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
         self._place, self._convert = Place(), Convert(config.master_weights)
-        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
+        self.caps = Caps(
+            owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True, splits_sequences=True
+        )
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
         self._given: Optimizer | None = None
