@@ -432,21 +432,32 @@ class Accelerator:
         if self.run_log is not None:
             self.run_log.backward_done(exchanged=self.clock.boundary)
 
-    def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: Callable[[nn.Module, Tree], Tensor],
+        weight: Callable[[Any], float | Tensor] | None = None,
+    ) -> Tensor:
         """Run forward and backward on one batch; returns the loss, detached and equal on every pipeline stage.
 
-        `loss_of(model, batch)` returns the mean loss over the samples, as in a plain loop. Under pipeline parallelism it is
-        called for every micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling
-        `backward(loss_of(model, batch))`. Ranks: every rank.
+        `loss_of(model, batch)` returns the mean loss, as in a plain loop. Under pipeline parallelism it is called for every
+        micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling `backward(loss_of(model, batch),
+        weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch is the mean of; without it
+        micro-batches count by the labels of torch's cross entropy that are not ignored. Ranks: every rank. Any: a batch.
         """
         arguments.check_modules((model,), "forward_backward(model)")
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
+        if weight is not None:
+            arguments.check_callable(weight, "forward_backward(weight)")
         self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        loss = self.strategy.forward_backward(
-            model, batch, loss_of, lambda loss: self.precision.scale(divided(*self.clock.weigh(loss)))
-        )
+
+        def weigh(loss: Tensor, amount: float | Tensor | None = None) -> Tensor:
+            return self.precision.scale(divided(*self.clock.weigh(loss, amount)))
+
+        loss = self.strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
             self._numbers.seen(loss, None)
         return loss

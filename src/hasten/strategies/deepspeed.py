@@ -23,7 +23,7 @@ from hasten.optim.engine import Placeholder
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies import deepspeed_engine
-from hasten.strategies.base import Caps, LoopState, Wish
+from hasten.strategies.base import Caps, LoopState, Weigh, Wish
 from hasten.strategies.deepspeed_building import Told, building, is_partitioned, make_whole
 from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.deepspeed_config import building as partitioning
@@ -214,10 +214,11 @@ class DeepSpeedStrategy:
         model: nn.Module,
         batch: Tree,
         loss_of: Callable[[nn.Module, Tree], Tensor],
-        weigh: Callable[[Tensor], Tensor],
+        weigh: Weigh,
+        weight: Callable[[Tree], float | Tensor] | None = None,
     ) -> Tensor:
         loss = loss_of(model, batch)
-        self.backward(weigh(loss))
+        self.backward(weigh(loss, None if weight is None else weight(batch)))
         return loss.detach()
 
     def _scale(self) -> float:
