@@ -241,6 +241,40 @@ def test_a_module_that_makes_its_own_positions_is_refused(
         assert net.training
 
 
+class WithLoss(nn.Module):
+    """A model that computes its loss, from labels that it shifts by itself or gets shifted."""
+
+    def __init__(self, shifts: bool) -> None:
+        super().__init__()
+        self.net, self.shifts = Speller("none"), shifts
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.net(tokens)
+        if targets is None:
+            return logits, None
+        if self.shifts:
+            return logits, F.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@ranks(2, exhaustive=(4,))
+def test_a_module_that_shifts_its_labels_is_refused(ctx: ProcessContext) -> None:
+    tokens = torch.randint(VOCAB, (2, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    labels[0, 3:] = -100
+    accelerator = spread("ring", ctx.world.size)
+    net = accelerator.prepare(seeded(partial(WithLoss, True)))
+    block = accelerator.context_parallel([inputs, labels], [1, 1])
+    with pytest.raises(StepError, match="shifts labels by itself"), block:
+        net(inputs, labels)
+    plain, net = seeded(partial(WithLoss, False)), accelerator.prepare(seeded(partial(WithLoss, False)))
+    plain(inputs, labels)[1].backward()
+    with accelerator.context_parallel([inputs, labels], [1, 1]):
+        accelerator.backward(net(inputs, targets=labels)[1])
+    for a, b in zip(accelerator.unwrap_model(net).parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+
+
 @ranks(2)
 def test_training_without_the_block_says_what_to_write(ctx: ProcessContext) -> None:
     accelerator = spread("ring")

@@ -77,9 +77,9 @@ def test_unowned_gradients_stay_and_count(ctx: ProcessContext, layout: str, ever
         return
     accelerator = Accelerator(gradient_accumulation_steps=every, **LAYOUTS[layout])
     net = model()
-    loader = DataLoader(torch.arange(STEPS).repeat_interleave(ctx.world.size), batch_size=1)  # type: ignore[arg-type]
-    if layout == "tp":
-        loader = DataLoader(torch.arange(STEPS), batch_size=1)  # type: ignore[arg-type]  # a tensor has rows
+    copies = 1 if layout == "tp" else ctx.world.size
+    steps: Any = torch.arange(STEPS).repeat_interleave(copies)
+    loader: Any = DataLoader(steps, batch_size=1)
     net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(part_of(net), lr=1e-2), loader)
     norms = []
     for step in loader:

@@ -131,7 +131,7 @@ class Accelerator:
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
         if not parts.strategy.caps.splits_sequences:
-            self._preparer.on_model.append(lambda model: self._context.follow(model, self.strategy.unwrap(model)))
+            self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
@@ -173,7 +173,7 @@ class Accelerator:
                 self.saving.newest,
             )
             self._numbers.on_loss = parts.rehearsal.loss_listener()
-            self._preparer.on_model.append(self._numbers.follow)
+            self._preparer.on_model = self._numbers.follow
             if parts.numbers.then != "report":
                 self.clock.before_update = self._numbers.before_update
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
@@ -454,12 +454,15 @@ class Accelerator:
         if self._progress is not None:
             self._progress.pulse.reached()
 
-        def weigh(loss: Tensor, amount: float | Tensor | None = None) -> Tensor:
-            return self.precision.scale(divided(*self.clock.weigh(loss, amount)))
+        amounts: list[float | Tensor | None] = []
+
+        def weigh(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
+            amounts.append(weight)
+            return self.precision.scale(divided(*self.clock.weigh(loss, weight)))
 
         loss = self.strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
-            self._numbers.seen(loss, None)
+            self._numbers.seen(loss, amounts[-1])
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:

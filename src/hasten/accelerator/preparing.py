@@ -86,8 +86,10 @@ class Preparer:
         self._clock = clock
         self._rehearsal = rehearsal
         self.done = Prepared()
-        self.on_model: list[Callable[[nn.Module], None]] = []
-        """Called with each model that is prepared."""
+        self.on_model: Callable[[nn.Module], None] | None = None
+        """Told of each model that is prepared."""
+        self.on_call: Callable[[nn.Module], None] | None = None
+        """Adds what the calls of each prepared model need."""
         self.performance = Performance(config, ctx, precision)
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
@@ -115,8 +117,9 @@ class Preparer:
         models = [item.value for item in bundle.of("model")]
         self.done.models += models
         for model in models:
-            for follow in self.on_model:
-                follow(model)
+            for follow in (self.on_model, self.on_call):
+                if follow is not None:
+                    follow(model)
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
         self._note_unowned()

@@ -15,12 +15,14 @@ from hasten.errors import StepError
 from hasten.strategies.context_layout import SequenceLayout
 from hasten.strategies.context_masks import IGNORED
 from hasten.strategies.context_ops import held_part
-from hasten.strategies.context_probe import check_positions
+from hasten.strategies.context_probe import check_labels, check_positions
 from hasten.strategies.context_sdpa import SequenceAttention
 from hasten.strategies.context_transformers import NAME
 
 # Any in this file: the arguments of the user's models, and transformers, which is untyped here.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_LABELS: Final = ("labels", "targets", "target", "y")
+"""Arguments that a model of somebody's own may compute its loss from."""
 _WRITE: Final = (
     "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
     "with every tensor that has a sequence dimension"
@@ -58,7 +60,8 @@ class CallHook:
         self._trainable = trainable
         self._ranks = ranks
         self._opened = opened
-        self._base: Any = inner.get_base_model() if callable(getattr(inner, "get_base_model", None)) else inner
+        inside: Any = getattr(inner, "get_base_model", None)  # a model wrapped by peft
+        self._base: Any = inside() if callable(inside) else inner
         self._signature = inspect.signature(inner.forward)
         self._accepts = inspect.signature(self._base.forward).parameters
         told = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
@@ -79,11 +82,14 @@ class CallHook:
         bound = self._signature.bind_partial(*args, **kwargs)
         more = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
         given = {**bound.arguments, **bound.arguments.get(more or "", {})}
+        given.pop(more or "", None)
         changed = self._completed(block, given)
         if not self._checked:
             self._checked = True
             if "position_ids" not in changed and not self._told(block, given):
                 check_positions(model, self._inner, args, kwargs, block)
+            if not hasattr(self._base, "loss_function"):
+                self._check_labels(model, block, given)
         if not changed:
             return None
         for name, value in changed.items():
@@ -92,6 +98,12 @@ class CallHook:
             else:
                 bound.arguments.setdefault(more or name, {})[name] = value
         return bound.args, bound.kwargs
+
+    def _check_labels(self, model: nn.Module, block: Opened, given: dict[str, Any]) -> None:
+        parameters = self._signature.parameters.values()
+        if all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
+            for name in _LABELS:
+                check_labels(model, self._inner, (), given, block, name)
 
     def _refuse_outside(self, model: nn.Module) -> None:
         spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == NAME

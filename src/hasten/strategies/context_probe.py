@@ -1,4 +1,4 @@
-"""A check of a model's first call: attention must see the same queries, keys and values in parts as in whole sequences."""
+"""Checks of a model's first call, with a few tokens: that it computes the same in parts as in whole sequences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.errors import StepError
 from hasten.strategies.context_masks import MaskReader
 from hasten.strategies.context_ops import collect
-from hasten.strategies.context_patch import AttentionPatch
-from hasten.trees import map_tensors
+from hasten.strategies.context_patch import Attention, AttentionPatch
+from hasten.strategies.context_sdpa import SequenceAttention
+from hasten.trees import map_tensors, tensors
 
 if TYPE_CHECKING:
     from hasten.strategies.context_calls import Opened
@@ -35,23 +36,13 @@ def check_positions(
     A model that makes positions from the length of its input, or mixes neighbouring tokens, computes something else from a
     part of a sequence, and nothing would show it. Raises: StepError for such a model.
     """
-    if model is not inner and not isinstance(model, DistributedDataParallel):
-        return  # an engine, whose modules cannot be called twice
-    length = block.layout.num_chunks * _PER_CHUNK
-    if any(whole.shape[dim] < length for _, whole, dim in block.buffers):
+    if not _may_run(model, inner, block):
         return
     whole = _shortened(args, kwargs, block, lambda start, dim: start)
-    parts = _shortened(args, kwargs, block, lambda start, dim: block.part(start, dim))
-    attention = block.attention
-    plain = _Recorder(attention.original)
-    lengths = frozenset({length // block.layout.ranks})
-    split = _Recorder(
-        replace(attention, lengths=lengths, masks=MaskReader(block.layout), begin=lambda: False, padded=None)
-    )
-    with torch.no_grad(), _as_evaluated(inner, block):
-        for recorder, (some, named) in ((plain, whole), (split, parts)):
-            with AttentionPatch().replaced(recorder):
-                inner.forward(*some, **named)
+    parts = _shortened(args, kwargs, block, block.part)
+    plain, split = _Recorder(block.attention.original), _Recorder(_split_attention(block))
+    _run(inner, whole, plain, block)
+    _run(inner, parts, split, block)
     worst = 0.0
     for one, other in zip(plain.seen, split.seen, strict=True):
         for expected, mine in zip(one, other, strict=True):
@@ -64,6 +55,53 @@ def check_positions(
             "context_parallel([tokens, labels, positions], [1, 1, 1]) with positions = torch.arange(length).expand(batch, -1), or set "
             "cp_size=1."
         )
+
+
+def check_labels(
+    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened, name: str
+) -> None:
+    """Change the first label of each part, and look whether the loss that the model returns changes. Ranks: every rank.
+
+    A model that shifts its labels by itself leaves the first one of a part out, and takes the last tokens of another part for those
+    before it. Raises: StepError for such a model.
+    """
+    given = block.whole(kwargs.get(name))
+    if given is None or given[0].is_floating_point() or not _may_run(model, inner, block):
+        return
+    some, named = _shortened(args, kwargs, block, block.part)
+    labels, dim, most = named[name], given[1], int(given[0].max())
+    found: list[float] = []
+    for value in (0, most):
+        changed = labels.clone()
+        changed.narrow(dim, 0, 1).fill_(value)
+        out = _run(inner, (some, {**named, name: changed}), _split_attention(block), block)
+        found += [float(one) for one in tensors(out) if one.numel() == 1 and one.is_floating_point()][:1]
+    if most > 0 and len(found) == 2 and found[0] == found[1]:
+        raise StepError(
+            f"{type(inner).__name__} returns a loss that the first label of this rank's part of {name!r} does not change: it shifts "
+            "labels by itself, and would lose or mix up the tokens at the ends of parts. Shift the labels before the block "
+            "and compute the loss from the logits: F.cross_entropy(logits.flatten(0, 1), labels.flatten())."
+        )
+
+
+def _may_run(model: nn.Module, inner: nn.Module, block: Opened) -> bool:
+    """Whether the model can be called more often than the user calls it, with fewer tokens."""
+    length = block.layout.num_chunks * _PER_CHUNK
+    engine = model is not inner and not isinstance(model, DistributedDataParallel)
+    return not engine and all(whole.shape[dim] >= length for _, whole, dim in block.buffers)
+
+
+def _split_attention(block: Opened) -> SequenceAttention:
+    lengths = frozenset({block.layout.num_chunks * _PER_CHUNK // block.layout.ranks})
+    return replace(
+        block.attention, lengths=lengths, masks=MaskReader(block.layout), begin=lambda: False, padded=None, hidden=None
+    )
+
+
+def _run(inner: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], attention: Attention, block: Opened) -> Any:
+    args, kwargs = given
+    with torch.no_grad(), _as_evaluated(inner, block), AttentionPatch().replaced(attention):
+        return inner.forward(*args, **kwargs)
 
 
 @dataclass(slots=True)

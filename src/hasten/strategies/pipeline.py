@@ -321,12 +321,11 @@ def _refuse(model: nn.Module) -> None:
             f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
             "begin. Switch its gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
-    config: Any = getattr(model, "config", None)  # Any: transformers' settings of the model
-    for settings in (config, getattr(model, "generation_config", None)):
-        if not getattr(settings, "use_cache", False):
-            continue
-        settings.use_cache = False
-        log.info("%s: use_cache is switched off, because a stage keeps no keys of other stages", type(model).__name__)
+    for key in ("config", "generation_config"):
+        settings: Any = getattr(model, key, None)  # Any: transformers' settings of the model
+        if getattr(settings, "use_cache", False):
+            settings.use_cache = False
+            log.info("%s: %s.use_cache is switched off: a stage has no keys of other stages", type(model).__name__, key)
 
 
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:

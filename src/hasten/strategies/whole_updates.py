@@ -99,8 +99,18 @@ def _whole(tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     where = tensor.device_mesh.device_type
-    gathered: Tensor = (tensor if tensor.device.type == where else tensor.to(where)).full_tensor()
-    return gathered.detach()
+    if tensor.device.type != where:  # shards in host memory, which the group cannot gather
+        local = placements().DTensor.from_local(
+            tensor.to_local().to(where),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        gathered: Tensor = local.full_tensor().detach()
+        return gathered
+    return tensor.full_tensor().detach()
 
 
 def _part(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
