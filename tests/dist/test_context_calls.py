@@ -123,7 +123,9 @@ def test_a_model_of_transformers_is_called_as_in_a_plain_loop(
     same(spread(way), name, kind)
 
 
-@ranks(4)
+@ranks(4, timeout_s=180)
+@pytest.mark.exhaustive
+@pytest.mark.timeout(240)
 def test_on_four_ranks_too(ctx: ProcessContext) -> None:
     same(spread("ring", 4), "gpt2", "padded")
     same(spread("allgather", 2, strategy="fsdp"), "llama", "full")
@@ -194,7 +196,7 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-@ranks(2, exhaustive=(4,))
+@ranks(2, 4)
 @pytest.mark.parametrize("places", ["none", "given"])
 def test_a_plain_module_trains_like_plain_torch(ctx: ProcessContext, places: str) -> None:
     plain = seeded(lambda: Speller(places))
@@ -299,4 +301,18 @@ def test_models_with_positions_of_their_own_kind_are_refused(ctx: ProcessContext
     net = accelerator.prepare(build(RobertaConfig(**sizes, num_attention_heads=2, vocab_size=VOCAB)))
     tokens = torch.full((2, LENGTH), 5)
     with pytest.raises(StepError, match="padding_idx"), accelerator.context_parallel([tokens], [1]):
+        net(input_ids=tokens)
+
+
+@ranks(2)
+def test_what_a_part_does_not_show_is_refused(ctx: ProcessContext) -> None:
+    """A padding mask over whole sequences beside parts of them, and a window that is longer than a part."""
+    accelerator = spread("allgather")
+    inner: Any = llama()
+    net = accelerator.prepare(inner)
+    tokens, mask = torch.full((2, LENGTH), 5), torch.ones(2, LENGTH, dtype=torch.long)
+    with pytest.raises(StepError, match="Add it to the buffers"), accelerator.context_parallel([tokens], [1]):
+        net(input_ids=tokens, attention_mask=mask)
+    inner.config.sliding_window = LENGTH - 1
+    with pytest.raises(StepError, match="at most 15 tokens"), accelerator.context_parallel([tokens], [1]):
         net(input_ids=tokens)

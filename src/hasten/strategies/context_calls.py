@@ -23,6 +23,8 @@ from hasten.strategies.context_transformers import NAME
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _LABELS: Final = ("labels", "targets", "target", "y")
 """Arguments that a model of somebody's own may compute its loss from."""
+_SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
+"""Arguments of transformers' models that have one entry for each token."""
 _WRITE: Final = (
     "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
     "with every tensor that has a sequence dimension"
@@ -127,10 +129,12 @@ class CallHook:
         sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
         if sequence is None:
             return changed
+        length = sequence[0].shape[sequence[1]]
+        self._refuse_wholes(block, given, length)
+        self._refuse_windows(length)
         if "position_ids" in self._accepts and given.get("position_ids") is None:
             self._refuse_other_positions()
-            whole, dim = sequence
-            places = torch.arange(whole.shape[dim], device=whole.device)
+            places = torch.arange(length, device=sequence[0].device)
             changed["position_ids"] = block.part(places, 0).unsqueeze(0)
         labels = self._shifted(block, given)
         if labels is not None:
@@ -138,6 +142,29 @@ class CallHook:
         if (mask := block.whole(given.get("attention_mask"))) is not None and self._causal:
             self._complete_mask(block, mask, self._labels_of(block, given, labels), changed)
         return changed
+
+    def _refuse_wholes(self, block: Opened, given: Mapping[str, Any], length: int) -> None:
+        """Raise for an argument over whole sequences beside parts of them, of which a model may take the wrong part."""
+        for name in _SEQUENCES:
+            value = given.get(name)
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
+                raise StepError(
+                    f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which is no buffer of the "
+                    "context-parallel block and spans whole sequences, beside parts of them. Add it to the buffers, "
+                    "with its sequence dimension."
+                )
+
+    def _refuse_windows(self, length: int) -> None:
+        """Raise for a model of transformers whose layers see a window of the sequence: a part of it does not show that."""
+        config: Any = getattr(self._base, "config", None)
+        kinds = getattr(config, "layer_types", None)
+        for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+            window = getattr(config, name, None)
+            if isinstance(window, int) and window < length and (kinds is None or kind in kinds):
+                raise StepError(
+                    f"{type(self._base).__name__} has config.{name}={window}, and sequences of {length} tokens that are split over "
+                    f"{self._ranks} ranks are attended to whole. Use sequences of at most {window} tokens, or cp_size=1."
+                )
 
     def _refuse_other_positions(self) -> None:
         """Raise for a model whose positions are not 0, 1, 2, … of each sequence."""
