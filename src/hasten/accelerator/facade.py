@@ -130,8 +130,6 @@ class Accelerator:
         self.prepared = self._preparer.done
         sizes = parts.config.parallelism
         self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
-        if not parts.strategy.caps.splits_sequences:
-            self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self.saving = Saving(
@@ -156,7 +154,9 @@ class Accelerator:
         parts.rehearsal.built(self)
 
     def _watch_values(self, parts: Parts) -> None:
-        """Check losses and gradients before updates and compare ranks after them, as the settings ask."""
+        """Check calls of models, losses and gradients before updates and compare ranks after them, as the settings ask."""
+        if not parts.strategy.caps.splits_sequences:
+            self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self._numbers: NumbersWatch | None = None
         self._rollback: Rollback | None = None
         if parts.numbers is not None:
