@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hasten.optim.gradients import alike, gradients
+from hasten.optim.gradients import multiply
 from hasten.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Unowned:
 
     def put_aside(self, earlier: Mapping[Tensor, Tensor]) -> None:
         """Keep these gradients apart until the window ends."""
-        # A view lies in memory that the next reduction may overwrite.
-        self.earlier = {p: grad.clone() if grad._is_view() else grad for p, grad in earlier.items()}
+        # A gradient may lie in memory that the next reduction overwrites.
+        self.earlier = {p: grad.clone() for p, grad in earlier.items()}
         for parameter in self.parameters():
             parameter.grad = None
         self._open, self._merged = True, False
@@ -79,8 +79,7 @@ class Unowned:
         if scaler is not None and scaler.is_enabled():
             factor = (1.0 if factor is None else factor) / scaler.get_scale()
         if factor is not None:
-            for same in alike(gradients(parameters)):
-                torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, Tensor) else factor)
+            multiply([{"params": parameters}], factor)
         for parameter, grad in self.earlier.items():
             parameter.grad = grad.clone() if parameter.grad is None else parameter.grad.add_(grad)
 

@@ -330,7 +330,7 @@ def _refuse(model: nn.Module) -> None:
 
 def _refuse_batch_norm(model: nn.Module, count: int) -> None:
     """Raise for a layer that computes statistics over a batch, of which it sees a part."""
-    kinds = nn.modules.batchnorm._BatchNorm
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
     if name is not None:
         raise StepError(

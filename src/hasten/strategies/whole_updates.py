@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from hasten.modules.dtensors import is_dtensor, placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+_MARK: Final = "updates_wholes"
 
 
 def needs_wholes(optimizer: Optimizer) -> bool:
@@ -28,9 +30,8 @@ def update_wholes(optimizer: Optimizer) -> None:
     An update sends each parameter and its gradient once. State of the parameter's shape is sharded like it; row and column
     statistics are whole on every rank.
     """
-    hooks = [*optimizer._optimizer_step_pre_hooks.values()]  # torch's own register
-    if not any(isinstance(hook, _Gather) for hook in hooks):
-        gather = _Gather()
+    if _MARK not in vars(optimizer):
+        gather = vars(optimizer)[_MARK] = _Gather()
         optimizer.register_step_pre_hook(gather)
         optimizer.register_step_post_hook(gather.put_back)
 
