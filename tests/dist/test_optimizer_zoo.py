@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,8 +99,6 @@ def ours(make: Make, kind: str, **settings: Any) -> tuple[list[float], nn.Module
 
 
 def check(name: str, kind: str, precision: str, strategy: str) -> None:
-    if name == "Adafactor" and strategy == "fsdp":  # refused, see below
-        return
     make = OPTIMIZERS[name]
     expected, net = reference(make, kind, precision)
     got, model = ours(make, kind, strategy=strategy, mixed_precision=precision)
@@ -153,7 +152,6 @@ class Foreign(torch.optim.Optimizer):
 
 @ranks(2)
 def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: ProcessContext) -> None:
-    theirs = pytest.importorskip("transformers.optimization").Adafactor
     cases: list[tuple[Make, str, str]] = [
         (
             partial(torch.optim.LBFGS, lr=0.1),
@@ -161,8 +159,6 @@ def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: P
             r"LBFGS joins all parameters .* shape \(7, 6\) .* strategy='ddp'",
         ),
         (partial(torch.optim.LBFGS, lr=0.1), "scalar", r"LBFGS joins all parameters .* shape \(\)"),
-        (partial(torch.optim.Adafactor, lr=0.1), "even", r"torch.optim.*Adafactor keeps row and column means"),
-        (partial(theirs, lr=0.1, relative_step=False), "even", r"transformers.*Adafactor keeps row and column means"),
     ]
     for make, kind, words in cases:
         net = Net(kind)
@@ -176,6 +172,61 @@ def test_optimizers_that_cannot_update_shards_are_refused_in_one_sentence(ctx: P
     accelerator.backward(net(data(0)).mean())
     with pytest.raises(StepError, match="Foreign cannot update sharded parameters"):
         optimizer.step()
+
+
+ADAFACTORS: dict[str, dict[str, Any]] = {
+    "torch": {"lr": 0.05, "weight_decay": 0.1},
+    "transformers": {"lr": 0.05, "relative_step": False, "scale_parameter": True, "beta1": 0.9, "weight_decay": 0.1},
+    "relative": {},
+}
+
+
+def adafactor(name: str) -> Make:
+    made = torch.optim.Adafactor if name == "torch" else pytest.importorskip("transformers.optimization").Adafactor
+    return partial(made, **ADAFACTORS[name])
+
+
+@ranks(2, exhaustive=(3,))
+@pytest.mark.parametrize("name", list(ADAFACTORS))
+def test_adafactor_has_the_statistics_of_whole_parameters(ctx: ProcessContext, name: str) -> None:
+    """Row and column means, and norms, of parameters that ranks share evenly and not."""
+    make = adafactor(name)
+    for kind in ("even", "uneven", "scalar"):
+        expected, net = reference(make, kind, "no")
+        got, model = ours(make, kind, strategy="fsdp")
+        assert got == pytest.approx(expected, abs=1e-5), kind
+        for a, b in zip(model.parameters(), net.parameters(), strict=True):
+            whole = a.full_tensor() if isinstance(a, DTensor) else a
+            torch.testing.assert_close(whole.detach(), b.detach(), rtol=0, atol=2e-5)
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["torch", "transformers"])
+def test_adafactor_moves_between_shards_and_replicas(ctx: ProcessContext, name: str, tmp_path: Path) -> None:
+    """Two steps sharded, saved, two steps replicated, against four in plain torch; its schedule counts updates."""
+    make = adafactor(name)
+    _, expected = reference(make, "uneven", "no")
+    for first, second in (("fsdp", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp")):
+        folder = tmp_path / f"{first}-{second}"
+        for strategy, steps in ((first, (0, 1)), (second, (2, 3))):
+            accelerator = Accelerator(strategy=strategy)
+            net = Net("uneven")
+            optimizer = make(net.parameters())
+            schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+            net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+            if folder.exists():
+                accelerator.load_state(folder)
+            for step in steps:
+                accelerator.backward((net(data(step).chunk(2)[ctx.rank]) - 1).pow(2).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if steps[0] == 0:
+                accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+        for a, b in zip(accelerator.unwrap_model(net).parameters(), expected.parameters(), strict=True):
+            whole = a.full_tensor() if isinstance(a, DTensor) else a
+            torch.testing.assert_close(whole.detach(), b.detach(), rtol=0, atol=2e-5)
 
 
 @ranks(2)

@@ -89,6 +89,8 @@ class Case:
     every: int
     weighted: bool
     clip: str
+    owned: str
+    """The parameters the optimizer holds: all, or a part of them, while clipping sees all."""
     optimizer: str
     schedule: str
     size: int
@@ -127,6 +129,7 @@ def draw(seed: int) -> Case:
         epochs=r.choice((1, 2, 3)),
         stop=r.random(),
         background=r.random() < 0.4,
+        owned=r.choice(("all", "all", "half", "odd")),  # drawn last: seeds keep their other choices
         seed=seed,
     )
 
@@ -184,6 +187,12 @@ def data(case: Case, dtype: torch.dtype) -> Data:
         x = torch.randn(case.size, 5, generator=g, dtype=torch.float64).to(dtype)
         y = torch.randint(0, CLASSES, (case.size,), generator=g)
     return Data(x, y, torch.randint(1, 6, (case.size,), generator=g).to(dtype))
+
+
+def owned(case: Case, net: nn.Module) -> list[nn.Parameter]:
+    """The parameters the optimizer holds; the gradients of the others stay and add up, as in plain torch."""
+    every = list(net.parameters())
+    return {"all": every, "half": every[len(every) // 2 :], "odd": every[1::2]}[case.owned]
 
 
 def schedule(case: Case, optimizer: Optimizer) -> Any:
@@ -265,7 +274,7 @@ def run(ctx: ProcessContext, case: Case, layout: tuple[str, int], folder: Path |
     )
     dtype = torch.float64 if case.precision == "float64" else torch.float32
     samples, net = data(case, dtype), model(case).to(dtype)
-    optimizer = OPTIMIZERS[case.optimizer](net.parameters())
+    optimizer = OPTIMIZERS[case.optimizer](owned(case, net))
     scheduler = schedule(case, optimizer)
     loader = DataLoader(TensorDataset(torch.arange(case.size)), batch_size=case.batch, shuffle=case.shuffle)
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
@@ -350,7 +359,9 @@ class Trainer:
         held: dict[str, Tensor | float | str] = {"rate": self.optimizer.param_groups[0]["lr"]}
         held["drawn"] = float(torch.rand(()))
         for name, parameter in self.accelerator.unwrap_model(self.net).named_parameters():
-            entries = {"weight": parameter.detach(), **self.optimizer.state[parameter]}
+            entries = {"weight": parameter.detach(), **self.optimizer.state.get(parameter, {})}
+            if parameter.grad is not None:
+                entries["gradient"] = parameter.grad
             for key, value in entries.items():
                 own = value.to_local() if isinstance(value, DTensor) else value
                 held[f"{name}/{key}"] = own.detach().clone() if isinstance(own, Tensor) else own
@@ -376,7 +387,7 @@ def reference(case: Case, steps: Sequence[Sequence[Micro]]) -> tuple[list[float]
     `steps` has the micro-steps of all ranks, one list a step; each window of them is one batch here.
     """
     samples, net = data(case, torch.float64), model(case).double()
-    optimizer = OPTIMIZERS[case.optimizer](net.parameters())
+    optimizer = OPTIMIZERS[case.optimizer](owned(case, net))
     scheduler = schedule(case, optimizer)
     losses: list[float] = []
     rates: list[float] = []
@@ -502,6 +513,7 @@ def test_a_seed_draws_one_case() -> None:
     assert draw(17) == draw(17)
     drawn = [draw(seed) for seed in range(500)]
     assert {case.kind for case in drawn} == set(KINDS), "every kind is drawn"
+    assert {case.owned for case in drawn} == {"all", "half", "odd"}, "every part of the parameters is drawn"
     assert {case.layout for case in drawn} == {case.new_layout for case in drawn} == set(LAYOUTS), (
         "every layout is drawn"
     )

@@ -154,7 +154,9 @@ class Accelerator:
         parts.rehearsal.built(self)
 
     def _watch_values(self, parts: Parts) -> None:
-        """Check losses and gradients before updates and compare ranks after them, as the settings ask."""
+        """Check calls of models, losses and gradients before updates and compare ranks after them, as the settings ask."""
+        if not parts.strategy.caps.splits_sequences:
+            self._preparer.on_call = lambda model: self._context.follow(model, self.strategy.unwrap(model))
         self._numbers: NumbersWatch | None = None
         self._rollback: Rollback | None = None
         if parts.numbers is not None:
@@ -440,23 +442,37 @@ class Accelerator:
         if self.run_log is not None:
             self.run_log.backward_done(exchanged=self.clock.boundary)
 
-    def forward_backward(self, model: nn.Module, batch: Tree, loss_of: Callable[[nn.Module, Tree], Tensor]) -> Tensor:
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: Callable[[nn.Module, Tree], Tensor],
+        weight: Callable[[Any], float | Tensor] | None = None,
+    ) -> Tensor:
         """Run forward and backward on one batch; returns the loss, detached and equal on every pipeline stage.
 
-        `loss_of(model, batch)` returns the mean loss over the samples, as in a plain loop. Under pipeline parallelism it is
-        called for every micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling
-        `backward(loss_of(model, batch))`. Ranks: every rank.
+        `loss_of(model, batch)` returns the mean loss, as in a plain loop. Under pipeline parallelism it is called for every
+        micro-batch on every stage, and this replaces `backward`; elsewhere it is the same as calling `backward(loss_of(model, batch),
+        weight=weight(batch))`. `weight(batch)` is the number of tokens or samples that the loss of a batch is the mean of; without it
+        micro-batches count by the labels of torch's cross entropy that are not ignored. Ranks: every rank. Any: a batch.
         """
         arguments.check_modules((model,), "forward_backward(model)")
         arguments.check_callable(loss_of, "forward_backward(loss_of)")
+        if weight is not None:
+            arguments.check_callable(weight, "forward_backward(weight)")
         self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()
-        loss = self.strategy.forward_backward(
-            model, batch, loss_of, lambda loss: self.precision.scale(divided(*self.clock.weigh(loss)))
-        )
+
+        amounts: list[float | Tensor | None] = []
+
+        def weigh(loss: Tensor, weight: float | Tensor | None = None) -> Tensor:
+            amounts.append(weight)
+            return self.precision.scale(divided(*self.clock.weigh(loss, weight)))
+
+        loss = self.strategy.forward_backward(model, batch, loss_of, weigh, weight)
         if self._numbers is not None:
-            self._numbers.seen(loss, None)
+            self._numbers.seen(loss, amounts[-1])
         return loss
 
     def run_step(self, fn: Callable[[Any], R], batch: Tree, split: Split | None = None) -> R:
@@ -517,6 +533,8 @@ class Accelerator:
             if not isinstance(one, PreparedOptimizer):
                 arguments.refuse("unscale_gradients(optimizer)", one, "it needs optimizers that prepare() returned")
             one.settle()
+        if self.clock.unowned is not None:
+            self.clock.unowned.settle()
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -542,6 +560,8 @@ class Accelerator:
         chosen = clip.as_list(parameters)
         arguments.check_parameters(chosen, f"{call}(parameters)")
         settle(chosen, self.prepared.optimizers)
+        if self.clock.unowned is not None:
+            self.clock.unowned.settle()
         return chosen
 
     @property
@@ -838,6 +858,7 @@ class Accelerator:
     def free_memory(self, *objects: Any) -> Any:  # Any: the user's objects
         """Release everything prepared and empty the device's cache; returns None for each argument."""
         self.prepared.clear()
+        self.clock.unowned = None
         self._accumulations.clear()
         cleared = [None] * len(objects)
         del objects

@@ -24,6 +24,7 @@ from hasten.errors import PrepareError, StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.unowned import Unowned
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner
@@ -87,6 +88,8 @@ class Preparer:
         self.done = Prepared()
         self.on_model: Callable[[nn.Module], None] | None = None
         """Told of each model that is prepared."""
+        self.on_call: Callable[[nn.Module], None] | None = None
+        """Adds what the calls of each prepared model need."""
         self.performance = Performance(config, ctx, precision)
         self._rng_types = checked_rng_types(config.rng_types or (), ctx.device)
 
@@ -113,11 +116,13 @@ class Preparer:
         self._strategy.prepare(bundle, self._ctx, self._precision, train)
         models = [item.value for item in bundle.of("model")]
         self.done.models += models
-        if self.on_model is not None:
-            for model in models:
-                self.on_model(model)
+        for model in models:
+            for follow in (self.on_model, self.on_call):
+                if follow is not None:
+                    follow(model)
         for item in bundle.of("optimizer"):
             item.value = self._optimizer(item.value)
+        self._note_unowned()
         for item in bundle.of("scheduler"):
             item.value = self._scheduler(item.value)
         self._loaders(bundle.of("loader"))
@@ -175,6 +180,13 @@ class Preparer:
         prepared = self._rehearsal.optimizer(optimizer, self._clock, self._precision)
         self.done.optimizers.append(prepared)
         return prepared
+
+    def _note_unowned(self) -> None:
+        """Let the clock keep the gradients of trained parameters that no optimizer holds, if there are any."""
+        found = self._clock.unowned or Unowned(self._clock, self._precision, self.done.optimizers)
+        found.learn(self.done.models)
+        if self.done.optimizers and found.parameters():
+            self._clock.unowned = found
 
     def _scheduler(self, scheduler: Any) -> PreparedScheduler:  # Any: schedulers share no base class
         inner = getattr(scheduler, "optimizer", None)

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from hasten.accelerator.rank_state import plan_options
 from hasten.accelerator.run_state import RunParts, load_packed, named_buffers, numbered_name, settle_loops
 from hasten.accelerator.undo import Stateful, Undo
-from hasten.accelerator.window_state import Gradients, Layout, loss_ranks, plan_gradients, put_gradients, same_data
+from hasten.accelerator.window_state import (
+    Gradients,
+    Layout,
+    loss_ranks,
+    plan_gradients,
+    put_gradients,
+    same_data,
+    spread_like,
+)
 from hasten.checkpoint.agreeing import Agreement
 from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.model_state import LoadReport, ModelPlan, plan_model
@@ -39,6 +47,8 @@ class Restore:
     options: list[list[Mapping[str, Any]]] | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
     gradients: Gradients | None = None
+    unowned: Mapping[str, Tensor] = field(default_factory=dict)
+    """Gradients of parameters that no optimizer holds, from windows before the one in progress."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     same_world: bool = True
     """Whether each rank reads the samples that the rank of this number read in the saved run."""
@@ -77,6 +87,8 @@ class Restore:
         parts = self.parts
         undo.add("random generators", parts.randomness.holding())
         undo.keep_attributes(parts.clock)
+        if parts.clock.unowned is not None:
+            undo.keep_attributes(parts.clock.unowned, tensors=False)
         for optimizer in parts.objects.optimizers:
             undo.keep_attributes(optimizer, tensors=False)
             inner = getattr(optimizer, "optimizer", optimizer)
@@ -147,6 +159,10 @@ class Restore:
                 loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         put_gradients(plain, names, gradients.of)
         parts.clock.load_state_dict(self.progress["clock"], gradients=self.gradients is not None)
+        if parts.clock.unowned is not None:
+            live = ((p, self.unowned.get(names[id(p)])) for model in plain for p in model.parameters())
+            kept = ((p, spread_like(p, grad)) for p, grad in live if grad is not None)
+            parts.clock.unowned.restore(kept, open_window=self.gradients is not None)
 
 
 class _PartOf:
@@ -212,6 +228,11 @@ def plan_restore(
     plan.options = plan_options(checkpoint, parts.objects.optimizers, rank, world_size)
     if "gradients" in checkpoint.manifest.components:
         _plan_window(plan, checkpoint, here, strict)
+    if "unowned_gradients" in checkpoint.manifest.components:
+        models = parts.plain_models()
+        plan.unowned = plan_gradients(
+            checkpoint, models, names, here, weighted=False, strict=strict, component="unowned_gradients"
+        ).of
     if plan.same_world:
         if "own_buffers" in checkpoint.manifest.components:
             plan.buffers = load_packed(checkpoint, "own_buffers", rank)

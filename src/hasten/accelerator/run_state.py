@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.undo import Stateful
-from hasten.accelerator.window_state import gradients_component
+from hasten.accelerator.window_state import gradients_component, unowned_component
 from hasten.checkpoint.agreeing import Agreement
 from hasten.checkpoint.base import Component, Format, StateTree
 from hasten.checkpoint.model_state import model_component
@@ -105,6 +105,8 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
         held = {key: tensor for loop in loops for key, tensor in loop.tensors.items()}
         groups = {key: members for loop in loops for key, members in loop.notes.get("groups", {}).items()}
         found["gradients"] = gradients_component(models, names, held, groups)
+    if parts.clock.unowned is not None and (kept := parts.clock.unowned.saved()):
+        found["unowned_gradients"] = unowned_component(kept, names)
     return StateTree(found)
 
 

@@ -34,12 +34,21 @@ def gradients_component(
     models: Sequence[nn.Module], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
 ) -> Component:
     """What a window in progress has gathered on this rank; `held` is what wrapped models keep besides .grad."""
+    grads = {id(p): p.grad for model in models for p in model.parameters() if p.grad is not None}
+    return _component(grads, names, held, groups)
+
+
+def unowned_component(grads: Mapping[int, Tensor], names: Mapping[int, str]) -> Component:
+    """The gradients, by the identity of their parameters, that stay when a window ends, because no optimizer clears them."""
+    return _component(grads, names, {}, {})
+
+
+def _component(
+    grads: Mapping[int, Tensor], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
+) -> Component:
     found: dict[str, Tensor | Slice] = dict(held)
-    for model in models:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                sharded = is_dtensor(parameter.grad)
-                found[(_SHARDED if sharded else "") + names[id(parameter)]] = as_stored(parameter.grad)
+    for number, grad in grads.items():
+        found[(_SHARDED if is_dtensor(grad) else "") + names[number]] = as_stored(grad)
     listed: dict[str, Json] = {first: list(members) for first, members in groups.items()}
     return Component(found, {"format": _FORMAT, "groups": listed}, "gradients", per_rank=True)
 
@@ -83,6 +92,7 @@ def plan_gradients(
     *,
     weighted: bool,
     strict: bool,
+    component: str = "gradients",
 ) -> Gradients:
     """The gradients of the saved window for this rank. Changes nothing; every rank for itself.
 
@@ -95,10 +105,10 @@ def plan_gradients(
     saved_world = checkpoint.manifest.world_size
     _refuse_other_stages(checkpoint.manifest.mesh, here.mesh)
     if same_data(checkpoint, here):
-        mine = checkpoint.component("gradients", here.rank)
+        mine = checkpoint.component(component, here.rank)
         if _fits(mine, live, checkpoint, here):
             return _as_they_are(mine)
-    everyone = [checkpoint.component("gradients", rank) for rank in range(saved_world)]
+    everyone = [checkpoint.component(component, rank) for rank in range(saved_world)]
     _refuse_unmovable(everyone, here)
     if strict and (strangers := sorted({_plain(key) for found in everyone for key in found.pieces} - live.keys())):
         raise CheckpointError(
@@ -216,11 +226,13 @@ def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: 
     for model in models:
         for parameter in model.parameters():
             gradient = saved.get(names[id(parameter)])
-            if gradient is None:
-                parameter.grad = None
-            elif is_dtensor(parameter):
-                room = torch.empty_like(parameter, requires_grad=False)
-                local_tensor(room).copy_(gradient)
-                parameter.grad = room
-            else:
-                parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
+            parameter.grad = None if gradient is None else spread_like(parameter, gradient)
+
+
+def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a gradient as the gradient of the parameter."""
+    if not is_dtensor(parameter):
+        return part.to(parameter.device, parameter.dtype, copy=True)
+    room = torch.empty_like(parameter, requires_grad=False)
+    local_tensor(room).copy_(part)
+    return room

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor
 
 from hasten.errors import StepError
@@ -16,7 +14,19 @@ from hasten.optim.cursors import Cursors, LoaderCursor, Watch
 from hasten.optim.lanes import Lanes
 from hasten.optim.marks import StepMarks
 from hasten.optim.parts import Part
-from hasten.optim.window import Holder, Key, Number, Window, agree_on_factors, check_every, checked_weight, hold, times
+from hasten.optim.unowned import Unowned
+from hasten.optim.window import (
+    Holder,
+    Key,
+    Number,
+    Window,
+    agree_on_factors,
+    agree_on_unit,
+    check_every,
+    checked_weight,
+    hold,
+    times,
+)
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
@@ -76,6 +86,8 @@ class StepClock:
     """Asked with the optimizer before it uses the gradients at a boundary; true skips the update, on every rank."""
     after_update: Callable[[], None] | None = None
     """Called when an optimizer has used the gradients at a boundary."""
+    unowned: Unowned | None = None
+    """The gradients of trained parameters that no optimizer holds, where there are such parameters."""
 
     def __post_init__(self) -> None:
         check_every(self.every)
@@ -201,6 +213,8 @@ class StepClock:
                 "common denominator. Give every backward() of a window a weight, or none."
             )
         window.losses += 1
+        if self.unowned is not None:
+            self.unowned.begin(weight is not None or (window.micro > 0 and window.every > 1))
         if self.part is not None:
             loss, weight = self.part.weigh(window, loss, weight)
         if weight is None:
@@ -295,19 +309,7 @@ class StepClock:
             "every": self.every,
             "unit": self.unit,
             "boundary": self.boundary,
-            "windows": [
-                {
-                    "key": None if key is None else list(key),
-                    "current": window is self._current,
-                    "micro": window.micro,
-                    "every": window.every,
-                    "missing": window.missing,
-                    "weighted": window.weighted,
-                    "losses": window.losses,
-                    "weight": float(window.weights[0]) if window.weights else 0.0,
-                }
-                for key, window in opened
-            ],
+            "windows": [window.as_plain(key, window is self._current) for key, window in opened],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], gradients: bool = False) -> None:
@@ -346,7 +348,7 @@ class StepClock:
     def _weigh_in(self, window: Window, loss: Tensor, weight: Number) -> Tensor:
         weight = checked_weight(weight)
         if self.unit is None:
-            self.unit = self._agree_on_unit(weight)
+            self.unit = agree_on_unit(weight, self.comm)
         place = window.turn if window.micro > 0 or window.every == 1 else 0
         if place in window.factors or any(
             not holder.spent and holder.settled_in(window.serial) for holder in self.holders()
@@ -375,7 +377,9 @@ class StepClock:
             return times(share, window.factors[place] / window.factors[0])
         if window.lanes is None:
             window.lanes = Lanes()
-        window.lanes.switch(place, [p for holder in self.holders() if not holder.spent for p in holder.parameters])
+        loose = [] if self.unowned is None else self.unowned.parameters()
+        held = (p for holder in self.holders() if not holder.spent for p in holder.parameters)
+        window.lanes.switch(place, [*held, *loose])
         return share
 
     @property
@@ -391,9 +395,3 @@ class StepClock:
             window, self.unit, self.comm, [number for number in range(window.turn) if number not in window.factors]
         )
         window.lanes.merge(parameters, window.factors)
-
-    def _agree_on_unit(self, weight: Number) -> float:
-        first = float(weight)
-        if self.comm is not None and self.comm.size > 1:
-            first = float(self.comm.all_reduce(torch.tensor(first, device=self.comm.device), "max"))
-        return 2.0 ** round(math.log2(first)) if first > 0 else 1.0

@@ -161,6 +161,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.num_attempts += 1
         self.num_updates += result.applied
         self.spent = True
+        if self._clock.unowned is not None:
+            self._clock.unowned.close(result.applied)
         self._clock.used()
         if self._clock.marks is not None and not result.applied:
             self._clock.marks.skipped()

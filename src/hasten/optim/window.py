@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -83,6 +83,19 @@ class Window:
         """The window as it is now, for `become`."""
         return replace(self, weights=list(self.weights), factors=dict(self.factors))
 
+    def as_plain(self, key: Key | None, current: bool) -> dict[str, Any]:
+        """The window's position as plain JSON values."""
+        return {
+            "key": None if key is None else list(key),
+            "current": current,
+            "micro": self.micro,
+            "every": self.every,
+            "missing": self.missing,
+            "weighted": self.weighted,
+            "losses": self.losses,
+            "weight": float(self.weights[0]) if self.weights else 0.0,
+        }
+
     def become(self, kept: Window) -> None:
         """Be as `kept` was."""
         fresh = kept.copy()  # which may be needed again
@@ -141,6 +154,14 @@ def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, plac
             window.factors[place] = torch.where(total == 0, torch.ones_like(total), scale / total)
         else:
             window.factors[place] = scale / total if total else 1.0
+
+
+def agree_on_unit(weight: Number, comm: Comm | None) -> float:
+    """The power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
+    first = float(weight)
+    if comm is not None and comm.size > 1:
+        first = float(comm.all_reduce(torch.tensor(first, device=comm.device), "max"))
+    return 2.0 ** round(math.log2(first)) if first > 0 else 1.0
 
 
 def _as_scalar(value: Number, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hasten.bundle import Bundle
 from hasten.data.loader import MakeMove
+from hasten.optim.window import Number
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.retry import Retry
@@ -30,8 +31,16 @@ class Caps:
     """Inside `no_sync`, gradients add up where the parameters' .grad does not show them."""
     gradients_s: Callable[[], float] = lambda: 0.0
     """The time a backward waits for gradients of other ranks, as last measured; 0 where it is not known."""
+    splits_sequences: bool = False
+    """Ranks of the context-parallel axis get their part of each sequence from the strategy, not from a block."""
     transfer: MakeMove | None = None
     """Makes what brings batches to the device, where a copy to it would not do."""
+
+
+class Weigh(Protocol):
+    """Gives the loss to backpropagate for a loss and what it is the mean of, None for as much as every other."""
+
+    def __call__(self, loss: Tensor, weight: Number | None = None) -> Tensor: ...
 
 
 class Stage(IntEnum):
@@ -163,9 +172,10 @@ class Strategy(KeepsLoopState, Protocol):
         model: nn.Module,
         batch: Tree,
         loss_of: Callable[[nn.Module, Tree], Tensor],
-        weigh: Callable[[Tensor], Tensor],
+        weigh: Weigh,
+        weight: Callable[[Tree], Number] | None = None,
     ) -> Tensor:
-        """Compute the loss of a batch and backpropagate what `weigh` makes of it; the loss. Ranks: every rank."""
+        """Compute the loss of a batch and backpropagate what `weigh` makes of it and its weight; the loss. Ranks: every rank."""
         ...
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:

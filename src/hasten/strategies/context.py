@@ -16,10 +16,12 @@ from hasten.errors import ConfigError, StepError
 from hasten.optim.clock import StepClock
 from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import is_trainable
 from hasten.strategies.context_attention import Sharing
+from hasten.strategies.context_calls import CallHook, Opened
 from hasten.strategies.context_layout import SequenceLayout
 from hasten.strategies.context_masks import IGNORED, Contents, MaskReader, look
-from hasten.strategies.context_ops import collect
+from hasten.strategies.context_ops import collect, held_part
 from hasten.strategies.context_patch import AttentionPatch
 from hasten.strategies.context_sdpa import SequenceAttention, Way
 
@@ -73,6 +75,13 @@ class ContextParallel:
         comm = ctx.groups(Axis.CP) if ranks > 1 else None
         self._comm = comm if isinstance(comm, ProcessGroupComm) else None
         self._patch = AttentionPatch()
+        self._opened: Opened | None = None
+
+    def follow(self, model: nn.Module, inner: nn.Module) -> None:
+        """Complete the arguments of the model's calls inside blocks, and refuse to train it outside of them."""
+        if self._comm is not None:
+            hook = CallHook(inner, is_trainable(inner), self._layout.ranks, lambda: self._opened)
+            model.register_forward_pre_hook(hook, with_kwargs=True)
 
     @contextmanager
     def block(
@@ -105,7 +114,7 @@ class ContextParallel:
 
         try:
             for tensor, dim in chosen:
-                tensor.data = self._part(tensor.data, dim)
+                tensor.data = held_part(tensor.data, dim, self._layout, self._rank)
             attention = SequenceAttention(
                 self._patch.original(),
                 Sharing(group, self._layout, "ring" if self._way == "ring" else "gather"),
@@ -117,11 +126,13 @@ class ContextParallel:
             if all(whole.is_cpu for whole, _ in wholes):  # nothing to wait for
                 attention.start()
             self._clock.joined = True
+            held = [(tensor, whole, dim) for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True)]
+            self._opened = Opened(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
             with self._patch.replaced(attention):
                 yield shards
             self._check_used(attention)
         finally:
-            self._clock.share, self._clock.joined = None, False
+            self._clock.share, self._clock.joined, self._opened = None, False, None
             for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True):
                 if id(tensor) not in kept:
                     _restore(tensor, whole, dim)
@@ -170,10 +181,6 @@ class ContextParallel:
                         "DistributedDataParallelKwargs(broadcast_buffers=False)."
                     )
 
-    def _part(self, whole: Tensor, dim: int) -> Tensor:
-        chunks = whole.chunk(self._layout.num_chunks, dim)
-        return torch.cat([chunks[place] for place in self._layout.chunks(self._rank)], dim)
-
     def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
         """The labels that were named, which decide what a rank's loss weighs."""
         if not isinstance(labels, Tensor):
@@ -207,6 +214,11 @@ class ContextParallel:
         mine = (counted != IGNORED).sum().to(comm.device, torch.float32)
         total = comm.all_reduce(mine.clone())
         return torch.where(total == 0, total, mine * self._layout.ranks / total)
+
+    def _weigh(self, mine: Tensor, every: Tensor) -> None:
+        """Make this rank's mean loss weigh by its share of the labels, which every rank of the sequence has whole."""
+        counts = torch.stack([(mine != IGNORED).sum(), (every != IGNORED).sum()]).to(torch.float32)
+        self._clock.share = torch.where(counts[1] == 0, counts[1], counts[0] * self._layout.ranks / counts[1])
 
     def _check_used(self, attention: SequenceAttention) -> None:
         if attention.calls == 0:

@@ -81,6 +81,8 @@ class Contents:
     nothing is hidden, and ranks have to agree."""
     ignoring: tuple[bool, ...]
     """For each buffer, whether it holds labels that the loss leaves out."""
+    counting: tuple[bool, ...] = ()
+    """For each buffer, whether it counts the positions of the sequence, from zero."""
 
 
 def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
@@ -90,9 +92,11 @@ def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
     """
     whole = [not t.is_floating_point() for t, _ in wholes]
     if not any(whole):
-        return lambda: Contents(False, tuple(whole))
+        return lambda: Contents(False, tuple(whole), tuple(whole))
     pairs = zip(wholes, whole, strict=True)
-    seen = torch.stack([torch.stack([_restarts(t, d), _hides(t), _ignores(t)]) for (t, d), one in pairs if one])
+    seen = torch.stack(
+        [torch.stack([_restarts(t, d), _hides(t), _ignores(t), _counts(t, d)]) for (t, d), one in pairs if one]
+    )
     if seen.is_cpu:
         return lambda: _contents(whole, seen)
     ready = torch.Event(seen.device)
@@ -109,13 +113,13 @@ def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
 def _contents(whole: list[bool], seen: Tensor) -> Contents:
     """Raises: StepError for positions of packed sequences, whose parts would attend to each other."""
     rows = iter(seen.tolist())
-    found = [next(rows) if one else (False, False, False) for one in whole]
+    found = [next(rows) if one else (False, False, False, False) for one in whole]
     if any(row[0] for row in found):
         raise StepError(
             "a buffer counts up from 0 and starts again, as the positions of several sequences do that are packed "
             "into one; context parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
         )
-    return Contents(any(row[1] for row in found), tuple(row[2] for row in found))
+    return Contents(any(row[1] for row in found), tuple(row[2] for row in found), tuple(row[3] for row in found))
 
 
 def _ignores(whole: Tensor) -> Tensor:
@@ -128,6 +132,12 @@ def _ignores(whole: Tensor) -> Tensor:
 def _hides(whole: Tensor) -> Tensor:
     """Whether this is a mask of zeros and ones, with zeros."""
     return ((whole == 0) | (whole == 1)).all() & (whole == 0).any()
+
+
+def _counts(whole: Tensor, dim: int) -> Tensor:
+    """Whether these are the positions 0, 1, 2, … of the sequence."""
+    values = whole.movedim(dim, -1).long()
+    return (values == torch.arange(values.shape[-1], device=values.device)).all()
 
 
 def _restarts(whole: Tensor, dim: int) -> Tensor:

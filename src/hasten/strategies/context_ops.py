@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.strategies.context_layout import SequenceLayout
+
 # Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
 
 
@@ -104,3 +106,9 @@ class Rotation:
             work.wait()
         flat = torch.split(self._received, [shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(flat, self._shapes, strict=True)]
+
+
+def held_part(whole: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
+    """The part of a tensor that `rank` holds."""
+    chunks = whole.chunk(layout.num_chunks, dim)
+    return torch.cat([chunks[place] for place in layout.chunks(rank)], dim)

@@ -38,6 +38,8 @@ class SequenceAttention:
     begin: Callable[[], bool]
     """Called once, at the first attention at the latest; whether padding may give ranks different masks, or some of them none."""
     padded: bool | None = None
+    hidden: Tensor | None = None
+    """This rank's part of the padding mask that a causal model was called without (batch, 1, 1, length)."""
     calls: int = 0
 
     def __call__(
@@ -98,7 +100,7 @@ class SequenceAttention:
                 if not self.padded:
                     raise
                 problem = error
-        hidden = meaning if isinstance(meaning, Tensor) else None
+        hidden = meaning if isinstance(meaning, Tensor) else self.hidden if causal and mask is None else None
         causal = causal or isinstance(meaning, str)
         if self.padded:
             hidden = self._agreed(hidden, causal, problem, query, key)

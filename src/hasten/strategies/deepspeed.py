@@ -23,7 +23,7 @@ from hasten.optim.engine import Placeholder
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies import deepspeed_engine
-from hasten.strategies.base import Caps, LoopState, Wish
+from hasten.strategies.base import Caps, LoopState, Weigh, Wish
 from hasten.strategies.deepspeed_building import Told, building, is_partitioned, make_whole
 from hasten.strategies.deepspeed_config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.deepspeed_config import building as partitioning
@@ -214,10 +214,11 @@ class DeepSpeedStrategy:
         model: nn.Module,
         batch: Tree,
         loss_of: Callable[[nn.Module, Tree], Tensor],
-        weigh: Callable[[Tensor], Tensor],
+        weigh: Weigh,
+        weight: Callable[[Tree], float | Tensor] | None = None,
     ) -> Tensor:
         loss = loss_of(model, batch)
-        self.backward(weigh(loss))
+        self.backward(weigh(loss, None if weight is None else weight(batch)))
         return loss.detach()
 
     def _scale(self) -> float:
@@ -249,6 +250,11 @@ class DeepSpeedStrategy:
                 f"{call}() got {len(wanted)} parameters, of {len(chosen)} engines with {len(held)} parameters in all; an engine "
                 "keeps the gradients of all it trains together, so a part of them cannot be clipped. Call it once for each model, "
                 "with model.parameters()."
+            )
+        if loose := sum(parameter.requires_grad and id(parameter) not in held for parameter in parameters):
+            raise StepError(
+                f"{call}() got {loose} trained parameters that no optimizer holds. An engine has no gradients of them, and plain "
+                "torch counts them in the norm. Call requires_grad_(False) on them, or give them to the optimizer."
             )
         return chosen[0].optimizer
 

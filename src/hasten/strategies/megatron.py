@@ -23,7 +23,7 @@ from hasten.precision.base import Precision
 from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.strategies import megatron_engine
-from hasten.strategies.base import Caps, LoopState, Wish
+from hasten.strategies.base import Caps, LoopState, Weigh, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.megatron_binding import bind, groups_by_name, owner_of
 from hasten.strategies.megatron_call import Given
@@ -70,7 +70,9 @@ class MegatronStrategy:
             )
         self._config, self._plugin, self._ctx = config, config.megatron, ctx
         self._place, self._convert = Place(), Convert(config.master_weights)
-        self.caps = Caps(owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True)
+        self.caps = Caps(
+            owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True, splits_sequences=True
+        )
         self.model: MegatronModel | None = None
         self.optimizer: MegatronOptimizer | None = None
         self._given: Optimizer | None = None
@@ -181,9 +183,19 @@ class MegatronStrategy:
             backpropagate(loss, parts, **kwargs)
 
     def forward_backward(
-        self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Callable[[Tensor], Tensor]
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: LossOf,
+        weigh: Weigh,
+        weight: Callable[[Tree], float | Tensor] | None = None,
     ) -> Tensor:
         trained, optimizer = self._trained()
+        if weight is not None:
+            raise StepError(
+                "forward_backward(weight=...) is not possible under Megatron-LM, whose schedule averages micro-batches alike. Leave it "
+                "out and use batches with equal numbers of labels, or strategy='auto' with pp_size."
+            )
         if model is not trained:
             raise StepError(
                 f"forward_backward() was given a {type(model).__name__} that is not the one prepared with an optimizer; pass what "

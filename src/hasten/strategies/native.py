@@ -15,9 +15,11 @@ from hasten.optim import clip
 from hasten.optim.dividing import backpropagate
 from hasten.optim.engine import Placeholder
 from hasten.optim.rebind import OptimizerRecord
+from hasten.optim.weightless import zero_if_weightless
+from hasten.optim.window import Number
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Wish
+from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Weigh, Wish
 from hasten.strategies.own_shards import refuse_unshardable, update_own_shards
 from hasten.strategies.retry import Retry
 from hasten.trees import Tree
@@ -31,7 +33,8 @@ class RunsStages(Protocol):
         model: nn.Module,
         batch: Tree,
         loss_of: Callable[[nn.Module, Tree], Tensor],
-        weigh: Callable[[Tensor], Tensor],
+        weigh: Weigh,
+        weight: Callable[[Tree], Number] | None = None,
     ) -> Tensor:
         """Forward and backward of one batch; its loss."""
         ...
@@ -102,12 +105,15 @@ class NativeStrategy:
         model: nn.Module,
         batch: Tree,
         loss_of: Callable[[nn.Module, Tree], Tensor],
-        weigh: Callable[[Tensor], Tensor],
+        weigh: Weigh,
+        weight: Callable[[Tree], Number] | None = None,
     ) -> Tensor:
         if self._stages is not None:
-            return self._stages.forward_backward(model, batch, loss_of, weigh)
+            return self._stages.forward_backward(model, batch, loss_of, weigh, weight)
         loss = loss_of(model, batch)
-        self.backward(weigh(loss))
+        amount = None if weight is None else weight(batch)
+        with nullcontext() if amount is None else zero_if_weightless(loss, amount):
+            self.backward(weigh(loss, amount))
         return loss.detach()
 
     def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:

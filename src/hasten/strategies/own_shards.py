@@ -12,7 +12,6 @@ from torch.optim import (
     LBFGS,
     SGD,
     Adadelta,
-    Adafactor,
     Adagrad,
     Adam,
     Adamax,
@@ -26,6 +25,7 @@ from torch.optim import (
 
 from hasten.errors import PrepareError
 from hasten.modules.dtensors import is_dtensor, placements
+from hasten.strategies.whole_updates import needs_wholes, update_wholes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,11 +46,6 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
     if not shards:
         return
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if isinstance(optimizer, Adafactor) or type(optimizer).__name__ == "Adafactor":  # transformers has one of its own
-        raise PrepareError(
-            f"{name} keeps row and column means over whole parameters, which torch's sharded tensors cannot compute; it "
-            f"would stop at its first step. Use {_IN_SHARDS}, or strategy='ddp'."
-        )
     if isinstance(optimizer, LBFGS):
         uneven = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
         if uneven is not None:
@@ -80,6 +75,9 @@ def update_own_shards(optimizer: Optimizer) -> None:
     """
     kinds = {is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}
     if True not in kinds:
+        return
+    if needs_wholes(optimizer):
+        update_wholes(optimizer)
         return
     if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
         for group in optimizer.param_groups:

@@ -24,13 +24,15 @@ from hasten.modules.dtensors import is_dtensor, whole_of
 from hasten.modules.names import named_parameters
 from hasten.modules.stages import TAG
 from hasten.optim import clip
+from hasten.optim.window import Number, checked_weight
 from hasten.precision.base import Precision
 from hasten.runtime.axes import AXES, LOSS, Axis
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import LoopState, Spread, Stage, Wish
+from hasten.strategies.base import LoopState, Spread, Stage, Weigh, Wish
 from hasten.strategies.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.pipeline_cut import Cut, decide, part_of, shared, work
 from hasten.strategies.pipeline_gradients import SharedWeights, average, groups_of
+from hasten.strategies.pipeline_labels import Counted, WatchLosses, WeightOf, shares
 from hasten.strategies.pipeline_learn import Learner, Signature, signature
 from hasten.strategies.pipeline_pass import Line, Seen, StageForward
 from hasten.strategies.pipeline_schedule import LossOf, Stepper, checked_loss
@@ -69,7 +71,7 @@ class Pipeline:
         self._shared = WeakKeyDictionary[nn.Module, SharedWeights]()
         self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()  # Any: torch's process groups
         self._learner = Learner(comm, self._place, ctx.device)
-        self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, Stepper]]()
+        self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, tuple[Stepper, Counted | None]]]()
         self._copies = WeakValueDictionary[int, nn.Parameter]()
         self._quiet = False
 
@@ -136,28 +138,52 @@ class Pipeline:
 
     # -- training -------------------------------------------------------------------------------------------------
     def forward_backward(
-        self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Callable[[Tensor], Tensor]
+        self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Weigh, weight: WeightOf | None = None
     ) -> Tensor:
         """Forward and backward of one batch in micro-batches; its loss, the same on every stage. Ranks: every rank."""
-        line, count = self._line(model), self._count
+        line, count, device = self._line(model), self._count, self._ctx.device
         rows = check_rows(trees.batch_size(batch), count)
         total = rows * count
         micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
-        kind = ("train", model.training, *signature(micros[0]))
-        stepper = self._steppers.setdefault(model, {}).get(kind)
-        if stepper is None:
-            learnt = self._learner.learn(model, line, kind, lambda: checked_loss(loss_of(model, micros[0])))
-            stepper = Stepper(model, line, learnt, count, self._config.schedule, self._comm)
-            self._steppers[model][kind] = stepper
-        factor = weigh(torch.ones((), device=self._ctx.device)) / count
+        stepper, counted = self._stepper(model, line, micros[0], loss_of, weight is None)
+        parts: Sequence[Tensor | float] = [1 / count] * count
+        amount: Number | None = None
+        if weight is not None:
+            amounts = [checked_weight(weight(micro)) for micro in micros]
+            amount, parts = sum(amounts), shares(amounts, device)
+        elif counted is not None:
+            parts = shares([counted.of(micro) for micro in micros], device)
+        factor = weigh(torch.ones((), device=device), amount)
         weights = self._shared[model]
         weights.set_aside()
-        loss = stepper.step(micros, loss_of, factor)
+        loss = stepper.step(micros, loss_of, factor, parts)
         weights.exchange()
         if not self._quiet and not self._spreads_itself:
             average(model.parameters(), self._peers)
-        mine = torch.zeros((), device=self._ctx.device) if loss is None else loss
+        mine = torch.zeros((), device=device) if loss is None else loss
         return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
+
+    def _stepper(
+        self, model: nn.Module, line: Line, micro: Tree, loss_of: LossOf, counts: bool
+    ) -> tuple[Stepper, Counted | None]:
+        """The schedule for this kind of micro-batch, and the labels that its loss is the mean over."""
+        kind = ("train", model.training, counts, *signature(micro))
+        found: list[Counted | None] = [None]
+
+        def first() -> Tensor:
+            if self._count > 1:
+                _refuse_batch_norm(model, self._count)
+            with WatchLosses() as watch:
+                loss = checked_loss(loss_of(model, micro))
+            found[0] = watch.counted(loss, micro) if counts else None
+            return loss
+
+        known = self._steppers.setdefault(model, {})
+        if kind not in known:
+            learnt = self._learner.learn(model, line, kind, first)
+            stepper = Stepper(model, line, learnt, self._count, self._config.schedule, self._comm)
+            known[kind] = stepper, found[0]
+        return known[kind]
 
     @property
     def _spreads_itself(self) -> bool:
@@ -181,6 +207,12 @@ class Pipeline:
                 f"{type(model).__name__} was called with gradients enabled, but its layers lie on {self._comm.size} pipeline "
                 "ranks, and a backward would end at the stage's first block. Train with accelerator.forward_backward("
                 "model, batch, loss_of), and call the model under torch.no_grad()."
+            )
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            raise StepError(
+                f"{type(model).__name__} was called with a cache of keys, as generate() does with use_cache=True, but a pipeline stage "
+                "has no keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
+                "(accelerator.save_model) and generate in a process that holds all of it."
             )
         rows = trees.batch_size((args, kwargs))
         size = max(1, -(-(rows or 1) // self._count))
@@ -289,10 +321,23 @@ def _refuse(model: nn.Module) -> None:
             f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
             "begin. Switch its gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
         )
-    config: Any = getattr(model, "config", None)  # Any: transformers' settings of the model
-    if getattr(config, "use_cache", False):
-        config.use_cache = False
-        log.info("%s: use_cache is switched off, because a stage keeps no keys of other stages", type(model).__name__)
+    for key in ("config", "generation_config"):
+        settings: Any = getattr(model, key, None)  # Any: transformers' settings of the model
+        if getattr(settings, "use_cache", False):
+            settings.use_cache = False
+            log.info("%s: %s.use_cache is switched off: a stage has no keys of other stages", type(model).__name__, key)
+
+
+def _refuse_batch_norm(model: nn.Module, count: int) -> None:
+    """Raise for a layer that computes statistics over a batch, of which it sees a part."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
+    if name is not None:
+        raise StepError(
+            f"{name!r} normalises by the mean and variance of its batch, and under pipeline parallelism it sees one of {count} "
+            "micro-batches at a time: other numbers than those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
+            "statistics with .eval(), or set pp_handler.num_microbatches=1 with schedule='gpipe'."
+        )
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.parallel import PipelineSchedule
 from hasten.errors import HastenError, StepError
+from hasten.optim.weightless import leave_if_weightless
 from hasten.strategies.pipeline_pass import Line, Seen
 from hasten.trees import Tree
 
@@ -45,6 +46,8 @@ class Work:
     micros: Sequence[Tree] = ()
     loss_of: LossOf | None = None
     factor: Tensor | float = 1.0
+    shares: Sequence[Tensor | float] = ()
+    """What the loss of each micro-batch counts for in that of the batch."""
     losses: list[Tensor] = field(default_factory=list)
 
 
@@ -69,9 +72,13 @@ class _StageModule(nn.Module):
         if not at.final:
             hidden: Tensor = result
             return hidden.contiguous()
-        loss = checked_loss(result)
-        work.losses.append(loss.detach().float())
-        return loss * work.factor
+        loss, share = checked_loss(result), work.shares[int(where)]
+        counts = loss.detach().float() * share
+        if isinstance(share, Tensor):
+            leave_if_weightless(loss, share)
+            counts = torch.where(share == 0, torch.zeros_like(counts), counts)  # a mean over nothing is nan
+        work.losses.append(counts)
+        return loss * (share * work.factor)
 
 
 def checked_loss(loss: Any) -> Tensor:  # Any: what the user's function returned
@@ -117,14 +124,16 @@ class Stepper:
             )
         self._schedule = _made(schedule, stages, count)
 
-    def step(self, micros: Sequence[Tree], loss_of: LossOf, factor: Tensor | float) -> Tensor | None:
-        """Forward and backward of all micro-batches; the mean of their losses on the rank of the last stage."""
+    def step(
+        self, micros: Sequence[Tree], loss_of: LossOf, factor: Tensor | float, shares: Sequence[Tensor | float]
+    ) -> Tensor | None:
+        """Forward and backward of all micro-batches; the sum of their shares of the loss on the rank of the last stage."""
         work = self._work
-        work.micros, work.loss_of, work.factor = micros, loss_of, factor
+        work.micros, work.loss_of, work.factor, work.shares = micros, loss_of, factor, shares
         args = (self._where,) if self._first else ()
         try:
             self._schedule.step(*args, target=self._where, losses=[], return_outputs=False, where=self._where)
-            return torch.stack(work.losses).mean() if work.losses else None
+            return torch.stack(work.losses).sum() if work.losses else None
         except RuntimeError as error:
             if isinstance(error.__cause__, HastenError):  # torch wraps what a stage raises
                 raise error.__cause__ from None
