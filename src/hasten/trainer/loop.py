@@ -127,7 +127,8 @@ class TrainingLoop:
         losses = torch.stack([loss for loss, _ in self._losses]).double()
         one = torch.ones((), device=device)
         weights = torch.stack([one if weight is None else weight.to(device) for _, weight in self._losses]).double()
-        self._sums.append(torch.stack([(losses * weights).sum(), weights.sum()]))
+        counted = torch.where(weights == 0, 0.0, losses)  # the mean over no labels is nan, and nan * 0 too
+        self._sums.append(torch.stack([(counted * weights).sum(), weights.sum()]))
         self._losses.clear()
 
     def _end_step(self) -> None:
