@@ -408,7 +408,7 @@ class Accelerator:
         `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
-            arguments.check_loss(loss)
+            arguments.check_loss(loss, self.clock.active and self.clock.active.given)
         self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()

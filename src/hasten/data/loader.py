@@ -203,7 +203,7 @@ class Loader(DataLoader[Any]):
             cursors.moving(cursor)
             cursor.batch += 1
             cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
-            cursor.at_end = last
+            cursor.at_end, cursor.given = last, batch
             if marks is not None:
                 marks.got(size)
             yield batch

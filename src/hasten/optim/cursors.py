@@ -23,6 +23,8 @@ class LoaderCursor:
     """Rows of the current batch on this rank that are not padding; None means all of them."""
     num_rows: int | None = None
     """Rows of the current batch on this rank, padding included; None means not known."""
+    given: Any = None  # Any: a batch of the user's
+    """The current batch, which error messages describe; None outside an iteration."""
     pads_like: tuple[Any, ...] | None = None
     """Equal for loaders whose batches of the same number are padded alike; None when not known."""
     opened: int = 0
@@ -99,7 +101,7 @@ class Cursors:
             if self.watched[index] is cursor:
                 del self.watched[index]
                 break
-        cursor.opened = 0
+        cursor.opened, cursor.given = 0, None
         if exhausted and self.watched:
             leader = self._leader
             unused = leader is not None and leader.moved > self._ticked and id(cursor) in leader.partners
