@@ -72,6 +72,12 @@ def check_number(value: object, call: str) -> None:
         refuse(call, value, "it needs a number, such as 1.0")
 
 
+def check_count(value: object, call: str) -> None:
+    """Refuse what is not a whole number from 0 up."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        refuse(call, value, "it needs a whole number from 0 up, such as 3")
+
+
 def check_parameters(parameters: list[Any], call: str) -> None:  # Any: what the user gave
     """Refuse what are not tensors."""
     for parameter in parameters:
