@@ -33,7 +33,7 @@ def num_done(loader: Loader) -> int:
     source, track = loader.parts.source, loader.parts.track
     if loader.cursor.num_again:
         return len(loader)
-    if not track.fresh or not track.start.consumed:
+    if not track.fresh or not track.start.consumed or loader.parts.skip:  # skipping counts from the epoch's first batch
         return 0
     at, steps, size = track.start, source.steps(), source.size()
     if source.unit == "stream" or steps is None or size is None:

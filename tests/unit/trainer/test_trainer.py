@@ -245,6 +245,39 @@ def test_settings_of_an_optimizer_given_ready_made_are_refused(tmp_path: Path) -
     Trainer(model, TrainingArguments(str(tmp_path), warmup_steps=2), train_dataset=Rows(), optimizers=(optimizer, None))
 
 
+def test_a_pipe_gets_a_line_for_every_log_and_evaluation_and_the_reason_of_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {
+        "num_train_epochs": 20,
+        "logging_steps": 2,
+        "eval_strategy": "epoch",
+        "disable_tqdm": False,
+    }
+    stopping = EarlyStoppingCallback(3, early_stopping_threshold=100.0)
+    trainer = make(tmp_path, [stopping], **changes)
+    trainer.train()
+    lines = capsys.readouterr().err.splitlines()
+    history = trainer.state.log_history
+    for log in history:
+        name = next(name for name in ("loss", "eval_loss", "train_loss") if name in log)
+        assert sum(f"step {log['step']}/100 | {name} {log[name]:.4g} |" in line for line in lines) == 1
+    assert sum("eval_loss" in log for log in history) == 4
+    assert sum("| eval_loss" in line for line in lines if line.startswith("step")) == 4
+    assert lines[-1] == "stopped at step 20/100: early stopping: eval_loss has not improved for 3 evaluations"
+
+
+def test_the_end_that_a_callback_asked_for_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Enough(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    make(tmp_path, [Enough()], disable_tqdm=False).train()
+    assert "stopped at step 1/5: a callback asked for it" in capsys.readouterr().err.splitlines()[-1]
+    make(tmp_path, disable_tqdm=False).train()
+    assert "stopped" not in capsys.readouterr().err
+
+
 def test_logs_reach_history_and_trackers(tmp_path: Path) -> None:
     trainer = make(tmp_path, logging_steps=2, report_to="jsonl", run_name="mine", eval_strategy="epoch")
     trainer.train()
