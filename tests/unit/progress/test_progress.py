@@ -352,7 +352,7 @@ def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
 
 def test_steps_done_before_are_given_by_hand() -> None:
     sheet = Sheet()
-    with Progress(here=Surroundings(display=sheet), total=10, initial=4) as bar:
+    with Progress[Any](here=Surroundings(display=sheet), total=10, initial=4) as bar:
         bar.update()
     assert [reading.step for reading in sheet.readings] == [5, 5]
     assert sheet.readings[-1].steps_per_s * sheet.readings[-1].elapsed_s == pytest.approx(1)
@@ -379,7 +379,7 @@ def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
 def test_notes_of_a_file_are_not_for_displays_in_place() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
-    with Progress(here=Surroundings(display=TerminalDisplay(console, 0.0)), total=2) as bar:
+    with Progress[Any](here=Surroundings(display=TerminalDisplay(console, 0.0)), total=2) as bar:
         bar.note("[always]")
         bar.note("in files", unless_in_place=True)
     assert "[always]" in file.getvalue()

@@ -225,7 +225,12 @@ def test_a_batch_without_labels_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kept", "expected"), [(4, True), (0, False)])
 def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(tmp_path: Path, kept: int, expected: bool) -> None:
     rows = [{"x": Rows()[i]["x"], "labels": Rows()[i]["label"] if i < kept else torch.tensor(-100)} for i in range(8)]
-    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "logging_steps": 1, "max_steps": 2}
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "logging_steps": 1,
+        "max_steps": 2,
+    }
     trainer = make(tmp_path, data=rows, **changes)
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
