@@ -134,7 +134,15 @@ class Accelerator:
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._epochs = EpochLoops(self.prepared, parts.clock)
-        self.saving = Saving(
+        self.saving = self._saving(parts)
+        if parts.config.checkpoint_in_memory is not None:
+            self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
+        watch(self, parts.watchdog)
+        self._watch_values(parts)
+        parts.rehearsal.built(self)
+
+    def _saving(self, parts: Parts) -> Saving:
+        return Saving(
             parts.ctx,
             parts.config.project,
             RunParts(
@@ -150,11 +158,6 @@ class Accelerator:
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
-        if parts.config.checkpoint_in_memory is not None:
-            self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
-        watch(self, parts.watchdog)
-        self._watch_values(parts)
-        parts.rehearsal.built(self)
 
     def _watch_values(self, parts: Parts) -> None:
         """Check losses and gradients before updates and compare ranks after them, as the settings ask."""

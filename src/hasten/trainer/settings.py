@@ -46,8 +46,8 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         if args.gradient_checkpointing_kwargs:
             raise ConfigError(
-                f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: it is passed to the model's "
-                f"gradient_checkpointing_enable(), which {type(model).__name__} does not have; remove it."
+                f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: {type(model).__name__} has no "
+                "method gradient_checkpointing_enable that would take it, and hasten recomputes its blocks instead; remove it."
             )
         found["recompute"] = _recompute(model)
     if handlers := _handlers(args):
