@@ -73,6 +73,8 @@ class EpochLoops:
         self._clock = clock
         self._outermost = _Level()
         self._open: list[_Loop] = []
+        self._left: tuple[int, list[int]] = 0, []
+        """Backward passes of the run when a loop ended, and the passes over loaders that its last body had read to the end."""
 
     def over(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs from 0, or from where the run was resumed, to `num_epochs` - 1."""
@@ -84,6 +86,7 @@ class EpochLoops:
             loop.inside = False
         finally:
             self._open.remove(loop)
+            self._left = self._clock.num_passes, [loader.cursor.num_ended for loader in self._objects.loaders]
 
     def _level(self) -> _Level:
         return self._open[-1].inner if self._open else self._outermost
@@ -115,8 +118,17 @@ class EpochLoops:
     def state_dict(self) -> dict[str, Any]:
         """The counters as JSON values: where each loop begins when it is resumed, and the passes its body is over with."""
         midway = self._midway()
-        ended = [x.cursor.num_ended + x.cursor.num_again for x in self._objects.loaders] if midway else []
-        return {"loops": self._states(self._outermost, midway), "ended": ended}
+        return {"loops": self._states(self._outermost, midway), "ended": self._ended() if midway else []}
+
+    def _ended(self) -> list[int]:
+        """The passes over each loader that a resume of the body that runs, or was left last, must not give again."""
+        again = [loader.cursor.num_again for loader in self._objects.loaders]
+        num_passes, ended = self._left
+        if self._open:
+            ended = [loader.cursor.num_ended for loader in self._objects.loaders]
+        elif num_passes != self._clock.num_passes:  # no loop of ours has trained since
+            ended = []
+        return [a + b for a, b in zip(again, [*ended, *[0] * len(again)], strict=False)]
 
     def _states(self, level: _Level, midway: list[int]) -> list[dict[str, Any]]:
         return [self._state(loop, midway) for loop in level.loops]
@@ -143,6 +155,7 @@ class EpochLoops:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the loops go on where `state` was taken, once the loaders have their positions."""
         self._load(self._outermost, state["loops"])
+        self._left = 0, []
         ended = [*state["ended"], *[0] * len(self._objects.loaders)]
         for loader, num_ended in zip(self._objects.loaders, ended, strict=False):
             loader.cursor.num_ended, loader.cursor.num_again = 0, num_ended

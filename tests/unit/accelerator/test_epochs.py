@@ -149,13 +149,14 @@ PROGRAMS: Final = (
 )
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_never_was(
-    tmp_path: Path, program: Callable[[Run], None]
+    tmp_path: Path, program: Callable[[Run], None], every: int
 ) -> None:
     whole = Run(tmp_path / "whole")
     program(whole)
-    for stop_at in range(1, len(whole.seen) + 1):
+    for stop_at in range(1, len(whole.seen) + 1, every):
         stopped = Run(tmp_path / "stopped", stop_at)
         with pytest.raises(Stopped):
             program(stopped)
@@ -202,6 +203,44 @@ def test_a_pass_left_by_break_is_gone_on_with_only_after_a_resume(tmp_path: Path
     plain(resumed)
     rest = [("train", 1, one) for one in order[1][1:]] + [("end", 1)]
     assert resumed.seen == [*rest, *[("train", 2, one) for one in order[2]], ("end", 2)]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_loops_of_ones_own_are_left_alone(tmp_path: Path, before: bool) -> None:
+    def program(run: Run, passes: int) -> None:
+        for number in range(passes):
+            for batch in run.loaders[0]:
+                run.train("train", number, batch)
+
+    whole, stopped, resumed = (Run(tmp_path / name, stop) for name, stop in (("a", None), ("b", 8), ("b", None)))
+    for run in (whole, stopped):
+        for _ in run.accelerator.epochs(2 if before else 0):  # a loop that is over plays no part
+            for _ in run.loaders[0]:
+                pass
+    program(whole, 4)
+    with pytest.raises(Stopped):
+        program(stopped, 4)
+    resumed.accelerator.load_state()
+    program(resumed, 2)
+    assert [what[-1] for what in resumed.seen] == [what[-1] for what in whole.seen[8:]]
+
+
+def test_passes_that_are_over_stay_so_behind_the_loop(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for epoch in run.accelerator.epochs(3):
+        for batch in run.loaders[0]:
+            run.train("first", epoch, batch)
+        for batch in run.loaders[1]:
+            run.train("second", epoch, batch)
+            break
+        break
+    run.accelerator.save_state()
+    resumed = Run(tmp_path)
+    resumed.accelerator.load_state()
+    one_loader_after_the_other(resumed)
+    whole = Run(tmp_path / "whole")
+    one_loader_after_the_other(whole)
+    assert resumed.seen == whole.seen[4:]
 
 
 def test_a_state_saved_before_the_first_batch_of_an_epoch_begins_it_again(tmp_path: Path) -> None:
