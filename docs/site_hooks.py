@@ -45,6 +45,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(moved, markdown) if source.endswith(".md") or (ROOT / source).is_dir() else markdown
 
 
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Let the links of the page for missing pages begin at its folder, since nobody knows the address of the site."""
+    if template_name != "404.html":
+        return output_content
+    text = re.sub(r'( (?:href|src)=")/\.?(?=")', r"\1index.html", output_content)
+    text = re.sub(r'( (?:href|src)=")/(?=[^/"])', r"\1", text)
+    return text.replace('"base": "/"', '"base": "."')
+
+
 def join(source: str, link: str) -> str:
     """The file a link in `source` leads to, from the root of the repository."""
     folder = source if (ROOT / source).is_dir() else posixpath.dirname(source)

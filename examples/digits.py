@@ -46,7 +46,7 @@ def main() -> None:
     scores: list[float] = []
     start = time.perf_counter()
     with accelerator.progress(total=steps, desc="training") as bar:
-        for _ in range(args.epochs):
+        for _ in accelerator.epochs(args.epochs):
             model.train()
             for images, labels in train:
                 optimizer.zero_grad()

@@ -45,19 +45,19 @@ def main() -> None:
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
 
     patience = Patience(args.patience)
-    for epoch in range(1, args.max_epochs + 1):
+    for epoch in accelerator.epochs(args.max_epochs):
         model.train()
         for images, labels in train:
             optimizer.zero_grad()
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
         score = evaluate(accelerator, model, test)
-        accelerator.print(f"epoch {epoch}: {score:.2%} of held-out digits")
+        accelerator.print(f"epoch {epoch + 1}: {score:.2%} of held-out digits")
         # any process may raise the trigger, for any reason of its own; here the main one judges for all
         if accelerator.is_main_process and patience.exhausted(score):
             accelerator.set_trigger()
         if accelerator.check_trigger():
-            accelerator.print(f"stopped after epoch {epoch}: no better score in {args.patience} epochs")
+            accelerator.print(f"stopped after epoch {epoch + 1}: no better score in {args.patience} epochs")
             break
     accelerator.end_training()
 

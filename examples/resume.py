@@ -18,19 +18,6 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, ProjectConfiguration, set_seed
 
 
-class Position:
-    """Where the training is; saved and loaded with everything else."""
-
-    def __init__(self) -> None:
-        self.epoch, self.step = 0, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.step = state["epoch"], state["step"]
-
-
 def main() -> None:
     """Train with a checkpoint every few steps, from the newest one if there is one."""
     parser = argparse.ArgumentParser(description="Train, stop, go on.")
@@ -44,18 +31,16 @@ def main() -> None:
     accelerator = Accelerator(project_config=project, log_with="jsonl")
 
     train_set, test_set = digits()
-    model, position = network(), Position()
+    model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
     train, test = DataLoader(train_set, batch_size=32, shuffle=True), DataLoader(test_set, batch_size=128)
     model, optimizer, schedule, train, test = accelerator.prepare(model, optimizer, schedule, train, test)
-    accelerator.register_for_checkpointing(position)
     accelerator.init_trackers("resume", config=vars(args))
-    if any((args.out / "checkpoints").glob("checkpoint_*")):
-        accelerator.load_state()  # the newest complete one; the loader goes on in the middle of its epoch
-        accelerator.print(f"going on after step {position.step} in epoch {position.epoch + 1}")
+    if accelerator.resume():  # from the newest complete checkpoint, if there is one
+        accelerator.print(f"going on after step {optimizer.num_updates} in epoch {train.epoch + 1}")
 
-    while position.epoch < args.epochs:
+    for _ in accelerator.epochs(args.epochs):  # from the epoch of the checkpoint; the loader goes on at its next batch
         model.train()
         for images, labels in train:
             optimizer.zero_grad()
@@ -63,20 +48,19 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             schedule.step()
-            position.step += 1
-            accelerator.log({"loss": loss}, step=position.step)
+            step = optimizer.num_updates  # of the whole run
+            accelerator.log({"loss": loss}, step=step)
             told_to_stop = accelerator.preempted  # by SIGTERM, on any process
-            if position.step % args.save_every == 0 or told_to_stop:
+            if step % args.save_every == 0 or told_to_stop:
                 accelerator.save_state()
-            if position.step == args.stop_after or told_to_stop:
-                accelerator.print(f"stopped after step {position.step}")
+            if step == args.stop_after or told_to_stop:
+                accelerator.print(f"stopped after step {step}")
                 accelerator.end_training()
                 return
-        position.epoch += 1
     score = evaluate(accelerator, model, test)
     weights = torch.cat([p.detach().flatten().cpu() for p in accelerator.unwrap_model(model).parameters()])
     print_of_weights = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]
-    accelerator.print(f"step {position.step}: {score:.2%} of held-out digits, weights {print_of_weights}")
+    accelerator.print(f"step {optimizer.num_updates}: {score:.2%} of held-out digits, weights {print_of_weights}")
     accelerator.end_training()
 
 

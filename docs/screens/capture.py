@@ -58,6 +58,14 @@ class Screen:
                 raise TimeoutError(f"{until!r} did not appear:\n{self.tmux('capture-pane', '-p')}")
             time.sleep(0.1)
 
+    def wait_for_prompt(self, seconds: float = 30) -> None:
+        """Wait until the command has ended; keys that are pressed before would be shown twice."""
+        deadline = time.monotonic() + seconds
+        while not self.tmux("capture-pane", "-p").rstrip().endswith("\n$"):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the command did not end:\n{self.tmux('capture-pane', '-p')}")
+            time.sleep(0.1)
+
     def save(self, name: str, title: str) -> None:
         """Write the screen as it is now to NAME.txt and NAME.svg."""
         ansi = self.tmux("capture-pane", "-p", "-e").rstrip() + "\n"

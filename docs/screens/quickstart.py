@@ -41,6 +41,7 @@ def main() -> None:
         with Screen(folder, height=24) as screen:
             command = "hasten launch --cpu --num_processes 2 train.py"
             screen.press(command, "Enter", until="epoch 4: ", seconds=200)
+            screen.wait_for_prompt()
             screen.press("hasten ckpt list runs/first", "Enter", until="checkpoint_4", seconds=60)
             screen.save("quickstart", "the quickstart")
         report = [sys.executable, "-m", "hasten.cli.main", "report", "runs/first", "-o", "first.html"]

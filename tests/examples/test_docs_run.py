@@ -150,6 +150,17 @@ def test_the_quickstart_runs_as_it_says(
     assert (tmp_path / "runs" / "first.html").is_file()
 
 
+def test_the_quickstart_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    script = joined("quickstart.md").replace(
+        "for epoch in accelerator", "accelerator.resume()\nfor epoch in accelerator"
+    )
+    saved = "    accelerator.save_state()\n"
+    assert script.count(saved) == 1
+    first = run_script(tmp_path, script.replace(saved, f"{saved}    if epoch == 2:\n        raise SystemExit\n"))
+    second = run_script(tmp_path, script)
+    assert re.findall(r"epoch (\d):", first + second) == list("01234")
+
+
 @pytest.mark.parametrize("page", pages())
 def test_included_files_are_run_by_other_tests(page: str) -> None:
     root = DOCS.parent

@@ -31,6 +31,7 @@ def test_the_script_runs(tmp_path: Path, command: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"\d+ of 256 right", done.stdout)
+    assert int(re.findall(r"(\d+) of 256 right", done.stdout)[0]) > 245, "it learns the rule"
     assert (tmp_path / "runs/readme/epoch_1/manifest.json").is_file()
 
 

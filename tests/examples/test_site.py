@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def read(page: Path) -> Links:
 
 def broken(site: Path) -> Iterator[str]:
     """Yield every link inside the site that leads nowhere."""
-    pages = {path.resolve(): read(path) for path in site.rglob("*.html") if path.name != "404.html"}
+    pages = {path.resolve(): read(path) for path in site.rglob("*.html")}
     for page, links in pages.items():
         for link in links.targets:
             parts = urlsplit(link)
@@ -57,6 +58,15 @@ def broken(site: Path) -> Iterator[str]:
                 target in pages and parts.fragment and unquote(parts.fragment) not in pages[target].anchors
             ):
                 yield f"{page.relative_to(site.resolve())}: {link}"
+
+
+def in_a_browser(address: str, folder: Path) -> str:
+    """What a page holds once its scripts have run, in Chromium."""
+    if shutil.which("chromium") is None:
+        pytest.skip("Debian's chromium is not installed: the built site was not looked at in a browser")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", "--dump-dom"]
+    command = ["chromium", *options, "--virtual-time-budget=20000", address.replace(" ", "%20")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
 
 
 LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
@@ -109,12 +119,24 @@ def test_it_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path
     front = (tmp_path / "site" / "index.html").read_text("utf-8")
     assert "quickstart.html" in front
     assert 'class="doc doc-heading"' in (tmp_path / "site" / "api" / "accelerator.html").read_text("utf-8")
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.search(r'<(script|link rel="stylesheet")[^>]* (src|href)="http', page.read_text("utf-8")), page
+    found = in_a_browser((tmp_path / "site" / "index.html").as_uri() + "?q=early stopping", tmp_path)
+    assert re.search(r"\d+ matching documents", found), "the search works from a folder"
+    assert "trainer.html" in found
 
 
 def test_a_broken_link_or_anchor_is_seen(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text('<a href="b.html#here">b</a><a href="c.html">c</a><a href="b.html#there">b</a>')
     (tmp_path / "b.html").write_text('<p id="here"><a href="https://elsewhere.example">e</a></p>')
     assert list(broken(tmp_path)) == ["a.html: c.html", "a.html: b.html#there"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_code_of_the_first_pages_fits_into_a_small_window(page: str) -> None:
+    """80 characters are what the site shows at a width of 1280 pixels; comments behind them would be cut off."""
+    blocks = re.findall(r"^```.*?^```", (ROOT / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 80] == []
 
 
 def test_every_public_name_is_in_the_reference() -> None:

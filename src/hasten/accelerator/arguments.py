@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
 
 from hasten.errors import ArgumentError
 
 _MAX_CHARS = 60
+_LABELS: Final = ("labels", "label", "label_ids")
 
 
 def refuse(call: str, value: object, need: str) -> NoReturn:
@@ -17,11 +19,31 @@ def refuse(call: str, value: object, need: str) -> NoReturn:
     raise ArgumentError(f"accelerator.{call} got {_shown(value)} of type {type(value).__qualname__}; {need}.")
 
 
-def check_loss(loss: object) -> None:
-    """Refuse a loss that nothing can be backpropagated from."""
+def check_loss(loss: object, batch: object) -> None:
+    """Refuse a loss that nothing can be backpropagated from; `batch` is the one that the loop reads, None if it is not known."""
+    if loss is None:
+        raise ArgumentError(f"accelerator.backward(loss) got None: the model returned no loss, {_why_no_loss(batch)}.")
     if not isinstance(loss, Tensor):
         need = "only a tensor has gradients to backpropagate. Give the loss itself, not loss.item() or the model's whole output"
         refuse("backward(loss)", loss, need)
+
+
+def _why_no_loss(batch: object) -> str:
+    if not isinstance(batch, Mapping):
+        return (
+            "and there is nothing to backpropagate. Give the model its labels if it computes its loss from them, or compute "
+            "the loss from what it returns"
+        )
+    names = ", ".join(map(str, batch))
+    if any(name in batch for name in _LABELS):
+        return (
+            f"although the batch has labels ({names}). Pass them to the model, as in model(**batch), or compute the loss from "
+            "what it returns"
+        )
+    return (
+        f"and the batch has no 'labels' (it has {names}), without which models compute none. Add labels to the samples of the "
+        "dataset, or compute the loss from what the model returns"
+    )
 
 
 def check_model(model: object, call: str) -> None:
@@ -48,6 +70,12 @@ def check_number(value: object, call: str) -> None:
     """Refuse what is not one number."""
     if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         refuse(call, value, "it needs a number, such as 1.0")
+
+
+def check_count(value: object, call: str) -> None:
+    """Refuse what is not a whole number from 0 up."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        refuse(call, value, "it needs a whole number from 0 up, such as 3")
 
 
 def check_parameters(parameters: list[Any], call: str) -> None:  # Any: what the user gave

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from torch.profiler import profile as TorchProfile  # a class torch spells in lo
 from hasten.accelerator import arguments, metrics, profile
 from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.captured_step import CapturedStep
+from hasten.accelerator.epochs import EpochLoops
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
@@ -132,7 +133,16 @@ class Accelerator:
         self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
-        self.saving = Saving(
+        self._epochs = EpochLoops(self.prepared, parts.clock)
+        self.saving = self._saving(parts)
+        if parts.config.checkpoint_in_memory is not None:
+            self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
+        watch(self, parts.watchdog)
+        self._watch_values(parts)
+        parts.rehearsal.built(self)
+
+    def _saving(self, parts: Parts) -> Saving:
+        return Saving(
             parts.ctx,
             parts.config.project,
             RunParts(
@@ -143,15 +153,11 @@ class Accelerator:
                 Randomness(parts.ctx.device),
                 parts.tracking,
                 parts.strategy,
+                self._epochs,
             ),
             notes={"strategy": parts.strategy.name, "mixed_precision": parts.config.mixed_precision},
             whole=parts.config.fsdp.state_dict_type == "FULL_STATE_DICT",
         )
-        if parts.config.checkpoint_in_memory is not None:
-            self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
-        watch(self, parts.watchdog)
-        self._watch_values(parts)
-        parts.rehearsal.built(self)
 
     def _watch_values(self, parts: Parts) -> None:
         """Check calls of models, losses and gradients before updates and compare ranks after them, as the settings ask."""
@@ -367,6 +373,15 @@ class Accelerator:
         arguments.check_number(num_batches, "skip_first_batches(num_batches)")
         return skip_first_batches(dataloader, num_batches)
 
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Iterate over the numbers of `num_epochs` epochs, from 0, or after `load_state` from the epoch of the checkpoint.
+
+        A checkpoint that was saved inside an epoch gives its number again, and its loader the batches that are left; one that was
+        saved behind the epoch's last batch gives the next number. Ranks: every rank.
+        """
+        arguments.check_count(num_epochs, "epochs(num_epochs)")
+        return self._epochs.over(num_epochs)
+
     # -- one step -------------------------------------------------------------------------------------------------
     def accumulate(self, *models: nn.Module, loader: Loader | None = None) -> Accumulation:
         """Context manager for one micro-step of these models (all prepared models by default).
@@ -420,7 +435,7 @@ class Accelerator:
         `kwargs` are passed to `Tensor.backward`.
         """
         if type(loss) is not Tensor:
-            arguments.check_loss(loss)
+            arguments.check_loss(loss, self.clock.active and self.clock.active.given)
         self.clock.num_passes += 1
         if self._progress is not None:
             self._progress.pulse.reached()

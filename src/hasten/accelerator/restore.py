@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hasten.accelerator import epochs
 from hasten.accelerator.rank_state import plan_options
 from hasten.accelerator.run_state import RunParts, load_packed, named_buffers, numbered_name, settle_loops
 from hasten.accelerator.undo import Stateful, Undo
@@ -78,6 +79,8 @@ class Restore:
             self._counters()
             self._loops(together)
         self.seed_generators()
+        if self.progress and parts.epochs is not None and self.progress["epochs"] is not None:
+            parts.epochs.load_state_dict(self.progress["epochs"])
         together.share()  # what trackers have logged since the checkpoint is removed for good: all else must have succeeded
         if self.progress and parts.trackers is not None and self.progress["trackers"] is not None:
             parts.trackers.load_state_dict(self.progress["trackers"])
@@ -339,6 +342,7 @@ def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file ho
             "optimizers": [{str(key): int(value) for key, value in counts.items()} for counts in saved["optimizers"]],
             "schedulers": [int(value) for value in saved["schedulers"]],
             "loops": [_checked_loop(notes) for notes in _loops_of(saved)],
+            "epochs": None if saved.get("epochs") is None else epochs.checked(saved["epochs"]),
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(

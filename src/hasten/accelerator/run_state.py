@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from hasten.accelerator.epochs import EpochLoops
 from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.undo import Stateful
 from hasten.accelerator.window_state import gradients_component, unowned_component
@@ -50,6 +51,7 @@ class RunParts:
     randomness: Randomness
     trackers: Stateful | None = None
     loops: KeepsLoopState = field(default_factory=Alone)
+    epochs: EpochLoops | None = None
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
 
     def plain_models(self) -> list[nn.Module]:
@@ -138,6 +140,7 @@ def _progress(parts: RunParts, loops: list[dict[str, Any]]) -> dict[str, Any]:
         ],
         "schedulers": [int(getattr(scheduler, "_seen", 0)) for scheduler in parts.objects.schedulers],
         "loops": loops,
+        "epochs": None if parts.epochs is None else parts.epochs.state_dict(),
     }
 
 

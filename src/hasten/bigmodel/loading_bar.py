@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,9 @@ def reporting(progress: Progress | bool | None, console: Console | None = None) 
         yield None
         return
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
-    with Bar(*columns, console=console or Console(stderr=True), auto_refresh=False) as bar:
+    # rich also takes FORCE_COLOR, which notebooks set for the processes they start, for a terminal
+    console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
+    with Bar(*columns, console=console, auto_refresh=False) as bar:
         task, started = bar.add_task("loading", total=None, speed=""), time.perf_counter()
 
         def advance(done: int, total: int) -> None:

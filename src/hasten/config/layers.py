@@ -8,12 +8,13 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final
 
-from hasten.config.base import Section, given
+from hasten.config.base import Section, fit, given
 from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.marked import Marked
 from hasten.config.parallel import DistributedDataParallelKwargs
 from hasten.config.precision import AORecipeKwargs, AutocastKwargs, FP8Config, GradScalerKwargs, TERecipeKwargs
+from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, section_at
 from hasten.config.source import Entry, Path, Source, dotted, shown
 from hasten.config.tracking import ProfileKwargs
@@ -130,6 +131,31 @@ def unknown(place: str, path: Path) -> UnknownSettingError:
     return UnknownSettingError(f"{place}: unknown setting {dotted(path)!r}, which would have no effect; {hint}")
 
 
+def unknown_argument(name: str, value: Any) -> UnknownSettingError:
+    """Return the error for an argument the Accelerator does not have, with the nearest one that takes this value."""
+    known = (*ARGUMENTS, *Config.__dataclass_fields__, "kwargs_handlers")
+    near = get_close_matches(name.lower(), known, n=5, cutoff=0.6)
+    place, takes = str(Source("code", name)), [one for one in near if _takes(ARGUMENTS.get(one, (one,)), value)]
+    if not takes:
+        return unknown(place, (name,))
+    return UnknownSettingError(
+        f"{place}: unknown setting {name!r}, which would have no effect; did you mean {takes[0]!r}?"
+    )
+
+
+def _takes(path: Path, value: Any) -> bool:
+    """Return True if the setting or section at `path` can be given this value."""
+    if cls := section_at(path):
+        return isinstance(value, (cls, Mapping)) or (path in SHORT and isinstance(value, str))
+    if path not in BY_PATH:  # kwargs_handlers
+        return isinstance(value, (list, tuple))
+    try:
+        fit(BY_PATH[path].owner, path[-1], value, "")
+    except ConfigError:
+        return False
+    return True
+
+
 def from_tree(tree: Marked, file: str, problems: Problems) -> list[Entry]:
     """Return the entries of a settings file of ours; every unknown key becomes a problem with file and line."""
     return list(_flatten(tree, file, (), problems))
@@ -198,6 +224,8 @@ def from_code(arguments: Mapping[str, Any]) -> list[Entry]:
             entries += _handlers(value)
             continue
         path = ARGUMENTS.get(name) or tuple(name.split("."))
+        if len(path) == 1 and path[0] not in Config.__dataclass_fields__:
+            raise unknown_argument(name, value)
         if name == "log_with":
             asked = value if isinstance(value, (list, tuple, set)) else [value]
             value = [item for item in asked if isinstance(item, str)]  # instances are not settings

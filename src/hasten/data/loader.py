@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from hasten.data import standing
 from hasten.data.position import Position, decode, encode
 from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, Source
@@ -154,6 +155,10 @@ class Loader(DataLoader[Any]):
         return len(self.dataset)  # type: ignore[arg-type] # torch types datasets without __len__
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # torch promises its private iterator class
+        cursor = self.parts.cursor
+        if cursor.num_again:  # the resumed epoch had read this pass to its end
+            cursor.num_again, cursor.num_ended = cursor.num_again - 1, cursor.num_ended + 1
+            return iter(())
         return self._hand_out(*self._begin(self.parts.skip))
 
     def _begin(self, skip: int) -> tuple[Iterator[Item], Position]:
@@ -203,7 +208,7 @@ class Loader(DataLoader[Any]):
             cursors.moving(cursor)
             cursor.batch += 1
             cursor.num_real, cursor.num_rows = (None, None) if padding is None else padding
-            cursor.at_end = last
+            cursor.at_end, cursor.given = last, batch
             if marks is not None:
                 marks.got(size)
             yield batch
@@ -302,6 +307,11 @@ class Loader(DataLoader[Any]):
             raise TypeError(f"this loader has no length: {kind}. Count batches as they come, or give it a __len__.")
         return max(steps - self.parts.skip, 0)
 
+    @property
+    def num_done(self) -> int:
+        """The batches of the epoch before the first that the next pass gives on this rank."""
+        return standing.num_done(self)
+
     def set_epoch(self, epoch: int) -> None:
         """Begin at `epoch` when iterated next; without a call, every pass takes the next epoch by itself."""
         self.parts.track.set_epoch(epoch)
@@ -311,6 +321,8 @@ class Loader(DataLoader[Any]):
         parts = self.parts
         track = parts.track
         source = parts.source
+        if parts.cursor.cut and not track.fresh:  # the loop it was read in is over, so its pass is too
+            track.place(track.upcoming())
         at = source.reached(track.start, track.steps, track.mark) if track.steps else self._remembered(track.start)
         state = encode(at, parts.source.unit, parts.source.size())
         if (assignment := getattr(source, "assignment", None)) is not None and (reading := assignment.reading()):

@@ -147,7 +147,7 @@ class StepClock:
 
     def watching(self, cursor: LoaderCursor) -> Watch:
         """A context in which `cursor` is the active loader, until a loader inside it starts."""
-        return Watch(self.cursors, cursor)
+        return Watch(self.cursors, cursor, self)
 
     def tick(self, key: Key = ()) -> bool:
         """Begin a micro-step of the window named by `key`; true when it is the window's last.

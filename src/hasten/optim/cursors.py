@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from hasten.errors import DataError, StepError
 
@@ -23,6 +23,8 @@ class LoaderCursor:
     """Rows of the current batch on this rank that are not padding; None means all of them."""
     num_rows: int | None = None
     """Rows of the current batch on this rank, padding included; None means not known."""
+    given: Any = None  # Any: a batch of the user's
+    """The current batch, which error messages describe; None outside an iteration."""
     pads_like: tuple[Any, ...] | None = None
     """Equal for loaders whose batches of the same number are padded alike; None when not known."""
     opened: int = 0
@@ -31,8 +33,22 @@ class LoaderCursor:
     """When it gave its latest batch, counted likewise."""
     partners: set[int] = field(default_factory=set)
     """Loaders (by identity) that were being iterated when this one moved: they are read beside it, not inside it."""
+    num_ended: int = 0
+    """Passes read to the end since the epoch's body began, but for those inside a pass over another loader."""
+    num_again: int = 0
+    """The next passes that give no batches: the resumed epoch had read them to the end."""
+    left: bool = False
+    """The latest pass was left by `break` after training on its batches."""
+    cut: bool = False
+    """The latest pass ended because a loader that was read beside it ran out."""
     nests: bool = False
     """It is taken to be iterated inside those opened before it, also where they move beside each other."""
+
+
+class CountsPasses(Protocol):
+    """The clock: it counts the backward passes of the run."""
+
+    num_passes: int
 
 
 @dataclass(slots=True)
@@ -41,8 +57,11 @@ class Watch:
 
     cursors: Cursors
     cursor: LoaderCursor
+    clock: CountsPasses
+    _num_passes: int = 0
 
     def __enter__(self) -> LoaderCursor:
+        self._num_passes = self.clock.num_passes
         if not self.cursor.opened:
             self.cursors.opening(self.cursor)
         self.cursors.watched.append(self.cursor)
@@ -51,7 +70,8 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cursors.closed(self.cursor, exhausted=kind is None)
+        trained = self.clock.num_passes > self._num_passes
+        self.cursors.closed(self.cursor, exhausted=kind is None, trained=trained)
 
 
 @dataclass(slots=True)
@@ -72,6 +92,10 @@ class Cursors:
     """Called with a loader before it gives its next batch, or ends."""
     times_back: int = 0
     """How often the run has gone back: an iteration that began before goes on from the loader's new position."""
+    num_ended: int = 0
+    """Passes with training that were read to the end."""
+    _exhausted: LoaderCursor | None = None
+    """The loader that ran out last, unless another pass has begun since."""
     _now: int = 0
     _ticked: int = 0
     _leader: LoaderCursor | None = None
@@ -81,8 +105,9 @@ class Cursors:
     def opening(self, cursor: LoaderCursor) -> None:
         """Note that an iteration begins."""
         self._now += 1
-        cursor.opened, cursor.moved = self._now, 0
+        cursor.opened, cursor.moved, cursor.left, cursor.cut = self._now, 0, False, False
         cursor.partners.clear()
+        self._exhausted = None
 
     def moving(self, cursor: LoaderCursor) -> None:
         """Note that the loader gives its next batch."""
@@ -93,13 +118,20 @@ class Cursors:
         if len(self.watched) > 1:
             cursor.partners.update(id(other) for other in self.watched if other is not cursor)
 
-    def closed(self, cursor: LoaderCursor, exhausted: bool) -> None:
-        """Note that an iteration is over, because the loader ran out or the loop was left."""
+    def closed(self, cursor: LoaderCursor, exhausted: bool, trained: bool = False) -> None:
+        """Note that an iteration is over, because the loader ran out or the loop was left; with backward passes if `trained`."""
         for index in range(len(self.watched) - 1, -1, -1):
             if self.watched[index] is cursor:
                 del self.watched[index]
                 break
-        cursor.opened = 0
+        cursor.opened, cursor.given = 0, None
+        if exhausted:
+            self._exhausted = cursor
+            self.num_ended += trained
+            cursor.num_ended += all(id(cursor) in other.partners for other in self.watched)
+        else:
+            cursor.cut = id(self._exhausted) in cursor.partners
+            cursor.left = trained and not cursor.cut
         if exhausted and self.watched:
             leader = self._leader
             unused = leader is not None and leader.moved > self._ticked and id(cursor) in leader.partners

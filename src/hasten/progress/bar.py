@@ -47,16 +47,21 @@ class Progress(Generic[T]):
         *,
         here: Surroundings,
         total: int | None = None,
+        initial: int | None = None,
         desc: str = "",
         samples: Counter | None = None,
         tokens: Counter | None = None,
     ) -> None:
-        """`samples` and `tokens` count what one batch holds; by default its rows, and its `input_ids`."""
+        """`samples` and `tokens` count what one batch holds; by default its rows, and its `input_ids`.
+
+        `initial` are the steps that were done before; by default the batches that a resumed loader does not give again.
+        """
         self._iterable = iterable
         self._here = here
         self._desc = desc
         self._samples, self._tokens = samples or _rows, tokens or _input_ids
-        self._meter = Meter(_length(iterable) if total is None else total, time.perf_counter())
+        self._initial = initial
+        self._meter = Meter(_length(iterable) if total is None else total, time.perf_counter(), initial or 0)
         self._late = LateScalars()
         self._next_draw_s = 0.0
         self._open = True
@@ -73,6 +78,8 @@ class Progress(Generic[T]):
         pulse = self._here.pulse
         if pulse is not None:
             pulse.asked()
+        if self._initial is None:
+            self._meter.begin_at(getattr(self._iterable, "num_done", 0))
         with self:
             for item in self._iterable:
                 yield item
@@ -84,6 +91,11 @@ class Progress(Generic[T]):
         """Show these values beside the bar from now on; a tensor's number appears when it is ready, without waiting."""
         if self._here.is_main:
             self._late.give(values)
+
+    def note(self, line: str, unless_in_place: bool = False) -> None:
+        """Show a line of text: above the bar, or in the log file; with `unless_in_place`, in the log file only."""
+        if self._here.is_main and not (unless_in_place and self._here.display.in_place):
+            self._here.display.note(line)
 
     def update(self, steps: int = 1, samples: int = 0, tokens: int = 0) -> None:
         """Count `steps` done by hand, with the samples and tokens this process saw in them."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from hasten.progress.bar import Counter, Progress, Surroundings
-from hasten.progress.display import choose_display
+from hasten.progress.display import choose_display, error_console
 from hasten.progress.memory import MemoryGauge
 from hasten.progress.straggler import Pulse, StoreNotes, StragglerWatch
 from hasten.runtime.axes import BATCH
@@ -25,7 +25,7 @@ class ProgressMaker:
         self.pulse = Pulse(ctx.device)
         """Told when a backward pass begins."""
         self._watch = straggler_watch(ctx)
-        self._console = Console(stderr=True)  # one for all bars: those inside each other share the screen
+        self._console = error_console()  # one for all bars: those inside each other share the screen
 
     def __call__(self, iterable: Iterable[T] | None, **options: Any) -> Progress[T]:  # Any: options of `progress`
         options = {"console": self._console, **options}
@@ -45,6 +45,7 @@ def progress(
     *,
     ctx: ProcessContext,
     total: int | None = None,
+    initial: int | None = None,
     desc: str = "",
     samples: Counter | None = None,
     tokens: Counter | None = None,
@@ -59,11 +60,11 @@ def progress(
     """
     is_main = ctx.topology.rank == 0
     here = Surroundings(
-        display=choose_display(console or Console(stderr=True), is_main=is_main, every_s=every_s),
+        display=choose_display(console or error_console(), is_main=is_main, every_s=every_s),
         is_main=is_main,
         replicas=ctx.mesh.size(*BATCH),
         memory=MemoryGauge(ctx.device) if is_main else None,
         pulse=pulse,
         watch=watch,
     )
-    return Progress(iterable, here=here, total=total, desc=desc, samples=samples, tokens=tokens)
+    return Progress(iterable, here=here, total=total, initial=initial, desc=desc, samples=samples, tokens=tokens)

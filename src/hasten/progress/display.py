@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import sys
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -17,16 +18,20 @@ _WIDTH = 16  # characters of a full bar
 
 
 class Display(Protocol):
-    """Shows readings; `every_s` is how often it wants one."""
+    """Shows readings; `every_s` is how often it wants one. `in_place` displays replace what they showed before."""
 
     every_s: float
+    in_place: bool
 
     def draw(self, reading: Reading) -> None: ...
+    def note(self, line: str) -> None: ...
     def close(self, reading: Reading) -> None: ...
 
 
 class TerminalDisplay:
     """A bar that redraws itself in place; prints of the program appear above it."""
+
+    in_place = True
 
     def __init__(self, console: Console, every_s: float = 0.5) -> None:
         self.every_s = every_s
@@ -39,6 +44,10 @@ class TerminalDisplay:
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(rendered(reading, self._console.options.ascii_only), refresh=True)
+
+    def note(self, line: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(Text(line))
 
     def close(self, reading: Reading) -> None:
         """Draw the last state and leave the terminal as it was."""
@@ -65,13 +74,19 @@ def rendered(reading: Reading, ascii_only: bool = False) -> Text:
 class LineDisplay:
     """One line of plain text now and then: what a log file wants."""
 
+    in_place = False
+
     def __init__(self, console: Console, every_s: float = 10.0) -> None:
         self.every_s = every_s
         self._console = console
 
     def draw(self, reading: Reading) -> None:
         """Write one line."""
-        self._console.file.write(text.line(reading) + "\n")
+        self.note(text.line(reading))
+
+    def note(self, line: str) -> None:
+        """Write this line."""
+        self._console.file.write(line + "\n")
         self._console.file.flush()
 
     def close(self, reading: Reading) -> None:
@@ -81,6 +96,8 @@ class LineDisplay:
 
 class NotebookDisplay:
     """One output of a notebook cell, updated in place; text where the front end shows no HTML."""
+
+    in_place = True
 
     def __init__(self, every_s: float = 0.5) -> None:
         self.every_s = every_s
@@ -93,6 +110,10 @@ class NotebookDisplay:
             self._handle = need("IPython.display").display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
+
+    def note(self, line: str) -> None:
+        """Show a line as an output of its own."""
+        need("IPython.display").display({"text/plain": line}, raw=True)
 
     def close(self, reading: Reading) -> None:
         """Show the last state."""
@@ -110,12 +131,25 @@ class NoDisplay:
     """Shows nothing: the display of all processes but the main one."""
 
     every_s = float("inf")
+    in_place = True
 
     def draw(self, reading: Reading) -> None:
         """Do nothing."""
 
+    def note(self, line: str) -> None:
+        """Do nothing."""
+
     def close(self, reading: Reading) -> None:
         """Do nothing."""
+
+
+def error_console() -> Console:
+    """A console on stderr that is a terminal only if stderr is one.
+
+    rich also takes FORCE_COLOR for a terminal, which notebooks set for the processes they start; a bar would fill their
+    output with codes that move a cursor.
+    """
+    return Console(stderr=True, force_terminal=sys.stderr.isatty())
 
 
 def choose_display(console: Console, *, is_main: bool = True, every_s: float | None = None) -> Display:

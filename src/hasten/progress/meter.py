@@ -30,11 +30,18 @@ class Reading:
 class Meter:
     """Counts of steps, samples and tokens over time."""
 
-    def __init__(self, total: int | None, now_s: float) -> None:
+    def __init__(self, total: int | None, now_s: float, initial: int = 0) -> None:
         self.total = total
-        self.step = self.samples = self.tokens = 0
+        self.samples = self.tokens = 0
         self._began_s = now_s
-        self._marks: deque[tuple[float, int, int, int]] = deque([(now_s, 0, 0, 0)], maxlen=_WINDOW)
+        self._marks: deque[tuple[float, int, int, int]] = deque(maxlen=_WINDOW)
+        self.begin_at(initial)
+
+    def begin_at(self, step: int) -> None:
+        """Count on from this step, which an earlier run had reached: rates are those of the steps behind it."""
+        self.step = self._initial = step
+        self._marks.clear()
+        self._marks.append((self._began_s, step, 0, 0))
 
     def read(self, now_s: float, desc: str = "") -> Reading:
         """The rates since the oldest mark of the window, and the time left at that rate; sets a new mark."""
@@ -57,5 +64,5 @@ class Meter:
     def read_all(self, now_s: float, desc: str = "") -> Reading:
         """The rates over the whole time, for the last line."""
         self._marks.clear()
-        self._marks.append((self._began_s, 0, 0, 0))
+        self._marks.append((self._began_s, self._initial, 0, 0))
         return self.read(now_s, desc)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
+from hasten.trainer.needs import check_needs
 
 When = Literal["no", "steps", "epoch"]
 _CHOICES: Final = MappingProxyType(
@@ -166,10 +167,15 @@ class TrainingArguments:
             if (value := getattr(self, name)) not in choices:
                 raise SettingValueError(f"{name}={value!r} is not a known value; give one of {', '.join(choices)}.")
         for name, least in _AT_LEAST.items():
-            if (value := getattr(self, name)) < least:
+            if not (value := getattr(self, name)) >= least:  # nan is refused too
                 raise SettingValueError(f"{name}={value!r} is below {least}; give a number from {least} up.")
+        for name in ("label_smoothing_factor", "warmup_ratio"):
+            if (value := getattr(self, name)) > 1:
+                raise SettingValueError(
+                    f"{name}={value!r} is above 1, and it is a part of a whole; give a number from 0 to 1."
+                )
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            if (value := getattr(self, name)) is not None and value <= 0:
+            if (value := getattr(self, name)) is not None and not value > 0:
                 raise SettingValueError(
                     f"{name}={value!r} is not a number of updates; give one from 1 up, or a part of the training between 0 and 1."
                 )
@@ -197,10 +203,7 @@ class TrainingArguments:
             )
         if self.deepspeed and self.fsdp:
             raise ContradictionError("deepspeed and fsdp both spread the model; remove one of them.")
-        if self.dataloader_prefetch_factor is not None and not self.dataloader_num_workers:
-            raise ContradictionError("dataloader_prefetch_factor needs workers; set dataloader_num_workers above 0.")
-        if self.dataloader_persistent_workers and not self.dataloader_num_workers:
-            raise ContradictionError("dataloader_persistent_workers needs workers; set dataloader_num_workers above 0.")
+        check_needs(self)
 
     def _check_best(self) -> None:
         what = "load_best_model_at_end=True" if self.load_best_model_at_end else "save_strategy='best'"

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from hasten.errors import ArgumentError, ConfigError
+from hasten.progress.text import value_text
 from hasten.trainer.arguments import TrainingArguments
 from hasten.trainer.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from hasten.trainer.trainer import Trainer
 
+_TIMES: Final = ("_runtime", "_per_second")
 EVENTS: Final = (
     "on_init_end",
     "on_train_begin",
@@ -191,6 +193,8 @@ class EarlyStoppingCallback(TrainerCallback):
             self._waited += 1
         if self._waited >= self.early_stopping_patience:
             control.should_training_stop = True
+            times = "evaluation" if self._waited == 1 else f"{self._waited} evaluations"
+            control.stop_reason = f"early stopping: {args.best_metric} has not improved for {times}"
 
     def state_dict(self) -> dict[str, Any]:
         """The best value and how long there was none better."""
@@ -203,7 +207,10 @@ class EarlyStoppingCallback(TrainerCallback):
 
 
 class ProgressCallback(TrainerCallback):
-    """Shows a progress bar with loss, speed and time left on the main process."""
+    """Shows a progress bar with loss, speed and time left on the main process, and why a training stopped early.
+
+    Evaluations get a line each; in a log file every log does.
+    """
 
     def __init__(self) -> None:
         self._bar: Any = None  # Any: the facade's Progress
@@ -212,8 +219,8 @@ class ProgressCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Open the bar."""
-        self._bar = kwargs["accelerator"].progress(total=state.max_steps, desc="train").__enter__()
-        self._bar.update(state.global_step)
+        bar = kwargs["accelerator"].progress(total=state.max_steps, initial=state.global_step, desc="train")
+        self._bar = bar.__enter__()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Count the update."""
@@ -221,14 +228,27 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the latest loss or metrics."""
-        shown = {name: value for name, value in kwargs["logs"].items() if name in ("loss", args.best_metric)}
-        if self._bar is not None and shown:
+        if self._bar is None:
+            return
+        logs = kwargs["logs"]
+        if shown := {name: value for name, value in logs.items() if name in ("loss", args.best_metric)}:
             self._bar.show(**shown)
+        values = [f"{name} {_shown(value)}" for name, value in logs.items() if not name.endswith(_TIMES)]
+        line = " | ".join([f"step {state.global_step}/{state.max_steps}", *values])
+        self._bar.note(line, unless_in_place=not any(name.startswith("eval_") for name in logs))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Close the bar; say why the training stopped if it was asked to."""
+        if self._bar is None:
+            return
+        self._bar.close()
+        if control.should_training_stop or control.stop_reason:
+            why = control.stop_reason or "a callback asked for it (control.should_training_stop)"
+            self._bar.note(f"stopped at step {state.global_step}/{state.max_steps}: {why}")
+        self._bar = None
+
+
+def _shown(value: Any) -> str:  # Any: what compute_metrics returned
+    return value_text(value) if isinstance(value, (int, float)) else str(value)

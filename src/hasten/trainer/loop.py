@@ -127,7 +127,8 @@ class TrainingLoop:
         losses = torch.stack([loss for loss, _ in self._losses]).double()
         one = torch.ones((), device=device)
         weights = torch.stack([one if weight is None else weight.to(device) for _, weight in self._losses]).double()
-        self._sums.append(torch.stack([(losses * weights).sum(), weights.sum()]))
+        counted = torch.where(weights == 0, 0.0, losses)  # the mean over no labels is nan, and nan * 0 too
+        self._sums.append(torch.stack([(counted * weights).sum(), weights.sum()]))
         self._losses.clear()
 
     def _end_step(self) -> None:
@@ -148,6 +149,7 @@ class TrainingLoop:
         stopping = trainer.accelerator.preempted
         self._act(stopping)
         if stopping:
+            control.stop_reason = "a signal asked for it; a checkpoint was saved"
             trainer.callbacks.call("on_train_end")
             trainer.accelerator.end_training()
             raise SystemExit(PREEMPTED_EXIT_CODE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,16 @@ def loss_or_none(outputs: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.ndim == 0 else None
 
 
-def loss_in(outputs: Any) -> Tensor:
-    """The loss a model returned. Raises: ArgumentError when there is none."""
+def loss_in(outputs: Any, unlabelled: bool = False) -> Tensor:
+    """The loss a model returned for a batch, which had no labels if `unlabelled`. Raises: ArgumentError when there is none."""
     found = loss_or_none(outputs)
     if found is None:
+        cause = (
+            " The batch has no labels, without which most models compute no loss: add them to the samples." * unlabelled
+        )
         raise ArgumentError(
-            f"the model returned a {type(outputs).__qualname__} without a scalar loss, so there is nothing to train on; return "
-            "the loss, a tuple that begins with it or a dict with 'loss' (give labels in the batch), or override compute_loss."
+            f"the model returned a {type(outputs).__qualname__} without a scalar loss, so there is nothing to train on.{cause} Return "
+            "the loss, a tuple that begins with it or a dict with 'loss', or override compute_loss."
         )
     return found
 
@@ -84,8 +88,51 @@ def shifts_labels(model: nn.Module) -> bool:
     return getattr(model, "loss_type", None) == "ForCausalLM"
 
 
+def needs_labels(model: nn.Module, names: Sequence[str]) -> bool:
+    """Return True if the model cannot be called without its labels: a required argument, or a decoder's inputs."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return True
+    taken = inspect.signature(model.forward).parameters
+    return any(name in taken and taken[name].default is inspect.Parameter.empty for name in names)
+
+
+def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
+    """The class labels of a batch. Raises: ArgumentError when there are none that could be smoothed."""
+    labels = labels_in(inputs, names)
+    if labels is None or labels.is_floating_point():
+        kind = f"a {type(inputs).__qualname__}" if not isinstance(inputs, Mapping) else f"a dict of {', '.join(inputs)}"
+        found = f"its labels are {labels.dtype}" if labels is not None else "it has no labels under these names"
+        raise ArgumentError(
+            f"label_smoothing_factor smooths the class labels of a batch ({', '.join(names)}), and the batch is {kind}: {found}. "
+            "The loss would not be smoothed. Give samples as dicts with whole numbers as labels, set label_names, or leave it out."
+        )
+    return labels
+
+
+def logits_in(outputs: Any) -> Tensor:
+    """The logits a model returned: `outputs["logits"]`, `outputs.logits`, or the first tensor besides its loss.
+
+    Raises: ArgumentError when there are none.
+    """
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if found is None and not isinstance(outputs, Mapping):
+        found = outputs_besides_loss(outputs, loss_or_none(outputs) is not None)
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    if not isinstance(found, Tensor) or found.ndim < 2:
+        raise ArgumentError(
+            f"label_smoothing_factor needs the model's logits, and it returned a {type(outputs).__qualname__} without them, so the "
+            "smoothed loss cannot be computed; return a dict with 'logits' (or a tuple of loss and logits), or leave it out."
+        )
+    return found
+
+
 def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Tensor:
     """The mean cross entropy against labels mixed with the uniform distribution; labels of -100 are left out."""
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
+    if logits.shape[:-1].numel() != labels.numel():
+        raise ArgumentError(
+            f"label_smoothing_factor needs logits of shape (*labels, classes), but labels are {tuple(labels.shape)} and logits "
+            f"{tuple(logits.shape)}; they do not belong together. Move the classes to the last dimension, or override compute_loss."
+        )
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)

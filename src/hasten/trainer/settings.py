@@ -44,6 +44,11 @@ def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str,
     if args.deepspeed:
         found |= {"strategy": "deepspeed", "deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=args.deepspeed)}
     if args.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
+        if args.gradient_checkpointing_kwargs:
+            raise ConfigError(
+                f"gradient_checkpointing_kwargs={args.gradient_checkpointing_kwargs!r} would have no effect: {type(model).__name__} has no "
+                "method gradient_checkpointing_enable that would take it, and hasten recomputes its blocks instead; remove it."
+            )
         found["recompute"] = _recompute(model)
     if handlers := _handlers(args):
         found["kwargs_handlers"] = handlers

@@ -51,6 +51,8 @@ class TrainerControl:
     """What callbacks ask for; the loop acts on it after the event. Ranks: set alike on every rank."""
 
     should_training_stop: bool = False
+    stop_reason: str = ""
+    """Why the training is to stop, for its last line of output."""
     should_epoch_stop: bool = False
     should_save: bool = False
     should_evaluate: bool = False

@@ -23,7 +23,18 @@ from hasten.trainer.columns import LABELS, CollateUsed, taken_by, without_unused
 from hasten.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
 from hasten.trainer.lengths import LengthGroupedSampler, lengths_of
 from hasten.trainer.loop import TrainingLoop, TrainOutput
-from hasten.trainer.loss import labels_in, loss_in, num_items, run_model, shifts_labels, smoothed_loss
+from hasten.trainer.loss import (
+    labels_in,
+    labels_to_smooth,
+    logits_in,
+    loss_in,
+    needs_labels,
+    num_items,
+    run_model,
+    shifts_labels,
+    smoothed_loss,
+)
+from hasten.trainer.needs import check_given_optimizers
 from hasten.trainer.planning import Plan, plan_training
 from hasten.trainer.schedules import get_scheduler, make_optimizer, num_warmup_steps
 from hasten.trainer.settings import accelerator_settings
@@ -61,6 +72,7 @@ class Trainer:
                 f"Trainer(model) got a {type(model).__qualname__}, which has no weights to train; give a torch.nn.Module."
             )
         self.args = args = args or TrainingArguments("trainer_output")
+        check_given_optimizers(args, *optimizers)
         self.model = model
         self.train_dataset, self.eval_dataset, self.processing_class = train_dataset, eval_dataset, processing_class
         self.compute_metrics = compute_metrics
@@ -68,6 +80,7 @@ class Trainer:
         self.data_collator = data_collator or self._default_collator()
         self.label_names: list[str] = list(args.label_names or LABELS)
         self.shifted = shifts_labels(model)
+        self._needs_labels = needs_labels(model, self.label_names)
         recompute: Any = getattr(model, "gradient_checkpointing_enable", None)
         if args.gradient_checkpointing and recompute is not None:
             recompute(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
@@ -274,15 +287,14 @@ class Trainer:
 
     def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False) -> Any:
         """The loss of a batch, a mean over its labels; with `return_outputs` also what the model returned. Override it freely."""
-        smoothing = self.args.label_smoothing_factor
-        labels = labels_in(inputs, self.label_names) if smoothing else None
-        if labels is None:
-            outputs = run_model(model, inputs)
-            loss = loss_in(outputs)
+        if smoothing := self.args.label_smoothing_factor:
+            labels = labels_to_smooth(inputs, self.label_names)
+            kept = inputs if self._needs_labels else {key: x for key, x in inputs.items() if x is not labels}
+            outputs = run_model(model, kept)
+            loss = smoothed_loss(logits_in(outputs), labels, smoothing, self.shifted)
         else:
-            outputs = run_model(model, {key: value for key, value in inputs.items() if value is not labels})
-            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-            loss = smoothed_loss(logits[0] if isinstance(logits, tuple) else logits, labels, smoothing, self.shifted)
+            outputs = run_model(model, inputs)
+            loss = loss_in(outputs, isinstance(inputs, Mapping) and labels_in(inputs, self.label_names) is None)
         return (loss, outputs) if return_outputs else loss
 
     # -- evaluation -----------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hasten import Accelerator
-from hasten.errors import ArgumentError, HastenError
+from hasten import Accelerator, GradientAccumulationPlugin
+from hasten.errors import ArgumentError, HastenError, UnknownSettingError
 
 WRONG: Final = (3.0, -1, "a\0b", "x", b"x", object(), [1], {"a": 1}, torch.ones(2))
 Call = Callable[[Accelerator, Any], object]
@@ -85,3 +85,42 @@ def test_a_number_is_no_loss(accelerator: Accelerator) -> None:
         ArgumentError, match=r"accelerator\.backward\(loss\) got 3\.0 of type float; .* not loss\.item\(\)"
     ):
         accelerator.backward(3.0)  # type: ignore[arg-type]  # the mistake under test
+
+
+@pytest.mark.parametrize(
+    ("samples", "reason"),
+    [
+        ([{"x": torch.ones(1)}], r"no loss, and the batch has no 'labels' \(it has x\).*Add labels"),
+        (
+            [{"x": torch.ones(1), "labels": 1}],
+            r"no loss, although the batch has labels \(x, labels\).*model\(\*\*batch\)",
+        ),
+        ([(torch.ones(1), 1)], r"no loss, and there is nothing to backpropagate\. Give the model its labels"),
+    ],
+)
+def test_a_model_without_a_loss_is_named_as_the_cause(samples: Any, reason: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    for _ in accelerator.prepare(DataLoader(samples)):
+        with pytest.raises(ArgumentError, match=reason):
+            accelerator.backward(None)  # type: ignore[arg-type]
+    assert accelerator.clock.active is None
+    with pytest.raises(ArgumentError, match="the model returned no loss, and there is nothing"):
+        accelerator.backward(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ({"gradient_acumulation_steps": 2}, "gradient_accumulation_steps"),
+        ({"gradient_acumulation": {"num_steps": 2}}, "gradient_accumulation"),
+        ({"gradient_acumulation_plugin": GradientAccumulationPlugin(num_steps=2)}, "gradient_accumulation_plugin"),
+        ({"projet_dir": "runs"}, "project_dir"),
+        ({"projet_config": {"project_dir": "runs"}}, "project_config"),
+        ({"dynamo_backnd": "inductor"}, "dynamo_backend"),
+        ({"kwargs_handler": []}, "kwargs_handlers"),
+        ({"num_proceses": 2}, "launch.num_processes"),
+    ],
+)
+def test_the_suggested_argument_takes_the_value(slip: dict[str, Any], meant: str) -> None:
+    with pytest.raises(UnknownSettingError, match=f"did you mean '{meant}'"):
+        Accelerator(cpu=True, **slip)

@@ -38,3 +38,33 @@ def test_a_cell_shows_one_output_that_is_updated(tmp_path: Path) -> None:
     assert len(shown) == 1
     assert shown[0]["text/plain"].startswith("train 5/5 100% | loss 0.5")
     assert '<progress value="5" max="5">' in shown[0]["text/html"]
+
+
+LAUNCHING = """
+from hasten import Accelerator, notebook_launcher
+
+def train():
+    for _ in Accelerator(cpu=True).progress(range(5), desc="train", every_s=0.0):
+        pass
+
+notebook_launcher(train, num_processes=2, cpu=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_processes_of_a_cell_write_lines(tmp_path: Path) -> None:
+    for package in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(package)
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT, LAUNCHING],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = json.loads(done.stdout.splitlines()[-1])
+    text = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    assert "train 5/5 100%" in text
+    assert "\x1b" not in text, "no codes that move a cursor"

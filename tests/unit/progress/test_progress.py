@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
 from hasten.errors import ConfigError
@@ -26,6 +29,7 @@ class Sheet:
     """A display that keeps every reading."""
 
     every_s = 0.0
+    in_place = True
 
     def __init__(self) -> None:
         self.readings: list[Reading] = []
@@ -33,6 +37,9 @@ class Sheet:
 
     def draw(self, reading: Reading) -> None:
         self.readings.append(reading)
+
+    def note(self, line: str) -> None:
+        """Not kept."""
 
     def close(self, reading: Reading) -> None:
         self.readings.append(reading)
@@ -321,3 +328,59 @@ def test_a_loop_that_is_left_ends_with_the_process_in_peace() -> None:
     assert "left" in done.stderr + done.stdout
     assert "Traceback" not in done.stderr
     assert "ignored" not in done.stderr
+
+
+def test_a_resumed_loader_is_counted_from_where_it_stands() -> None:
+    def prepared() -> tuple[hasten.Accelerator, Any]:
+        accelerator = hasten.Accelerator(cpu=True)
+        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(40.0)), batch_size=2))
+
+    _, loader = prepared()
+    for number, _ in enumerate(loader, 1):
+        if number == 7:
+            state = loader.state_dict()
+    _, resumed = prepared()
+    resumed.load_state_dict(state)
+    sheets = [Sheet(), Sheet()]
+    for sheet in sheets:
+        assert sum(1 for _ in Progress(resumed, here=Surroundings(display=sheet))) == 20 - 7 * (sheet is sheets[0])
+    first, second = (sheet.readings for sheet in sheets)
+    assert [(first[0].step, first[0].total), (first[-1].step, first[-1].total)] == [(8, 20), (20, 20)]
+    assert (second[0].step, second[-1].step) == (1, 20)
+    assert first[-1].steps_per_s * first[-1].elapsed_s == pytest.approx(13), "rates are those of this run"
+
+
+def test_steps_done_before_are_given_by_hand() -> None:
+    sheet = Sheet()
+    with Progress[Any](here=Surroundings(display=sheet), total=10, initial=4) as bar:
+        bar.update()
+    assert [reading.step for reading in sheet.readings] == [5, 5]
+    assert sheet.readings[-1].steps_per_s * sheet.readings[-1].elapsed_s == pytest.approx(1)
+
+
+def test_forced_colour_makes_no_terminal_of_a_pipe() -> None:
+    program = (
+        "from hasten import Accelerator\nbar = Accelerator(cpu=True).progress(range(3), desc='train', every_s=0.0)\n"
+        "for _ in bar: bar.note('beside it')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-color"},  # as a notebook's kernel has them
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "\x1b" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("train 3/3 100%")
+    assert done.stderr.count("beside it") == 3
+
+
+def test_notes_of_a_file_are_not_for_displays_in_place() -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, force_jupyter=False, width=120, _environ={"TERM": "xterm"})
+    with Progress[Any](here=Surroundings(display=TerminalDisplay(console, 0.0)), total=2) as bar:
+        bar.note("[always]")
+        bar.note("in files", unless_in_place=True)
+    assert "[always]" in file.getvalue()
+    assert "in files" not in file.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,59 @@ def test_wrong_values_are_refused(changes: dict[str, Any], kind: type[Exception]
         TrainingArguments("out", **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"eval_steps": 50}, "set eval_strategy='steps'"),
+        ({"eval_steps": 50, "eval_strategy": "epoch"}, "set eval_strategy='steps'"),
+        ({"eval_delay": 2}, "set eval_strategy"),
+        ({"metric_for_best_model": "accuracy"}, "set eval_strategy"),
+        ({"greater_is_better": False}, "set metric_for_best_model"),
+        ({"greater_is_better": True, "eval_strategy": "epoch"}, "set metric_for_best_model"),
+        ({"length_column_name": "n"}, "set group_by_length=True"),
+        ({"save_total_limit": 2, "save_strategy": "no"}, "set save_strategy"),
+        ({"save_steps": 10, "save_strategy": "epoch"}, "set save_strategy='steps'"),
+        ({"logging_steps": 10, "logging_strategy": "epoch"}, "set logging_strategy='steps'"),
+        ({"hub_strategy": "every_save"}, "set both"),
+        ({"hub_strategy": "every_save", "push_to_hub": True, "save_strategy": "no"}, "set both"),
+        ({"adam_beta1": 0.8, "optim": "sgd"}, "set optim='adamw_torch'"),
+        ({"warmup_steps": 5, "lr_scheduler_type": "constant"}, "constant_with_warmup"),
+        ({"warmup_ratio": 0.1, "lr_scheduler_type": "constant"}, "constant_with_warmup"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": False}}, "set gradient_checkpointing=True"),
+        ({"ddp_bucket_cap_mb": 5, "fsdp": True}, "remove it"),
+    ],
+)
+def test_an_argument_that_needs_another_is_refused_without_it(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ContradictionError, match=rf"would have no effect: .*; .*{remedy}"):
+        TrainingArguments("out", **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "greater_is_better": False,
+            "load_best_model_at_end": True,
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+        },
+        {"logging_steps": 5, "logging_strategy": "epoch", "eval_strategy": "steps"},  # also how often to evaluate
+        {"metric_for_best_model": "accuracy", "greater_is_better": True, "eval_strategy": "epoch"},
+        {"eval_steps": 3, "eval_strategy": "steps", "eval_delay": 2},
+        {"hub_strategy": "every_save", "push_to_hub": True},
+        {"adam_beta1": 0.8, "optim": "adamw_torch_fused"},
+    ],
+)
+def test_an_argument_beside_what_it_needs_is_taken(changes: dict[str, Any]) -> None:
+    TrainingArguments("out", **changes)
+
+
+@pytest.mark.parametrize("changes", [{"label_smoothing_factor": 1.5}, {"warmup_ratio": 2}, {"learning_rate": math.nan}])
+def test_numbers_out_of_range_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(SettingValueError, match="give a number from 0"):
+        TrainingArguments("out", **changes)
+
+
 def test_defaults_leave_flags_and_files_alone() -> None:
     given = accelerator_settings(TrainingArguments("out"), Scored())
     assert set(given) == {"project_config", "dataloader_config", "log_with"}
@@ -144,5 +198,7 @@ def test_streams_need_max_steps_and_parts_of_the_whole_become_steps() -> None:
         plan_training(TrainingArguments("out"), None, 1)
     with pytest.raises(ConfigError, match="no batch"):
         plan_training(TrainingArguments("out"), 0, 1)
-    plan = plan_training(TrainingArguments("out", max_steps=40, logging_steps=0.1, eval_steps=0.5), None, 1)
+    plan = plan_training(
+        TrainingArguments("out", max_steps=40, logging_steps=0.1, eval_strategy="steps", eval_steps=0.5), None, 1
+    )
     assert (plan.max_steps, plan.logging_steps, plan.eval_steps, plan.save_steps) == (40, 4, 20, 500)

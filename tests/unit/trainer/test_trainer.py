@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,10 @@ from hasten import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
+    default_data_collator,
     read_metrics,
 )
-from hasten.errors import ArgumentError, ConfigError
+from hasten.errors import ArgumentError, ConfigError, ContradictionError
 from hasten.testing.toys import Rows, Scored, TinyLM, next_token_loss, seeded
 from hasten.trainer.callbacks import EVENTS
 from hasten.trainer.settings import accelerator_settings
@@ -178,6 +180,107 @@ def test_recomputing_changes_memory_and_not_weights(tmp_path: Path) -> None:
 def test_smoothing_changes_the_loss(tmp_path: Path) -> None:
     losses = [make(tmp_path, label_smoothing_factor=s).evaluate()["eval_loss"] for s in (0.0, 0.3)]
     assert losses[0] != losses[1]
+
+
+class Asks(nn.Module):
+    """A model that cannot be called without its labels; it returns what `form` says."""
+
+    def __init__(self, form: str = "dict") -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.form = form
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.body(x)
+        loss = nn.functional.cross_entropy(logits, labels)
+        return {"dict": {"loss": loss, "logits": logits}, "tuple": (loss, logits), "loss": loss}[self.form]
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+def test_smoothing_acts_on_a_model_that_needs_its_labels(tmp_path: Path, form: str) -> None:
+    model = Asks(form)
+    batch = default_data_collator([{**Rows()[i], "text": None} for i in range(5)])
+    expected = nn.functional.cross_entropy(model.body(batch["x"]), batch["labels"], label_smoothing=0.2)
+    trainer = make(tmp_path, model=model, label_smoothing_factor=0.2, max_steps=2)
+    assert torch.equal(trainer.compute_loss(model, batch), expected)
+    trainer.train()
+
+
+def test_smoothing_that_cannot_act_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"without them, .*return a dict with 'logits'"):
+        make(tmp_path, model=Asks("loss"), label_smoothing_factor=0.2).train()
+    pairs = [(Rows()[i]["x"], Rows()[i]["label"]) for i in range(8)]
+    with pytest.raises(ArgumentError, match=r"the batch is a list: it has no labels.*Give samples as dicts"):
+        make(tmp_path, data=pairs, label_smoothing_factor=0.2).train()
+    numbers = [{"x": Rows()[i]["x"], "labels": 0.5} for i in range(8)]
+    with pytest.raises(ArgumentError, match=r"its labels are torch\.float"):
+        make(tmp_path, data=numbers, label_smoothing_factor=0.2).train()
+
+
+def test_a_batch_without_labels_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"The batch has no labels.*add them to the samples"):
+        make(tmp_path, data=[{"x": Rows()[i]["x"]} for i in range(8)]).train()
+
+
+@pytest.mark.parametrize(("kept", "expected"), [(4, True), (0, False)])
+def test_micro_batches_without_labels_do_not_spoil_the_logged_loss(tmp_path: Path, kept: int, expected: bool) -> None:
+    rows = [{"x": Rows()[i]["x"], "labels": Rows()[i]["label"] if i < kept else torch.tensor(-100)} for i in range(8)]
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "logging_steps": 1,
+        "max_steps": 2,
+    }
+    trainer = make(tmp_path, data=rows, **changes)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert all(map(math.isfinite, losses))
+    assert bool(losses) is expected
+    assert math.isfinite(trainer.state.log_history[-1]["train_loss"]) is expected  # no labels at all: no mean
+
+
+def test_settings_of_an_optimizer_given_ready_made_are_refused(tmp_path: Path) -> None:
+    model = seeded(Scored)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args = TrainingArguments(str(tmp_path), learning_rate=1e-2)
+    with pytest.raises(
+        ContradictionError, match=r"learning_rate=0\.01 would have no effect.*set this where you make it"
+    ):
+        Trainer(model, args, train_dataset=Rows(), optimizers=(optimizer, None))
+    Trainer(model, TrainingArguments(str(tmp_path), warmup_steps=2), train_dataset=Rows(), optimizers=(optimizer, None))
+
+
+def test_a_pipe_gets_a_line_for_every_log_and_evaluation_and_the_reason_of_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes: dict[str, Any] = {
+        "num_train_epochs": 20,
+        "logging_steps": 2,
+        "eval_strategy": "epoch",
+        "disable_tqdm": False,
+    }
+    stopping = EarlyStoppingCallback(3, early_stopping_threshold=100.0)
+    trainer = make(tmp_path, [stopping], **changes)
+    trainer.train()
+    lines = capsys.readouterr().err.splitlines()
+    history = trainer.state.log_history
+    for log in history:
+        name = next(name for name in ("loss", "eval_loss", "train_loss") if name in log)
+        assert sum(f"step {log['step']}/100 | {name} {log[name]:.4g} |" in line for line in lines) == 1
+    assert sum("eval_loss" in log for log in history) == 4
+    assert sum("| eval_loss" in line for line in lines if line.startswith("step")) == 4
+    assert lines[-1] == "stopped at step 20/100: early stopping: eval_loss has not improved for 3 evaluations"
+
+
+def test_the_end_that_a_callback_asked_for_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Enough(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+
+    make(tmp_path, [Enough()], disable_tqdm=False).train()
+    assert "stopped at step 1/5: a callback asked for it" in capsys.readouterr().err.splitlines()[-1]
+    make(tmp_path, disable_tqdm=False).train()
+    assert "stopped" not in capsys.readouterr().err
 
 
 def test_logs_reach_history_and_trackers(tmp_path: Path) -> None:
