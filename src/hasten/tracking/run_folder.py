@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.errors import ConfigError
 from hasten.tracking.run_log import FOLDER, LoggedRank, read_run_log
 
@@ -38,7 +39,7 @@ class RunFolder:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     ranks: tuple[LoggedRank, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What `init_trackers` was given, flattened."""
+    """What `init_trackers` was given, flattened, with credentials masked."""
 
     @property
     def began_s(self) -> float:
@@ -52,7 +53,10 @@ class RunFolder:
         """Name -> value and source: the Accelerator's settings, then those of the tracker."""
         found = {name: (str(value), "given to init_trackers") for name, value in self.config.items()}
         started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
-        found |= {name: (value, source) for name, (value, source) in started.get("settings", {}).items()}
+        found |= {
+            name: (str(masked_value(name, value)), source)
+            for name, (value, source) in started.get("settings", {}).items()
+        }
         return found
 
     @property
@@ -60,7 +64,7 @@ class RunFolder:
         """What is known of machine and packages, as of the latest start."""
         started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
         plain = {name: started.get(name) for name in ("command", "strategy", "world_size", "device", "host")}
-        found = {name: str(value) for name, value in plain.items() if value is not None}
+        found = {name: masked(str(value)) for name, value in plain.items() if value is not None}
         return found | {str(name): str(value) for name, value in started.get("versions", {}).items()}
 
     @property
@@ -70,7 +74,7 @@ class RunFolder:
         for number, log in enumerate(log for log in self.ranks if log.rank == 0):
             for event in log.events:
                 kind = "restarted" if number and event.get("event") == "started" else event.get("event", "")
-                details: dict[str, Any] = {key: event[key] for key in ("seconds", "error") if key in event}
+                details: dict[str, Any] = masked_tree({key: event[key] for key in ("seconds", "error") if key in event})
                 found.append({"event": kind, "time": float(event.get("time", 0.0)), **details})
         return sorted(found, key=lambda event: float(event["time"]))
 
@@ -95,7 +99,7 @@ def read_run(folder: str | Path) -> RunFolder:
         curves |= {f"{name}{suffix}": curve for name, curve in _curves(path).items()}
         settings = path.with_name("config.json")
         if settings.exists():
-            config |= dict(_flat(msgspec.json.decode(settings.read_bytes())))
+            config |= dict(_flat(masked_tree(msgspec.json.decode(settings.read_bytes()))))
     return RunFolder(root.name or str(root.resolve().name), curves, logs, config)
 
 
