@@ -1,8 +1,8 @@
-"""All that a run's folder tells about it: curves of metrics, times of steps, events, settings."""
+"""All that a run's folder tells about it: curves of metrics, images, tables, times of steps, events, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +32,24 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedImage:
+    """An image of a step and its position among those logged together; the file may be missing."""
+
+    step: int
+    number: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTable:
+    """A table of a step."""
+
+    step: int
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """What a folder holds of one run, restarts included."""
 
@@ -40,6 +58,10 @@ class RunFolder:
     ranks: tuple[LoggedRank, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     """What `init_trackers` was given, flattened, with credentials masked."""
+    folder: Path = field(default_factory=Path)
+    images: Mapping[str, Sequence[LoggedImage]] = field(default_factory=dict)
+    tables: Mapping[str, LoggedTable] = field(default_factory=dict)
+    """The newest table of each name."""
 
     @property
     def began_s(self) -> float:
@@ -94,13 +116,18 @@ def read_run(folder: str | Path) -> RunFolder:
         )
     curves: dict[str, Curve] = {}
     config: dict[str, Any] = {}
+    images: dict[str, list[LoggedImage]] = {}
+    tables: dict[str, LoggedTable] = {}
     for path in files:
         suffix = "" if len(files) == 1 else f" ({path.parent.name})"
-        curves |= {f"{name}{suffix}": curve for name, curve in _curves(path).items()}
+        records = _records(path)
+        curves |= {f"{name}{suffix}": curve for name, curve in _curves(records).items()}
+        images |= {f"{name}{suffix}": found for name, found in _images(records, path.parent).items()}
+        tables |= {f"{name}{suffix}": found for name, found in _tables(records).items()}
         settings = path.with_name("config.json")
         if settings.exists():
             config |= dict(_flat(masked_tree(msgspec.json.decode(settings.read_bytes()))))
-    return RunFolder(root.name or str(root.resolve().name), curves, logs, config)
+    return RunFolder(root.name or str(root.resolve().name), curves, logs, config, root, images, tables)
 
 
 def run_files(root: Path) -> list[Path]:
@@ -113,26 +140,48 @@ def _metrics_files(root: Path) -> list[Path]:
     return sorted({path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")})
 
 
-def _curves(path: Path) -> dict[str, Curve]:
-    """The metrics of a file; steps repeated after a resume count once, with their later values."""
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that have a step; steps repeated after a resume count once, with their later records."""
     decoder = msgspec.json.Decoder()
-    rows: list[tuple[int, float, dict[str, Any]]] = []
+    rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
             record = decoder.decode(line)
         except msgspec.DecodeError:  # cut off when its process died
             continue
         if "rewind" in record:
-            rows = [row for row in rows if row[0] <= record["rewind"]]
-        elif "values" in record:
-            rows.append((record["step"], record["time"], record["values"]))
+            rows = [row for row in rows if row["step"] <= record["rewind"]]
+        elif "step" in record:
+            rows.append(record)
+    return rows
+
+
+def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     found: dict[str, list[tuple[int, float, float]]] = {}
-    for step, when, values in rows:
-        for name, value in values.items():
+    for record in records:
+        for name, value in record.get("values", {}).items():
             number = _WORDS.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                found.setdefault(name, []).append((step, when, float(number)))
+                found.setdefault(name, []).append((record["step"], record["time"], float(number)))
     return {name: _curve(points) for name, points in found.items()}
+
+
+def _images(records: Iterable[Mapping[str, Any]], folder: Path) -> dict[str, list[LoggedImage]]:
+    found: dict[str, dict[tuple[int, int], LoggedImage]] = {}
+    for record in records:
+        for name, paths in record.get("images", {}).items():
+            for number, path in enumerate(paths):
+                image = LoggedImage(record["step"], number, folder / path)
+                found.setdefault(name, {})[image.step, number] = image
+    return {name: [images[key] for key in sorted(images)] for name, images in found.items()}
+
+
+def _tables(records: Iterable[Mapping[str, Any]]) -> dict[str, LoggedTable]:
+    return {
+        record["table"]["name"]: LoggedTable(record["step"], record["table"]["columns"], record["table"]["rows"])
+        for record in records
+        if "table" in record
+    }
 
 
 def _curve(points: list[tuple[int, float, float]]) -> Curve:
