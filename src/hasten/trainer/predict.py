@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def predict_file(
     with agree(accelerator.comm, f"writing {output}"):
         if accelerator.is_main_process:
             parts.publish()
-    words = [f"{output}: {len(rows)} rows on {accelerator.num_processes} processes"]
+    words = [f"{output}: {_counted(len(rows), 'row', 's')} on {_counted(accelerator.num_processes, 'process', 'es')}"]
     words += [f"{kept} of {parts.count} parts were there already"] if kept else []
     words += [f"parts of another job were removed (different: {differing})"] if differing else []
     scores = ""
@@ -80,13 +80,20 @@ def predict_file(
     return "; ".join(words) + scores
 
 
+def _counted(number: int, word: str, ending: str) -> str:
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
 def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     """The results of a batch.
 
     Raises: DataError when there are not as many as rows; what the user's function raises, with the rows noted.
     """
     try:
-        results = list(predict([rows[index] for index in batch]))
+        made = predict([rows[index] for index in batch])
+        if not isinstance(made, Iterable):
+            raise DataError(f"{made!r} came back instead of results; return a list with one result per row.")
+        results = list(made)
     except Exception as error:  # any error of the user's code: noted and raised again
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")
         raise

@@ -70,14 +70,3 @@ def test_the_flags_of_a_launch_take_or_refuse_all_of_them(capsys: pytest.Capture
 )
 def test_strange_commands_are_refused_in_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert not refused_well(["--dry-run", *words], capsys)
-
-
-@pytest.mark.parametrize(
-    "words", [["test", "train.py"], ["predict"], ["config", "show", "extra"], ["launch", "--only"]]
-)
-def test_a_usage_error_names_the_command_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"hasten {words[0]}: ")
-    assert said.count(f"hasten {words[0]}: ") == 1
-    assert f"hasten {words[0]}: hasten" not in said
