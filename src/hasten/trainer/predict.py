@@ -70,7 +70,7 @@ def predict_file(
     with agree(accelerator.comm, f"writing {output}"):
         if accelerator.is_main_process:
             parts.publish()
-    words = [f"{output}: {_counted(len(rows), 'row', 's')} on {_counted(accelerator.num_processes, 'process', 'es')}"]
+    words = [f"{output}: {len(rows)} rows on {accelerator.num_processes} processes"]
     words += [f"{kept} of {parts.count} parts were there already"] if kept else []
     words += [f"parts of another job were removed (different: {differing})"] if differing else []
     scores = ""
@@ -78,10 +78,6 @@ def predict_file(
         with agree(accelerator.comm, f"evaluating {output}"):
             scores = f"\n{json.dumps(metrics(output, rows))}" if accelerator.is_main_process else ""
     return "; ".join(words) + scores
-
-
-def _counted(number: int, word: str, ending: str) -> str:
-    return f"{number} {word}{'' if number == 1 else ending}"
 
 
 def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
