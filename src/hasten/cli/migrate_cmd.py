@@ -58,7 +58,7 @@ def scripts(places: Sequence[Path]) -> list[Path]:
         if place.suffix == ".ipynb":
             raise ConfigError(
                 f"{place} is a notebook, whose cells hasten migrate does not rewrite; write its code to a script "
-                "(`jupyter nbconvert --to script`) and give that."
+                "(jupyter nbconvert does it) and give that."
             )
         found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return found
