@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import shlex
 import socket
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.trail import Trail
 from hasten.config.checkpoint import ProjectConfiguration
-from hasten.config.masking import masked, masked_tree
+from hasten.config.masking import masked, masked_value
 from hasten.config.source import Entry, shown
 from hasten.config.source import Path as SettingPath
 from hasten.progress.memory import MemoryGauge
@@ -47,7 +48,7 @@ def open_run_log(
             "restart": ctx.topology.restart_count,
             "host": socket.gethostname(),
             "device": _device(ctx.device),
-            "command": masked(" ".join(sys.argv)),
+            "command": masked(shlex.join(sys.argv)),
             "versions": {
                 "hasten": __version__,
                 "torch": str(torch.__version__),
@@ -90,16 +91,14 @@ class Noted:
             if error is None:
                 self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4))
             else:
-                self._run_log.event(f"{self._kind}: failed", error=f"{type(error).__name__}: {error}")
+                self._run_log.event(f"{self._kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
             self._run_log.flush()
         except Exception as wrong:  # of any kind: other ranks have saved or loaded, and this one has, too
             log.warning("the run log could not note %r: %s", self._kind, wrong)
 
 
 def _setting(entry: Entry) -> list[str]:
-    name = entry.path[-1]
-    value = masked_tree({name: shown(entry.value)})[name]
-    return [str(value), str(entry.source)]
+    return [shown(masked_value(entry.path[-1], entry.value)), str(entry.source)]
 
 
 def _device(device: torch.device) -> str:

@@ -78,7 +78,7 @@ def default(argv: Sequence[str]) -> int:
     machine = examine()
     config = with_flags(basic_config(machine), given.settings)
     files.write(config, path)
-    sys.stdout.write(f"This machine: {machine.words}\n\n{files.dump(config)}\nWritten to {path}\n")
+    sys.stdout.write(f"This machine: {machine.words}\n\n{files.dump(config, masked=True)}\nWritten to {path}\n")
     return 0
 
 
@@ -108,7 +108,7 @@ def show(argv: Sequence[str]) -> int:
     elif given.why:
         table(resolved, changed=given.changed)
     else:
-        sys.stdout.write(files.dump(resolved.config))
+        sys.stdout.write(files.dump(resolved.config, masked=True))
     for note in resolved.notes:
         sys.stderr.write(f"note: {note}\n")
     return 0

@@ -13,7 +13,7 @@ from typing import Any, Final
 from hasten.cli.machine import examine
 from hasten.config import files
 from hasten.config.effective import effective
-from hasten.config.masking import masked_tree
+from hasten.config.masking import masked_tree, masked_value
 from hasten.errors import HastenError
 from hasten.launch.cluster import read_allocation
 from hasten.launch.report import package_versions
@@ -97,7 +97,8 @@ def _settings(env: Mapping[str, str], config_file: str | None) -> dict[str, str]
     except HastenError as error:
         return {"file": str(found), "error": str(error)}
     values = {
-        ".".join(path): f"{masked_tree(entry.value)} ({entry.source})" for path, entry in resolved.entries.items()
+        ".".join(path): f"{masked_value(path[-1], entry.value)} ({entry.source})"
+        for path, entry in resolved.entries.items()
     }
     return {"file": str(found or "none"), **values}
 

@@ -67,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             leave(code)
         return code
     except HastenError as error:
-        sys.stderr.write(f"hasten {words[0]}: {error}\n")
+        name, text = f"hasten {words[0]}", str(error)
+        sys.stderr.write(f"{text}\n" if text.startswith(name) else f"{name}: {text}\n")  # a wrong usage begins with it
         return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         sys.stderr.close()

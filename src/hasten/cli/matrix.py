@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -67,20 +68,30 @@ def _try(cell: Cell, cpu: bool, place: str, told: Console) -> Outcome:
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:
-    table = Table(title="the same training in one plain process, and here")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a file or pipe has no edge to break lines at
+    console.print(table(outcomes))
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Return one row per cell, narrow enough for a terminal of 80 columns."""
+    shown = Table(title="the same training in one plain process, and here", box=box.SIMPLE_HEAD, pad_edge=False)
     for title, side in (
         ("backend", "left"),
         ("precision", "left"),
-        ("processes", "right"),
-        ("loss curve", "left"),
-        ("max difference", "right"),
+        ("ranks", "right"),
+        ("losses", "left"),
+        ("difference", "right"),
         ("time", "right"),
         ("memory", "right"),
         ("note", "left"),
     ):
-        table.add_column(title, justify="right" if side == "right" else "left")
+        shown.add_column(
+            title, justify="right" if side == "right" else "left", no_wrap=title != "note", overflow="fold"
+        )
     for one in outcomes:
-        table.add_row(
+        shown.add_row(
             one.cell.backend,
             one.cell.precision,
             str(one.cell.processes),
@@ -90,4 +101,4 @@ def _show(outcomes: Sequence[Outcome]) -> None:
             "" if one.megabytes is None else f"{one.megabytes:.0f} MB",
             one.note,
         )
-    Console().print(table)
+    return shown

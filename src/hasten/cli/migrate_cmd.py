@@ -50,15 +50,26 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def scripts(places: Sequence[Path]) -> list[Path]:
-    """The Python files in question. Raises: ConfigError for a place that does not exist."""
+    """Return the Python files in question. Raises: ConfigError for a place that does not exist, or a notebook."""
     found: list[Path] = []
     for place in places:
         if not place.exists():
             raise ConfigError(f"{place} does not exist, so there is nothing to migrate; give a script or a folder.")
+        if place.suffix == ".ipynb":
+            raise ConfigError(
+                f"{place} is a notebook, whose cells hasten migrate does not rewrite; write its code to a script "
+                "(jupyter nbconvert does it) and give that."
+            )
         found += sorted(place.rglob("*.py")) if place.is_dir() else [place]
     return found
 
 
 def _text(path: Path) -> str:
-    with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
-        return file.read()
+    try:
+        with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start}), so it cannot be analysed; nothing was changed in it. Convert it, "
+            "or leave it out."
+        ) from error

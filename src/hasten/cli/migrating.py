@@ -12,6 +12,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
+from hasten.cli.migrating_arguments import advice
+from hasten.config.keywords import Keywords
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
@@ -288,11 +290,13 @@ class _Script:
             known = inspect.signature(target).parameters
         except (TypeError, ValueError):  # a property, or one without a signature: nothing to compare
             return
-        if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+        names = {*known, *(Keywords.__annotations__ if name == _MAIN else ())}
+        if name != _MAIN and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
             return
         for keyword in node.keywords:
-            if keyword.arg is not None and keyword.arg not in known:
-                self._note(node, f"hasten.{name} has no argument {keyword.arg}")
+            if keyword.arg is not None and keyword.arg not in names:
+                hint = advice(name, keyword, names)
+                self._note(node, f"hasten.{name} has no argument {keyword.arg}{hint and f': {hint}'}")
 
 
 def _follows(node: ast.Call) -> bool:

@@ -9,6 +9,7 @@ from typing import Final
 from hasten.cli.flags import SettingsParser
 from hasten.cli.job import run_module
 from hasten.errors import ConfigError
+from hasten.trainer.predict_rows import KINDS
 
 ESSENTIAL: Final = frozenset(
     ("mixed_precision", "cpu", "num_processes", "gpu_ids", "num_machines", "main_process_ip", "quiet")
@@ -53,6 +54,11 @@ def check(model: str, data: Path, output: Path, batch_size: int) -> None:
     if not data.is_file():
         raise ConfigError(
             f"DATA={data} does not exist, so there is nothing to predict; give a .jsonl, .csv, .tsv or .txt file."
+        )
+    if data.suffix not in KINDS:
+        raise ConfigError(
+            f"DATA={data} ends neither in {' nor in '.join(KINDS)}, so its rows cannot be told apart; convert it to JSON lines, one "
+            "object per row."
         )
     if output.suffix != ".jsonl":
         raise ConfigError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any, Final
 
@@ -143,6 +144,22 @@ def _last(curve: Curve | None) -> str:
     if len(curve.values) == 1 or np.isnan(curve.values).all():
         return f"{curve.values[-1]:.6g}"
     return f"{curve.values[-1]:.6g} ({np.nanmin(curve.values):.6g} to {np.nanmax(curve.values):.6g})"
+
+
+def unit(charts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the unit of the time axes, by the longest of them: seconds, minutes or hours, and how many are a minute."""
+    longest = max((max(trace["minutes"], default=0.0) for chart in charts for trace in chart["traces"]), default=0.0)
+    if longest < 3:
+        return {"name": "seconds", "per_minute": 60.0}
+    return {"name": "minutes", "per_minute": 1.0} if longest < 180 else {"name": "hours", "per_minute": 1 / 60}
+
+
+def duration(minutes: float) -> str:
+    """Return a time since the beginning as seconds below a minute, else as hours, minutes and seconds."""
+    seconds = minutes * 60
+    if abs(seconds) < 60:
+        return f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The page of `hasten report`: one HTML file that holds its data and its plotting library, and needs no network."""
+"""The page of `hasten report`: one HTML file that holds its data, images and drawing code, and needs no network."""
 
 from __future__ import annotations
 
@@ -6,32 +6,56 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from hasten.cli import report_data
-from hasten.optional import need
+from hasten.cli import report_data, report_media
+from hasten.optional import available, need
 from hasten.tracking.run_folder import RunFolder
 from hasten.tracking.run_log import PARTS
 
 
 def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
-    """The HTML about these runs; with `reload_s` the browser reads it again after as many seconds.
+    """Return the HTML about these runs; with `reload_s` the browser reads it again after as many seconds.
 
-    Raises: MissingPackageError when the plotting library is not installed.
+    Charts are drawn by plotly where it is installed (they zoom), else as plain SVG.
     """
-    library = Path(need("plotly", ">=5.24", why="the charts of hasten report").__file__).parent
-    template = Path(__file__).with_name("report_page.html").read_text(encoding="utf-8")
-    title = f"hasten report: {', '.join(run.name for run in runs)}"
-    content = {"charts": report_data.charts(runs), "events": report_data.events(runs), "reload_s": reload_s}
-    data = msgspec.json.encode(content).decode().replace("</", "<\\/")
-    parts = {
-        "__TITLE__": escape(title),
-        "__TABLES__": "\n".join(_tables(runs)),
-        "__DATA__": data,
-        "__PLOTLY__": (library / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
+    charts = report_data.charts(runs)
+    content = {
+        "charts": charts,
+        "events": report_data.events(runs),
+        "unit": report_data.unit(charts),
+        "reload_s": reload_s,
     }
+    library = _plotly()
+    parts = {
+        "__TITLE__": escape(f"hasten report: {', '.join(run.name for run in runs)}"),
+        "__TABLES__": "\n".join([*report_media.images(runs), *_tables(runs)]),
+        "__DATA__": script_json(content),
+        "__LIBRARY__": f"<script>{library}</script>" if library else "",
+        "__DRAWING__": _file("report_plotly.js" if library else "report_svg.js"),
+    }
+    template = _file("report_page.html")
     return re.sub("|".join(parts), lambda found: parts[found[0]], template)
+
+
+def script_json(content: Any) -> str:  # Any: JSON values
+    """Return JSON that stands in a script element without ending it or beginning a comment."""
+    text = msgspec.json.encode(content).decode()
+    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """The library's source; empty if it is not installed, or older than the page needs."""
+    if not available("plotly", ">=5.24"):
+        return ""
+    folder = Path(need("plotly", ">=5.24").__file__).parent
+    return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
 
 def _tables(runs: Sequence[RunFolder]) -> list[str]:
@@ -41,16 +65,18 @@ def _tables(runs: Sequence[RunFolder]) -> list[str]:
         found.append(_table("What differs", heading, report_data.differences(runs)))
     if rows := report_data.last_values(runs):
         found.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
+    found += [_folded(*table) for table in report_media.tables(runs)]
     for run in runs:
         of_run = f": {run.name}" if len(runs) > 1 else ""
         if rows := report_data.spread(run):
             heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
             found.append(_table(f"Ranks{of_run}", heading, rows))
         events = [
-            [f"{event['minutes']:.2f}", str(event["event"]), _details(event)] for event in report_data.events([run])
+            [report_data.duration(event["minutes"]), str(event["event"]), _details(event)]
+            for event in report_data.events([run])
         ]
         if events:
-            found.append(_folded(f"Events{of_run} ({len(events)})", ["minutes", "event", ""], events[:500]))
+            found.append(_folded(f"Events{of_run} ({len(events)})", ["after", "event", ""], events[:500]))
         settings = [[name, value, source] for name, (value, source) in sorted(run.settings.items())]
         if settings:
             found.append(_folded(f"Settings{of_run}", ["setting", "value", "from"], settings))
@@ -76,4 +102,4 @@ def _cells(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     body = "".join(f"<tr>{line}</tr>" for line in lines)
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'

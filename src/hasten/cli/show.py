@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hasten.config.decode import encode
+from hasten.config.masking import masked_value
 from hasten.config.resolve import Resolved
 from hasten.config.schema import SETTABLE, FieldInfo
 from hasten.config.source import shown
@@ -31,10 +32,17 @@ def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]
         if changed and source.kind == "default" and value == info.default:
             continue
         replaced = [
-            {"value": encode(entry.value), "source": str(entry.source)}
+            {"value": masked_value(info.path[-1], encode(entry.value)), "source": str(entry.source)}
             for entry in resolved.shadowed.get(info.path, ())
         ]
-        rows.append({"name": info.name, "value": encode(value), "source": str(source), "replaced": replaced})
+        rows.append(
+            {
+                "name": info.name,
+                "value": masked_value(info.path[-1], encode(value)),
+                "source": str(source),
+                "replaced": replaced,
+            }
+        )
     return rows
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,8 @@ from hasten.debug.job_sockets import Address, ask, listening
 from hasten.errors import ConfigError
 from hasten.runtime import env
 
+_LOOKS: Final = 10
+"""How often `--once` looks at the ranks."""
 Status = dict[str, Any]  # Any: JSON values, as a rank answers
 
 
@@ -45,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         "--interval", type=float, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
     )
     given = parser.parse_args(argv)
+    if not 0 < given.interval < math.inf:
+        raise ConfigError(f"--interval={given.interval} is not a number of seconds above 0; correct it.")
     folder = env.runtime_folder(env.snapshot())
     sockets = chosen(folder, given.job)
     if sockets is None:
@@ -55,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     console = Console(highlight=False)
     if given.once:
-        first = _look(sockets, False)
-        time.sleep(min(given.interval, 1.0))  # a wait is told from work by the CPU time between two looks
-        console.print(_page(_look(sockets, given.stacks), {status["rank"]: [] for status in first}))
+        console.print(_page(*_sampled(sockets, min(given.interval, 1.0), given.stacks)))
         return 0
     _follow(console, folder, sockets, given)
     return 0
@@ -106,9 +109,23 @@ def _look(sockets: Sequence[Path], stacks: bool) -> list[Status]:
     return sorted((answer for answer in answers if answer is not None), key=lambda answer: int(answer["rank"]))
 
 
+def _sampled(sockets: Sequence[Path], seconds: float, stacks: bool) -> tuple[list[Status], dict[int, list[bool]]]:
+    """Return the ranks' answers and in which of ten looks each waited, as the live table counts them."""
+    waits: dict[int, list[bool]] = {}
+    _look(sockets, False)  # a wait is told from work by the CPU time between two looks
+    for _ in range(_LOOKS):
+        time.sleep(seconds / _LOOKS)
+        answers = _look(sockets, stacks)
+        for status in answers:
+            waits.setdefault(status["rank"], []).append(status["waits"])
+    return answers, waits
+
+
 def _follow(console: Console, folder: Path, sockets: Sequence[Path], given: argparse.Namespace) -> None:
     """Redraw the table until the job ends or the user has seen enough."""
     waits: dict[int, list[bool]] = {}
+    _look(sockets, False)  # a wait is told from work by the CPU time between two looks
+    time.sleep(min(given.interval, 0.1))
     job = Address.parse(sockets[0].name)
     with Live(console=console, auto_refresh=False) as live:
         try:

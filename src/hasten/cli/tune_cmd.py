@@ -43,6 +43,9 @@ def main(argv: Sequence[str]) -> int:
     script = Path(given.script)
     if not script.is_file():
         raise ConfigError(f"the script {given.script!r} does not exist; the current folder is {Path.cwd()}.")
+    for name, least in (("updates", 2), ("warmup", 0), ("num_processes", 1)):
+        if getattr(given, name) < least:
+            raise ConfigError(f"--{name}={getattr(given, name)} is out of range; give at least {least}.")
     budget = tuning.seconds(given.budget)
     tuning.check_names(given.only)
     host = look()
@@ -140,13 +143,13 @@ def conclusion(course: Tuning, advice: Sequence[str], output: str | None, change
     best = course.best
     assert best is not None, "the baseline ran"
     lines = ["best: the script as it is; nothing that was tried is faster at equal losses"]
+    if len(course.trials) == 1:
+        lines = ["the script was measured as it is; nothing else was tried"]
     if best.values:
         lines = [f"best: {_words(best)}, {course.gain:.2f} times as fast as the script as it is"]
     if course.not_tried:
-        names = dict.fromkeys(list(values)[-1] for values in course.not_tried)
-        lines.append(
-            f"not tried, because the budget was spent: {', '.join(names)}; give a longer --budget, or --only some"
-        )
+        words = ", ".join(course.not_tried_words)
+        lines.append(f"not tried, because the budget was spent: {words}; give a longer --budget, or --only some")
     lines += [f"  in the script: {line}" for line in advice]
     if output:
         lines.append(f"written: {output}" if changed else f"written: {output}, which leaves every setting as it is")

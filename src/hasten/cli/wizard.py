@@ -82,7 +82,7 @@ def run(machine: Machine, path: Path) -> int:
     say("Answers offered first are those of the file as it is.\n\n" if before else "\n")
     try:
         config = interview(machine, ask_in_terminal, before)
-        say(f"\n{dump(config)}\n")
+        say(f"\n{dump(config, masked=True)}\n")
         verb = "Replace" if path.exists() else "Write"
         if not questionary.confirm(f"{verb} {path}?", default=True).unsafe_ask():
             raise Abandoned(f"nothing was written; {path} is as it was.")

@@ -100,6 +100,9 @@ _GONE: Final = MappingProxyType(
         "downcase_fp16": "it never had an effect",
     }
 )
+MSAMP: Final = "MS-AMP is no longer maintained"
+MSAMP_NAMES: Final = ("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level")
+"""Names of settings of MS-AMP, which have no meaning any more."""
 _DISTRIBUTED: Final = MappingProxyType[str, tuple[tuple[Path, Any], ...]](
     {
         "NO": (),
@@ -219,8 +222,8 @@ def _read_nested(reading: Reading, key: str, item: Marked) -> None:
     names = nested_names(key)
     for name, inner in item.value.items():
         where = f"{reading.file}:{inner.line}"
-        if name in ("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level"):
-            reading.notes.append(f"{where}: {key}.{name} has no meaning any more: MS-AMP is no longer maintained")
+        if name in MSAMP_NAMES:
+            reading.notes.append(f"{where}: {key}.{name} has no meaning any more: {MSAMP}")
         elif name not in names:
             reading.problems.add(
                 _unknown_key(where, f"{key}.{name}", [f"{key}.{known}" for known in names], reading.problems)
@@ -251,7 +254,7 @@ def nested_names(key: str) -> Mapping[str, Path]:
         for old in OLD_NAMES:
             names |= {old: ("fsdp", old), f"fsdp_{old}": ("fsdp", old)}
     extra = {name: path for (nested, name), path in _RENAMED.items() if nested == key}
-    return names | extra | dict.fromkeys(("opt_level", "optimization_level", "enable_msamp", "msamp_opt_level"), ())
+    return names | extra | dict.fromkeys(MSAMP_NAMES, ())
 
 
 def _unknown_key(place: str, name: str, known: Iterable[str], problems: Problems) -> UnknownSettingError:

@@ -17,6 +17,7 @@ from hasten.config.decode import encode
 from hasten.config.established import MARKS, from_accelerate
 from hasten.config.layers import Problems, from_tree
 from hasten.config.marked import Marked
+from hasten.config.masking import masked_tree
 from hasten.config.resolve import decode_all
 from hasten.config.root import Config
 from hasten.config.schema import subsection
@@ -177,9 +178,10 @@ def to_mapping(section: Section, *, defaults: bool = False) -> dict[str, Any]:
     return tree
 
 
-def dump(config: Config, *, as_json: bool = False) -> str:
-    """Return settings as the text of a file of ours; what is at its default is left out."""
+def dump(config: Config, *, as_json: bool = False, masked: bool = False) -> str:
+    """Return settings as the text of a file of ours, if asked with credentials masked; what is at its default is left out."""
     tree = {"schema": SCHEMA, **to_mapping(config)}
+    tree = masked_tree(tree) if masked else tree
     if as_json:
         return json.dumps(tree, indent=2) + "\n"
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)

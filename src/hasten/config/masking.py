@@ -1,52 +1,181 @@
-"""Credentials out of text that people paste into issues: passwords in addresses, values of secret names, known kinds of keys."""
+"""Masking of credentials in everything that is shown or written: by the name of a value, and by the look of a text.
+
+`masked` is for texts, `masked_tree` for nested values. What a program or a service needs is never masked, only its copies in files, pages and terminals.
+"""
 
 import re
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Final, Literal
 
 HIDDEN: Final = "***"
+NOT_SHOWN: Final = "(set, not shown)"
+"""Replaces the whole value of a secret name."""
 
-_NAME: Final = r"(?:key|token|secret|passw(?:or)?d|passphrase|pwd|credential|auth|authorization|cookie|signature|sig)s?"
-_SECRET_NAME: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SIGNATURE", re.IGNORECASE)
-_NOT_SECRET: Final = re.compile(r"TOKENIZER|KEYBOARD|AUTHOR\b|PASSES", re.IGNORECASE)
-_PATTERNS: Final = (
-    # user:password@host, with a scheme or without; to the last @, because passwords may hold one
-    (re.compile(r"""(://)[^\s"'<>]*@"""), rf"\1{HIDDEN}@"),
-    (re.compile(r"""[^\s"'=:,;(\[{<>/@]+:[^\s"'<>@]+(?:@[^\s"'<>@]+)*@(?=[\w\[.-])"""), f"{HIDDEN}@"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
-    # name=value, name: value, "name": "value"
-    (re.compile(rf"""(?i)([\w.-]*{_NAME}["']?\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s"',;&)}}\]]+)"""), rf"\1{HIDDEN}"),
-    # keys that are known by how they begin
+Secrecy = Literal["open", "likely", "certain"]
+"""How far a name gives its value away: `likely` hides texts only, `certain` numbers as well."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_CERTAIN: Final = _words(
+    "password passwords passwd pwd passphrase passphrases passcode secret secrets credential credentials cred creds bearer "
+    "cookie cookies dsn jwt authorization signature apikey apikeys"
+)
+_LIKELY: Final = _words("key keys token tokens auth private pass")
+_OWNERS: Final = _words(
+    "api access secret private auth oauth ssh signing encryption session refresh bearer bot personal deploy service account "
+    "client user login admin root license webhook csrf xsrf sas storage db database hub hf huggingface wandb openai anthropic "
+    "github gitlab slack aws azure google comet neptune clearml swanlab mlflow"
+)
+"""Words before `key` or `token` that make a credential of it."""
+_COUNTS: Final = _words("num n max min total avg average mean")
+_BEFORE: Final = _words(
+    "per new image images video audio text input output label labels target column sort metric public "
+    "primary foreign partition group cache kv query value dict state model module data batch pad padding eos bos unk sep cls mask "
+    "masked special added additional start end stop begin first last next prev prompt completion response generated decoder "
+    "encoder forced suppress bad good oov mm vocab word vision patch visual register object think by layer attention attn head "
+    "split random rng seed weight extra mapping lookup join index best monitor sequence seq train eval tool decode position "
+    "context of forward backward single sub chunk sample feature question answer class"
+)
+_AFTER: Final = _words(
+    "dim dims size sizes count counts len length lengths embedding embeddings embed type types id ids index indices padding mask "
+    "head heads value values layer layers per limit budget file path dir name names column columns timeout ratio rate dropout "
+    "proj projection bias scale norm cache class level accuracy loss frequency bits width points frames order fn func format "
+    "suffix pattern shape pos position positions metric merging pooling mixing mixer shift dtype device weight weights used seen "
+    "processed s seconds method mode enabled required expiry expires ttl usage parallel parallelism rank states init std mean "
+    "range repo rope window chunk group groups grad gradient choice routing drop capacity"
+)
+"""Words around `key`, `token`, `auth`, `private` and `pass` that make a harmless name of them: `max_tokens`, `key_dim`."""
+_ABOUT: Final = _words("file path dir name timeout s seconds expiry expires ttl length size bits type limit")
+"""Words after `api_key` and the like that describe the credential and are not it."""
+_DIGESTS: Final = _words("commit revision rev sha md hash digest checksum fingerprint uuid crc etag xxh blake")
+"""Words in the names of values that are long hexadecimal numbers without being secret."""
+
+_WORD: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_STEMS: Final = r"(?:key|token|secret|passw|passphrase|passcode|pwd|pass|cred|auth|bearer|cookie|private|dsn|jwt|sig)"
+_ASSIGNED: Final = re.compile(  # name=value, name: value, "name": "value", --name value
+    rf"""(?i)(?<![\w.-])([\w.-]{{0,200}}?{_STEMS}[\w.-]{{0,200}})(["']?\s*[=:]\s*|(?<=[\w])[ \t]+(?=[^\s-]))("[^"]*"|'[^']*'|[^\s"',;&)}}\]]+)"""
+)
+_PREFIXED: Final = (
+    r"hf_[A-Za-z0-9]{12,}|gh[pousr]_\w{12,}|github_pat_\w{12,}|glpat-[\w-]{12,}|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}",
+    r"(?:sk|pk|rk)[-_](?=[\w-]{0,200}[0-9A-Z])[\w-]{12,}|gsk_\w{12,}|r8_\w{12,}|whsec_\w{12,}|dop_v1_\w{12,}|dapi[0-9a-f]{12,}",
+    r"(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{12,}|ya29\.[\w-]{12,}|SG\.[\w-]{12,}\.[\w-]{12,}|npm_\w{12,}|pypi-[\w-]{12,}",
+    r"\d{8,10}:[\w-]{35}(?![\w-])|AGE-SECRET-KEY-\w+",
+)
+_ADDRESS: Final = re.compile(r"""(://)([^\s"'<>]{0,1000})@""")
+_HEX: Final = re.compile(r"(?<![\w.-])[0-9a-fA-F]{32,}(?![\w.-])")
+
+
+def _address(found: re.Match[str]) -> str:
+    """Mask up to the last @, because passwords may hold one; an @ in the path of an address without a user stays."""
+    host = found[2].partition("/")[0]
+    plain = "/" in found[2] and "@" not in host and ":" not in host
+    return found[0] if plain else f"{found[1]}{HIDDEN}@"
+
+
+def _unassigned(text: str) -> str:
+    """Mask the values of secret names in a text; a space assigns in `--name value` only."""
+    made, at = [], 0
+    while found := _ASSIGNED.search(text, at):
+        name, between, value = found.groups()
+        secrecy = secrecy_of(name) if between.strip() or name.startswith("--") else "open"
+        hide = secrecy == "certain" or (secrecy == "likely" and not _is_number(value))
+        made.append(text[at : found.end(2 if hide else 1)] + HIDDEN * hide)
+        at = found.end(3 if hide else 1)
+    return "".join(made) + text[at:]
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"""["']?(?:[+-]?[\d.]+(?:e[+-]?\d+)?|true|false|none|null)["']?""", text, re.IGNORECASE))
+
+
+_Replacement = str | Callable[[re.Match[str]], str]
+_BEFORE_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
     (
-        re.compile(
-            r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|xox[abprs]-|sk-|pk-|rk-|AKIA|ASIA|AIza|npm_|pypi-)[\w-]{12,}"
-        ),
+        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|$)"),
         HIDDEN,
     ),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?"), HIDDEN),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)"), HIDDEN),
-    (re.compile(r"(?<![\w.-])[0-9a-fA-F]{32,}(?![\w.-])"), HIDDEN),
+    # user:password@host, with a scheme or without
+    (_ADDRESS, _address),
+    (
+        re.compile(r"""(?<![^\s"'=:,;(\[{<>/@])[^\s"'=:,;(\[{<>/@]{1,200}:(?!//)[^\s"'<>]{1,500}@(?=[\w\[.-])"""),
+        f"{HIDDEN}@",
+    ),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
+)
+_AFTER_NAMES: Final[tuple[tuple[re.Pattern[str], _Replacement], ...]] = (
+    (re.compile(rf"\b(?:{'|'.join(_PREFIXED)})"), HIDDEN),
+    (re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]+(?:\.[\w-]*)?"), HIDDEN),
 )
 
 
+def secrecy_of(name: str) -> Secrecy:
+    """Return whether a value of this name is a credential, whatever the value looks like; `a.b` is secret if `a` or `b` is."""
+    found: set[Secrecy] = {
+        _of_words([word.lower() for word in _WORD.findall(part)]) for part in re.split(r"[./]", name)
+    }
+    return "certain" if "certain" in found else "likely" if "likely" in found else "open"
+
+
+def _of_words(words: list[str]) -> Secrecy:
+    found: Secrecy = "open"
+    for at, word in enumerate(words):
+        before, after = words[at - 1] if at else "", words[at + 1] if at + 1 < len(words) else ""
+        stem = next((s for s in ("tokens", "token", "keys", "key") if word.endswith(s)), "")
+        glued = word.removesuffix(stem) if stem else ""
+        certain = word in _CERTAIN or word.endswith(("password", "passwd", "passphrase"))
+        if (certain or (stem and (glued or before) in _OWNERS)) and after not in _ABOUT:
+            return "certain"
+        several = word in ("keys", "tokens") and len(words) > 1  # `skip_keys`: names or counts
+        if word in _LIKELY and not several and before not in _BEFORE and after not in _AFTER:
+            found = "likely" if _COUNTS.isdisjoint(words) else found
+    return found
+
+
 def is_secret_name(name: str) -> bool:
-    """Whether what goes by this name is a secret, whatever it looks like."""
-    return bool(_SECRET_NAME.search(_NOT_SECRET.sub("", name)))
+    """Return True if values of this name are credentials."""
+    return secrecy_of(name) != "open"
 
 
-def masked(text: str) -> str:
-    """The text with credentials replaced by ***."""
-    for pattern, instead in _PATTERNS:
+def masked(text: str, *, digests: bool = False) -> str:
+    """Return the text with credentials replaced by ***; `digests` keeps long hexadecimal numbers."""
+    for pattern, instead in _BEFORE_NAMES:
         text = pattern.sub(instead, text)
-    return text
+    text = _unassigned(text)
+    for pattern, instead in _AFTER_NAMES:
+        text = pattern.sub(instead, text)
+    return text if digests else _HEX.sub(HIDDEN, text)
+
+
+def masked_value(name: str, value: Any) -> Any:  # Any: a nested value
+    """Return the value that goes by this name with its credentials replaced."""
+    return _masked(name, value, "open")
 
 
 def masked_tree(value: Any) -> Any:  # Any: a nested report
-    """The report with credentials replaced in every text, and the values of secret names left out."""
-    if isinstance(value, dict):
+    """Return mappings, lists and dataclasses with credentials replaced in every text, and the values of secret names left out."""
+    return _masked("", value, "open")
+
+
+def _masked(name: str, value: Any, above: Secrecy) -> Any:
+    own = secrecy_of(name)
+    secrecy: Secrecy = "certain" if "certain" in (own, above) else "likely" if "likely" in (own, above) else "open"
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
         return {
-            name: "(set, not shown)" if isinstance(name, str) and is_secret_name(name) and item else masked_tree(item)
-            for name, item in value.items()
+            masked(key) if isinstance(key, str) else key: _masked(str(key), item, secrecy)
+            for key, item in value.items()
         }
-    if isinstance(value, list | tuple):
-        return [masked_tree(item) for item in value]
-    return masked(value) if isinstance(value, str) else value
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_masked("", item, secrecy) for item in value]
+    if value is None or isinstance(value, bool) or (isinstance(value, str | bytes) and not value):
+        return value
+    if secrecy == "certain" or (secrecy == "likely" and not isinstance(value, int | float)):
+        return NOT_SHOWN
+    if isinstance(value, str):
+        return masked(value, digests=not _DIGESTS.isdisjoint(word.lower() for word in _WORD.findall(name)))
+    return value

@@ -127,7 +127,7 @@ class Desk:
             "seconds": round(time.time() - self._began_s, 1),
             "step": state.step,
             "steps_per_s": self._rate(state.step),
-            "waits": state.waits,
+            "waits": state.waits and self._topology.world_size > 1,
             "doing": state.kind,
             "at": state.spot.words(),
             "memory": process_memory(self._device),

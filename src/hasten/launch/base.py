@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hasten.config.masking import masked, masked_value
 from hasten.config.root import Config
 
 LauncherName = Literal["single", "torchrun", "task", "slurm", "mpi", "deepspeed", "xla"]
@@ -105,7 +106,7 @@ class LaunchPlan:
     target: Target | None = None
 
     def render(self) -> str:
-        """The plan as text that a person reads and a shell understands."""
+        """Return the plan as text that a person reads and a shell understands, with credentials masked."""
         lines = [f"launcher: {self.launcher}"]
         lines += [f"note: {note}" for note in self.notes]
         if self.meeting is not None:
@@ -113,14 +114,20 @@ class LaunchPlan:
         if self.launcher == "torchrun":
             lines.append("restarts: " + str(self.supervision.max_restarts))
         for planned in self.files:
-            lines += [f"file {planned.path}:", *("    " + row for row in planned.text.splitlines())]
+            lines += [f"file {planned.path}:", *("    " + row for row in masked(planned.text).splitlines())]
         index = 0
         for proc in self.procs:
             last = index + proc.count - 1
             title = f"process {index}" if proc.count == 1 else f"processes {index}-{last} (LOCAL_RANK counts up)"
             index = last + 1
-            lines += [f"{title}:", *(f"    {name}={shlex.quote(value)} \\" for name, value in sorted(proc.env.items()))]
-            lines.append("    " + shlex.join(proc.argv))
+            lines += [
+                f"{title}:",
+                *(
+                    f"    {name}={shlex.quote(masked_value(name, value))} \\"
+                    for name, value in sorted(proc.env.items())
+                ),
+            ]
+            lines.append("    " + masked(shlex.join(proc.argv)))
         return "\n".join(lines)
 
 

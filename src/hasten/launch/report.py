@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hasten.config.base import Section, default_of
+from hasten.config.masking import masked_value
 from hasten.config.root import Config
 from hasten.launch.base import LaunchPlan, Target
 from hasten.launch.checkin import Report
@@ -78,7 +79,7 @@ def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) ->
         code=code_digest(plan.target),
         program="the notebook's function" if plan.target.name == CELL else plan.target.name,
         versions=package_versions(),
-        settings=settings,
+        settings={name: str(masked_value(name, value)) for name, value in settings.items()},
     )
 
 

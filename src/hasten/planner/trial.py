@@ -190,7 +190,12 @@ class Timed(Rehearsal):
         measured = self.marks[self.spec.warmup :]
         step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
         if not error and not step:
-            error = f"it ended after {len(self.marks)} updates, {self.spec.warmup + self.spec.updates} are needed"
+            error = (
+                f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
+                "give fewer --warmup and --updates"
+                if self.marks
+                else "it made no update with an Accelerator of hasten's"
+            )
         losses: list[float] = []
         try:
             losses += [float(loss) for loss in self.losses]

@@ -99,9 +99,9 @@ class Tuning:
         """
         first = measure({}, None)
         if first.error:
+            goal = "enough updates" if first.losses else "its updates"
             raise ConfigError(
-                f"the script does not come to {'its updates' if not first.losses else 'an end'} as it is: {first.error}. "
-                "Run it alone first."
+                f"the script does not come to {goal} as it is: {first.error.rstrip('.')}. Run it alone first."
             )
         if not first.losses:
             raise ConfigError(
@@ -122,6 +122,16 @@ class Tuning:
                 self._conclude(knob, values, measure(values, limit), base.outcome)
         if self.best is not base and in_time():
             self._confirm(base, measure({}, None))
+
+    @property
+    def not_tried_words(self) -> list[str]:
+        """What time was up for: a knob's name, or its values where others of it were tried."""
+        left: dict[str, list[str]] = {}
+        for values in self.not_tried:
+            name = [knob.name for knob in self.knobs if knob.name in values][-1]  # values of later knobs come later
+            left.setdefault(name, []).append(str(values[name]))
+        num = {knob.name: len(knob.values) for knob in self.knobs}
+        return [name if len(some) == num[name] else f"{name} ({', '.join(some)})" for name, some in left.items()]
 
     def _confirm(self, base: Trial, again: Outcome) -> None:
         """Compare with the script as it is once more: a machine that was busy at first makes everything look faster."""

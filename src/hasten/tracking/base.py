@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.config.masking import masked_value
 from hasten.errors import TrackerError
 
 Scalar = bool | int | float | str
@@ -33,10 +34,15 @@ class Run:
     project: str
     run_id: str  # made by hasten, the same on every rank and after a resume
     directory: Path  # where trackers that write files put them
-    config: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values, possibly nested
+    config: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON values, possibly nested; as it was given
     options: Options = field(default_factory=dict)  # this tracker's part of `init_kwargs`
     rank: int = 0
     resume: Resume | None = None
+
+    @property
+    def shown_config(self) -> dict[str, Any]:
+        """The config with its credentials masked: what a file or a page may show."""
+        return {name: masked_value(name, value) for name, value in self.config.items()}
 
     @property
     def label(self) -> str:

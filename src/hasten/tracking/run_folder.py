@@ -1,8 +1,8 @@
-"""All that a run's folder tells about it: curves of metrics, times of steps, events, settings."""
+"""All that a run's folder tells about it: curves of metrics, images, tables, times of steps, events, settings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from hasten.config.masking import masked, masked_tree, masked_value
 from hasten.errors import ConfigError
 from hasten.tracking.run_log import FOLDER, LoggedRank, read_run_log
 
@@ -31,6 +32,24 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedImage:
+    """An image of a step and its position among those logged together; the file may be missing."""
+
+    step: int
+    number: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTable:
+    """A table of a step."""
+
+    step: int
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class RunFolder:
     """What a folder holds of one run, restarts included."""
 
@@ -38,7 +57,11 @@ class RunFolder:
     curves: Mapping[str, Curve] = field(default_factory=dict)
     ranks: tuple[LoggedRank, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What `init_trackers` was given, flattened."""
+    """What `init_trackers` was given, flattened, with credentials masked."""
+    folder: Path = field(default_factory=Path)
+    images: Mapping[str, Sequence[LoggedImage]] = field(default_factory=dict)
+    tables: Mapping[str, LoggedTable] = field(default_factory=dict)
+    """The newest table of each name."""
 
     @property
     def began_s(self) -> float:
@@ -52,7 +75,10 @@ class RunFolder:
         """Name -> value and source: the Accelerator's settings, then those of the tracker."""
         found = {name: (str(value), "given to init_trackers") for name, value in self.config.items()}
         started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
-        found |= {name: (value, source) for name, (value, source) in started.get("settings", {}).items()}
+        found |= {
+            name: (str(masked_value(name, value)), source)
+            for name, (value, source) in started.get("settings", {}).items()
+        }
         return found
 
     @property
@@ -60,7 +86,7 @@ class RunFolder:
         """What is known of machine and packages, as of the latest start."""
         started = next((log.started for log in reversed(self.ranks) if log.rank == 0 and log.started), {})
         plain = {name: started.get(name) for name in ("command", "strategy", "world_size", "device", "host")}
-        found = {name: str(value) for name, value in plain.items() if value is not None}
+        found = {name: masked(str(value)) for name, value in plain.items() if value is not None}
         return found | {str(name): str(value) for name, value in started.get("versions", {}).items()}
 
     @property
@@ -70,7 +96,7 @@ class RunFolder:
         for number, log in enumerate(log for log in self.ranks if log.rank == 0):
             for event in log.events:
                 kind = "restarted" if number and event.get("event") == "started" else event.get("event", "")
-                details: dict[str, Any] = {key: event[key] for key in ("seconds", "error") if key in event}
+                details: dict[str, Any] = masked_tree({key: event[key] for key in ("seconds", "error") if key in event})
                 found.append({"event": kind, "time": float(event.get("time", 0.0)), **details})
         return sorted(found, key=lambda event: float(event["time"]))
 
@@ -90,13 +116,18 @@ def read_run(folder: str | Path) -> RunFolder:
         )
     curves: dict[str, Curve] = {}
     config: dict[str, Any] = {}
+    images: dict[str, list[LoggedImage]] = {}
+    tables: dict[str, LoggedTable] = {}
     for path in files:
         suffix = "" if len(files) == 1 else f" ({path.parent.name})"
-        curves |= {f"{name}{suffix}": curve for name, curve in _curves(path).items()}
+        records = _records(path)
+        curves |= {f"{name}{suffix}": curve for name, curve in _curves(records).items()}
+        images |= {f"{name}{suffix}": found for name, found in _images(records, path.parent).items()}
+        tables |= {f"{name}{suffix}": found for name, found in _tables(records).items()}
         settings = path.with_name("config.json")
         if settings.exists():
-            config |= dict(_flat(msgspec.json.decode(settings.read_bytes())))
-    return RunFolder(root.name or str(root.resolve().name), curves, logs, config)
+            config |= dict(_flat(masked_tree(msgspec.json.decode(settings.read_bytes()))))
+    return RunFolder(root.name or str(root.resolve().name), curves, logs, config, root, images, tables)
 
 
 def run_files(root: Path) -> list[Path]:
@@ -109,26 +140,48 @@ def _metrics_files(root: Path) -> list[Path]:
     return sorted({path for depth in _DEPTH for path in root.glob(f"{depth}metrics.jsonl")})
 
 
-def _curves(path: Path) -> dict[str, Curve]:
-    """The metrics of a file; steps repeated after a resume count once, with their later values."""
+def _records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file that have a step; steps repeated after a resume count once, with their later records."""
     decoder = msgspec.json.Decoder()
-    rows: list[tuple[int, float, dict[str, Any]]] = []
+    rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
             record = decoder.decode(line)
         except msgspec.DecodeError:  # cut off when its process died
             continue
         if "rewind" in record:
-            rows = [row for row in rows if row[0] <= record["rewind"]]
-        elif "values" in record:
-            rows.append((record["step"], record["time"], record["values"]))
+            rows = [row for row in rows if row["step"] <= record["rewind"]]
+        elif "step" in record:
+            rows.append(record)
+    return rows
+
+
+def _curves(records: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     found: dict[str, list[tuple[int, float, float]]] = {}
-    for step, when, values in rows:
-        for name, value in values.items():
+    for record in records:
+        for name, value in record.get("values", {}).items():
             number = _WORDS.get(value) if isinstance(value, str) else value
             if isinstance(number, (int, float)) and not isinstance(number, bool):
-                found.setdefault(name, []).append((step, when, float(number)))
+                found.setdefault(name, []).append((record["step"], record["time"], float(number)))
     return {name: _curve(points) for name, points in found.items()}
+
+
+def _images(records: Iterable[Mapping[str, Any]], folder: Path) -> dict[str, list[LoggedImage]]:
+    found: dict[str, dict[tuple[int, int], LoggedImage]] = {}
+    for record in records:
+        for name, paths in record.get("images", {}).items():
+            for number, path in enumerate(paths):
+                image = LoggedImage(record["step"], number, folder / path)
+                found.setdefault(name, {})[image.step, number] = image
+    return {name: [images[key] for key in sorted(images)] for name, images in found.items()}
+
+
+def _tables(records: Iterable[Mapping[str, Any]]) -> dict[str, LoggedTable]:
+    return {
+        record["table"]["name"]: LoggedTable(record["step"], record["table"]["columns"], record["table"]["rows"])
+        for record in records
+        if "table" in record
+    }
 
 
 def _curve(points: list[tuple[int, float, float]]) -> Curve:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,10 @@ def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
     Raises: DataError when there are not as many as rows; what the user's function raises, with the rows noted.
     """
     try:
-        results = list(predict([rows[index] for index in batch]))
+        made = predict([rows[index] for index in batch])
+        if not isinstance(made, Iterable):
+            raise DataError(f"{made!r} came back instead of results; return a list with one result per row.")
+        results = list(made)
     except Exception as error:  # any error of the user's code: noted and raised again
         error.add_note(f"while predicting rows {batch.start} to {batch.stop - 1}")
         raise

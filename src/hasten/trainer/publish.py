@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hasten.checkpoint.occupied import check_no_weights
 from hasten.checkpoint.paths import check_local
 from hasten.comm.agreement import agree
+from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError
 from hasten.optional import need
 
@@ -33,7 +34,7 @@ def save_model(trainer: Trainer, folder: str) -> str:
         if accelerator.is_main_process:
             if hasattr(trainer.processing_class, "save_pretrained"):
                 trainer.processing_class.save_pretrained(folder)
-            text = json.dumps(trainer.args.to_dict(), indent=2, default=str)
+            text = json.dumps(masked_tree(trainer.args.to_dict()), indent=2, default=str)
             Path(folder, "training_args.json").write_text(text + "\n", encoding="utf-8")
     return folder
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hasten.cli.main import main
 from hasten.cli.tune_cmd import conclusion
 from hasten.config.root import Config
 from hasten.errors import ConfigError
@@ -114,7 +115,7 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
     assert found.not_tried == [{"a": 2}, {"a": 3}]
     assert conclusion(found, ["fused=True"], "c.yaml", changed=False) == [
         "best: the script as it is; nothing that was tried is faster at equal losses",
-        "not tried, because the budget was spent: a; give a longer --budget, or --only some",
+        "not tried, because the budget was spent: a (2, 3); give a longer --budget, or --only some",
         "  in the script: fused=True",
         "written: c.yaml, which leaves every setting as it is",
     ]
@@ -128,6 +129,47 @@ def test_tuning_ends_with_its_budget_and_gives_up_on_a_script_that_fails() -> No
 
     Tuning([Knob("a", (1,))]).run(measure, lambda: True)
     assert limits == [None, HOPELESS * BASE.step_s]
+
+
+def test_what_was_not_tried_is_named_by_its_values_where_others_were() -> None:
+    knobs = (Knob("a", (1,)), Knob("batch_size", (16, 32, 64)), Knob("b", (True,)))
+    found = course({"a": replace(BASE, step_s=BASE.step_s / 2), "batch_size": BASE}, *knobs, trials=3)
+    assert [dict(trial.values) for trial in found.trials] == [{}, {"a": 1}, {"a": 1, "batch_size": 16}]
+    assert found.not_tried_words == ["batch_size (32, 64)", "b"]
+    nothing = course({}, Knob("a", (1, 2)), trials=1)
+    assert conclusion(nothing, [], None, changed=False) == [
+        "the script was measured as it is; nothing else was tried",
+        "not tried, because the budget was spent: a; give a longer --budget, or --only some",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [("--updates=0", "at least 2"), ("--warmup=-1", "at least 0"), ("--num_processes=0", "at least 1")],
+)
+def test_numbers_out_of_range_are_refused_before_anything_runs(
+    flag: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('ran')")
+    assert main(["tune", str(script), flag]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print(1)", "it made no update with an Accelerator"),
+        ("raise SystemExit('ends with a point.')", "ends with a point. Run it alone first."),
+    ],
+)
+def test_a_script_that_trains_nothing_is_named(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert main(["tune", str(script), "--budget", "30s"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_knobs_are_those_that_make_sense() -> None:

@@ -41,7 +41,7 @@ class AimTracker(Tracker):
         self._run = self._aim.Run(**options)
         self._run.name = run.label
         if run.config:
-            self._run["config"] = dict(run.config)
+            self._run["config"] = run.shown_config
         return str(self._run.hash)
 
     def log(self, entry: Entry) -> None:

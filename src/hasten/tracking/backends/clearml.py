@@ -45,7 +45,7 @@ class ClearmlTracker(Tracker):
         if run.resume:  # ClearML adds an offset to the steps of a continued task; ours are absolute already
             self._task.set_initial_iteration(0)
         if run.config:
-            self._task.connect(dict(run.config), name="config")
+            self._task.connect(run.shown_config, name="config")
         return str(self._task.id)
 
     def log(self, entry: Entry) -> None:

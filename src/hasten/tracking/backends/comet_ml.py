@@ -41,7 +41,7 @@ class CometTracker(Tracker):
         options = {"project": run.project, "experiment_key": key, "mode": "get_or_create", **given}
         self._experiment = comet.start(**options)
         if run.config and not run.resume:
-            self._experiment.log_parameters(dict(flatten(run.config)))
+            self._experiment.log_parameters(dict(flatten(run.shown_config)))
         return str(self._experiment.get_key())
 
     def log(self, entry: Entry) -> None:

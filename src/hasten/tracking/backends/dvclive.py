@@ -38,7 +38,7 @@ class DvcliveTracker(Tracker):
         }
         self._live = dvclive.Live(**options)
         if run.config and not run.resume:
-            self._live.log_params(dict(run.config))
+            self._live.log_params(run.shown_config)
         return run.label
 
     def log(self, entry: Entry) -> None:

@@ -43,7 +43,7 @@ class JsonlTracker(Tracker):
         if torn:  # the last run died in the middle of a line
             self._file.write(b"\n")
         if run.rank == 0:
-            (self._folder / "config.json").write_text(json.dumps(run.config, indent=2) + "\n", encoding="utf-8")
+            (self._folder / "config.json").write_text(json.dumps(run.shown_config, indent=2) + "\n", encoding="utf-8")
         if run.resume:
             self.rewind(run.resume.step)
         self._file.flush()

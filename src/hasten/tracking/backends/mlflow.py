@@ -63,7 +63,7 @@ class MlflowTracker(Tracker):
         created = self.client.create_run(experiment, **{"run_name": run.label, **options})
         self.run_id = created.info.run_id
         entities = self._mlflow.entities
-        params = [entities.Param(name, str(value)) for name, value in flatten(run.config)]
+        params = [entities.Param(name, str(value)) for name, value in flatten(run.shown_config)]
         for first in range(0, len(params), _BATCH):
             self.client.log_batch(self.run_id, params=params[first : first + _BATCH])
 

@@ -38,7 +38,7 @@ class SwanlabTracker(Tracker):
             "id": found,
             "resume": "allow",
             "log_dir": str(folder),
-            "config": dict(run.config),
+            "config": run.shown_config,
             **self._options,
             **run.options,
         }

@@ -77,10 +77,10 @@ class TensorboardTracker(Tracker):
         self._writer = writer(**{"log_dir": str(self._folder), "purge_step": purge_step, **self._options})
 
     def _write_config(self, run: Run) -> None:
-        self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=2)}\n```", 0)
+        self._writer.add_text("config", f"```json\n{json.dumps(run.shown_config, indent=2)}\n```", 0)
         settings = {
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
-            for name, value in flatten(run.config)
+            for name, value in flatten(run.shown_config)
         }
         for summary in need("torch.utils.tensorboard.summary").hparams(settings, {}):
             self._writer.file_writer.add_summary(summary)

@@ -33,7 +33,7 @@ class TrackioTracker(Tracker):
             "project": run.project,
             "name": name,
             "resume": "must" if run.resume else "never",
-            "config": dict(run.config),
+            "config": run.shown_config,
             "embed": False,
             **self._options,
             **run.options,

@@ -32,7 +32,7 @@ class WandbTracker(Tracker):
         options = {
             "project": run.project,
             "dir": str(run.directory),
-            "config": dict(run.config),
+            "config": run.shown_config,
             "id": run.resume.run_id if run.resume else run.label,
             "resume": "allow",
             "reinit": "create_new",

@@ -1,0 +1,91 @@
+"""Advice of `hasten migrate` about arguments that hasten does not have, from the tables by which settings files are translated."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from types import MappingProxyType
+from typing import Any, Final
+
+from hasten.config.established import MSAMP, MSAMP_NAMES, nested_names
+from hasten.config.layers import nearest
+from hasten.config.legacy import OLD_NAMES, translate
+from hasten.config.schema import SETTABLE
+from hasten.config.source import Entry, Source
+from hasten.errors import SettingValueError
+
+_SECTIONS: Final = MappingProxyType(
+    {
+        "FullyShardedDataParallelPlugin": "fsdp_config",
+        "DeepSpeedPlugin": "deepspeed_config",
+        "MegatronLMPlugin": "megatron_lm_config",
+        "TorchDynamoPlugin": "dynamo_config",
+        "ParallelismConfig": "parallelism_config",
+    }
+)
+"""Plugin -> the section of a settings file with the same options."""
+_CLASSES: Final = MappingProxyType(
+    {
+        "dataloader": "dataloader_config=DataLoaderConfiguration",
+        "project": "project_config=ProjectConfiguration",
+        "gradient_accumulation": "gradient_accumulation_plugin=GradientAccumulationPlugin",
+        "fsdp": "fsdp_plugin=FullyShardedDataParallelPlugin",
+        "deepspeed": "deepspeed_plugin=DeepSpeedPlugin",
+        "megatron": "megatron_lm_plugin=MegatronLMPlugin",
+        "dynamo": "dynamo_plugin=TorchDynamoPlugin",
+        "parallelism": "parallelism_config=ParallelismConfig",
+    }
+)
+"""Section of the settings -> the argument of the Accelerator that holds it."""
+_OWN: Final = MappingProxyType(
+    {
+        "state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
+        "optim_state_dict_config": "state_dict_type says alone how a state dict is made; remove it",
+        "torch_tp_plugin": "give parallelism_config=ParallelismConfig(tp_size=...)",
+        "deepspeed_plugins": "an Accelerator has one engine; give each its Accelerator with deepspeed_plugin=",
+        "fp16": 'write mixed_precision="fp16"',
+    }
+)
+
+
+def advice(owner: str, argument: ast.keyword, known: Collection[str]) -> str:
+    """Return what to write instead of an argument that `owner`, a class or method of hasten's, does not have; empty if unknown."""
+    name = argument.arg or ""
+    short = name.removeprefix("fsdp_")
+    if owner == "FullyShardedDataParallelPlugin" and short in OLD_NAMES:
+        return _fsdp(short, argument.value)
+    if name in MSAMP_NAMES:
+        return f"{MSAMP}; remove it"
+    if name in _OWN:
+        return _OWN[name]
+    path = nested_names(_SECTIONS[owner]).get(name, ()) if owner in _SECTIONS else ()
+    if path:
+        return f"write {path[-1]}=" if path[-1] in known else f"it is the setting {'.'.join(path)}"
+    sections = [info.path[0] for info in SETTABLE if len(info.path) == 2 and info.path[1] == name]
+    if owner == "Accelerator" and sections:
+        return f"give {_CLASSES.get(sections[0], f'{sections[0]}=dict')}({name}=...)"
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else ""
+
+
+def _fsdp(name: str, value: ast.expr) -> str:
+    """The translation of an FSDP1-style option, for its value if the script writes it out."""
+    if (given := _literal(value)) is None:
+        return f"hasten.fsdp_from_fsdp1({{{name!r}: ...}}) translates its value"
+    try:
+        entries, said = translate(Entry(("fsdp", name), given, Source("code", name), said=name))
+    except SettingValueError as error:
+        return str(error)
+    written = ", ".join(f"{entry.path[-1]}={entry.value!r}" for entry in entries)
+    return f"write {written}" if written else f"remove it{f': {said[0]}' if said else ', FSDP2 does this by itself'}"
+
+
+def _literal(value: ast.expr) -> Any:  # Any: of the script
+    """The value of a constant, or the name of an enumeration's member; None for what is worked out."""
+    match value:
+        case ast.Constant():
+            return value.value
+        case ast.Attribute() if value.attr.isupper():
+            return value.attr
+        case _:
+            return None

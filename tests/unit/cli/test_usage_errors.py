@@ -1,0 +1,58 @@
+"""Commands misused as a newcomer may: one sentence that names the command once, before any process is started."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hasten.cli.main import main
+from hasten.cli.matrix import table
+from hasten.errors import DataError
+from hasten.launch.matrix import Outcome, chosen
+from hasten.trainer.predict import one_batch
+
+
+@pytest.mark.parametrize("words", [["test", "train.py"], ["predict"], ["config", "show", "extra"], ["launch", "--tee"]])
+def test_a_usage_error_names_the_command_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hasten {words[0]}")
+    assert ": hasten" not in said
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows"])
+def test_predict_refuses_another_kind_of_file_before_it_starts(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / name
+    data.write_text("")
+    assert main(["predict", "module:function", str(data), "-o", str(tmp_path / "out.jsonl")]) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert ".jsonl" in said
+
+
+@pytest.mark.parametrize("result", [None, 3])
+def test_a_function_that_returns_no_list_is_told_so(result: int | None) -> None:
+    with pytest.raises(
+        DataError, match="came back instead of results; return a list with one result per row"
+    ) as caught:
+        one_batch(lambda rows: result, [{"text": "a"}], range(1))  # type: ignore[arg-type, return-value]
+    assert caught.value.__notes__ == ["while predicting rows 0 to 0"]
+
+
+def test_the_matrix_fits_a_terminal_of_80_columns() -> None:
+    cells = chosen(None)
+    note = "needs 4 devices, and this machine has 1"
+    written = io.StringIO()
+    Console(width=80, file=written).print(
+        table([Outcome(cell, "left out", 2.4e-07, 16.45, 347, note) for cell in cells])
+    )
+    text = written.getvalue()
+    assert "\u2026" not in text, "nothing is cut off"
+    for heading in ("backend", "precision", "ranks", "difference", "memory"):
+        assert heading in text
+    assert all(cell.backend in text for cell in cells)
