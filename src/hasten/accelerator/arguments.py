@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -48,6 +48,14 @@ def check_number(value: object, call: str) -> None:
     """Refuse what is not one number."""
     if not isinstance(value, Real) and not (isinstance(value, Tensor) and value.numel() == 1):
         refuse(call, value, "it needs a number, such as 1.0")
+
+
+def check_whole(value: object, call: str, least: int | None = None) -> None:
+    """Refuse what is not a whole number, or is less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        refuse(call, value, "it needs a whole number")
+    if least is not None and value < least:
+        refuse(call, value, f"it needs a whole number of at least {least}")
 
 
 def check_parameters(parameters: list[Any], call: str) -> None:  # Any: what the user gave

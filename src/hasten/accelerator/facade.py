@@ -601,14 +601,17 @@ class Accelerator:
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None
+        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None, dim: int | None = None
     ) -> Any:  # Any: tensors or objects
         """Gather results of the current batch from all processes; samples added as padding are dropped.
 
-        `loader` names the loader of the batch when several are iterated at the same time.
+        `loader` names the loader of the batch when several are iterated at the same time. `dim` is the dimension of the
+        samples, by default the first: `dim=1` for time-major results.
         """
+        if dim is not None:
+            arguments.check_whole(dim, "gather_for_metrics(dim)")
         cursor = self.clock.cursors.only() if loader is None else loader.cursor
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object)
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
         if axes is None:
