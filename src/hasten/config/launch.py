@@ -36,7 +36,7 @@ class LaunchConfig(Section):
     tpu: bool = setting(False, "train on TPUs")
     gpu_ids: tuple[int, ...] | Literal["all"] = setting("all", "devices used on this machine, such as 0,1")
     num_cpu_threads_per_process: int | None = setting(
-        None, "OMP threads of a process (default: cores / processes)", minimum=1
+        None, "OMP threads of a process (default: cores / processes)", minimum=1, maximum=4096
     )
     enable_cpu_affinity: bool = setting(False, "bind each process to the cores near its device")
     same_network: bool = setting(True, "machines reach each other directly")
