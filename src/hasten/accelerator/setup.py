@@ -26,7 +26,7 @@ from hasten.debug.reception import Reception
 from hasten.debug.replicas import Prepared, Replicas
 from hasten.debug.sentinel import Sentinel, SentinelSettings
 from hasten.debug.watchdog import Watchdog, WatchSettings
-from hasten.errors import ConfigError
+from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
@@ -70,6 +70,11 @@ class Parts:
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
     """The parts for these constructor arguments. Ranks: every rank."""
+    if context is not None and not isinstance(context, ProcessContext):
+        raise ArgumentError(
+            f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
+            "context out to read the launcher's variables."
+        )
     asking = rehearsal.current()
     given = asking.settings(given)
     resolved = _settings(given)

@@ -59,6 +59,11 @@ def build(log_with: LogWith, *, missing: Missing = "error") -> list[Tracker]:
     """
     if log_with is None:
         return []
+    if not isinstance(log_with, str | Tracker | Enum | Iterable):
+        raise TrackerError(
+            f"log_with={log_with!r} is of type {type(log_with).__name__}, so it is unclear where to log; give a name such as 'jsonl', a "
+            "hasten.Tracker, or a list of them."
+        )
     asked = [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
     found: list[Tracker] = []
     for item in asked:
