@@ -36,8 +36,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Raises: ConfigError for what is not a whole number from 0 to 2**63 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed <= _LARGEST_SEED:
+        wrong = "is negative" if isinstance(seed, Integral) and seed < 0 else "is no seed"
         raise ConfigError(
-            f"seed={seed!r} is not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
+            f"seed={seed!r} {wrong}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
         )
     seed = int(seed)
     if device_specific:
