@@ -23,6 +23,7 @@ from torch.profiler import profile as TorchProfile  # a class torch spells in lo
 from hasten.accelerator import arguments, metrics, profile
 from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.captured_step import CapturedStep
+from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
@@ -178,6 +179,11 @@ class Accelerator:
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
         if self._sentinel is not None:
             self.clock.after_update = self._sentinel.updated
+
+    if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
+
+        def __getattr__(self, name: str) -> Any:  # Any: values of every kind
+            return established(self, name)
 
     # -- this process among the others ----------------------------------------------------------------------------
     @property

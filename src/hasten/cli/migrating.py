@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
+from hasten.accelerator.established import INSTEAD, VALUES
 
 OLD: Final = "accelerate"
 NEW: Final = "hasten"
@@ -215,8 +216,10 @@ class _Script:
             if (
                 not hasattr(hasten.Accelerator, node.attr)
                 and node.attr not in hasten.Accelerator.__init__.__code__.co_names
+                and node.attr not in VALUES
             ):
-                self._note(node, f"hasten's Accelerator has no {node.attr}")
+                instead = f"; {INSTEAD[node.attr]}" if node.attr in INSTEAD else ""
+                self._note(node, f"hasten's Accelerator has no {node.attr}{instead}")
             return
         if (
             not isinstance(node.ctx, ast.Load)
