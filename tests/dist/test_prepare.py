@@ -354,6 +354,6 @@ def test_a_schedule_made_for_the_undivided_loader_is_reported_before_training(ct
     for calls in (1, 2):
         told, rate = one_cycle_run(loader_first=False, calls=calls)
         assert rate > 2e-2, "half-way"
-        assert ["would stand at step 20 of 40" in one and "len(loader)" in one for one in told] == [True] * (
+        assert ["would end at step 20 of 40" in one and "len(loader)" in one for one in told] == [True] * (
             ctx.rank == 0
         )

@@ -53,14 +53,15 @@ def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, 
     if not epochs:
         return None
     updates = -(-num_share // every)
-    kind = type(scheduler).__name__
-    return (
-        f"{kind} was made for {total} steps, which are {epochs} epoch(s) of the loader before it was prepared ({num_whole} batches). Each of the "
-        f"{num_processes} processes makes {updates} update(s) an epoch, and a schedule steps once per update, on any number of processes: after "
-        f"{epochs} epoch(s) it would stand at step {epochs * updates} of {total}. Prepare the loader first and make the schedule with its "
-        f"length, len(loader), or divide the schedule's length by accelerator.num_processes. If {total} is the number of updates, prepare the "
-        "loader first as well, and this is not asked."
+    words = (
+        f"{type(scheduler).__name__} was made for {total} steps: {epochs} epoch(s) of the loader before it was prepared ({num_whole} batches). On "
+        f"{num_processes} processes an epoch has {updates} update(s), and a schedule steps once per update, so a run of {epochs} epoch(s) would "
+        f"end at step {epochs * updates} of {total}. Prepare the loader first and make the schedule with its length, len(loader), or divide the "
+        "schedule's length by accelerator.num_processes."
     )
+    if total % updates:
+        return words
+    return f"{words} If you train for {total // updates} epochs, {total} is right; prepare the loader first all the same, and this is not asked."
 
 
 def _epochs(total: int, num_batches: int, every: int) -> int:
