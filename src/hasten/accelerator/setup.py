@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from hasten.accelerator import rehearsal
 from hasten.accelerator.recording import open_run_log
 from hasten.accelerator.rehearsal import Rehearsal
+from hasten.comm.agreement import agree
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
@@ -206,8 +208,10 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
+    with agree(ctx.world, "loading the trackers") if asked else nullcontext():
+        trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=ctx.is_main)
     return TrackerManager(
-        build_trackers(asked, missing=config.tracking.missing_tracker),
+        trackers,
         is_main=ctx.is_main,
         rank=ctx.rank,
         directory=Path(folder) if folder else None,
