@@ -60,7 +60,7 @@ def check_whole(value: object, call: str, least: int | None = None) -> None:
     """Refuse what is not a whole number, or is less than `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         refuse(call, value, "it needs a whole number")
-    if least is not None and value < least:
+    if least is not None and int(value) < least:
         refuse(call, value, f"it needs a whole number of at least {least}")
 
 
@@ -76,7 +76,7 @@ def check_limit(value: object, call: str) -> None:
 
 def check_norm_type(value: object) -> None:
     """Refuse what is not the order of a norm."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         refuse(
             "clip_grad_norm_(norm_type)",
             value,

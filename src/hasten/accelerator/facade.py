@@ -61,6 +61,7 @@ from hasten.optim.window import check_every
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose
 from hasten.strategies.context import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
@@ -120,7 +121,7 @@ class Accelerator:
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
         self.clock = parts.clock
-        self.strategy = parts.strategy
+        self.strategy: Strategy = parts.strategy
         self.precision = parts.precision
         self.tracking = parts.tracking
         self.run_log = parts.run_log
@@ -134,7 +135,7 @@ class Accelerator:
         self._context = ContextParallel(sizes, parts.ctx, parts.clock, lambda: self.prepared.models)
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
-        self.saving = Saving(
+        self.saving: Saving = Saving(
             parts.ctx,
             parts.config.project,
             RunParts(

@@ -208,7 +208,8 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
-    with agree(ctx.world, "loading the trackers") if asked else nullcontext():
+    any_asked = asked != ()
+    with agree(ctx.world, "loading the trackers") if any_asked else nullcontext():
         trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=ctx.is_main)
     return TrackerManager(
         trackers,

@@ -45,7 +45,8 @@ class LocalSGD:
             raise ArgumentError(
                 f"LocalSGD(accelerator={accelerator!r}) got a {type(accelerator).__name__}, which runs no training. Give the Accelerator."
             )
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+        every: object = local_sgd_steps
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(
                 f"local_sgd_steps={local_sgd_steps!r} is not a whole number of at least 1; parameters would never be averaged. "
                 "Set it to the number of updates between two averages, e.g. 8."

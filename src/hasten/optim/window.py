@@ -113,12 +113,16 @@ def checked_weight(weight: Number) -> Number:
                 f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
             )
         weight = weight.detach().reshape(())
-    elif not (isinstance(weight, Real) and weight >= 0 and math.isfinite(weight)):
+    elif not _is_count(weight):
         raise ConfigError(
             f"backward(weight={weight!r}) is not a count; it would turn the mean into something else. "
             f"Pass the number of tokens or samples the loss was averaged over."
         )
     return weight
+
+
+def _is_count(weight: object) -> bool:
+    return isinstance(weight, Real) and float(weight) >= 0 and math.isfinite(weight)
 
 
 def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:

@@ -35,12 +35,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     `deterministic` also makes torch refuse operations whose result depends on thread or kernel timing.
     Raises: ConfigError for what is not a whole number from 0 to 2**63 - 1.
     """
-    if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= seed <= _LARGEST_SEED:
-        wrong = "is negative" if isinstance(seed, Integral) and seed < 0 else "is no seed"
-        raise ConfigError(
-            f"seed={seed!r} {wrong}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
-        )
-    seed = int(seed)
+    seed = _checked(seed)
     if device_specific:
         seed += _rank() if rank is None else rank
     random.seed(seed)
@@ -51,6 +46,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         _make_deterministic()
     return seed
+
+
+def _checked(seed: object) -> int:
+    if not isinstance(seed, bool) and isinstance(seed, Integral) and 0 <= int(seed) <= _LARGEST_SEED:
+        return int(seed)
+    wrong = "is negative" if isinstance(seed, Integral) and int(seed) < 0 else "is no seed"
+    raise ConfigError(
+        f"seed={seed!r} {wrong}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
+    )
 
 
 def _make_deterministic() -> None:

@@ -25,6 +25,7 @@ from hasten.tracking.values import (
     Deferred,
     Fetch,
     check_options,
+    check_project,
     check_record,
     fetch_one_by_one,
     flatten,
@@ -126,10 +127,7 @@ class TrackerManager:
 
         A second call ends the first run and begins another. Ranks: every rank.
         """
-        if not isinstance(project, str) or not project:
-            raise TrackerError(
-                f"init_trackers({project!r}) got no name of a project, by which trackers sort runs; give text, such as 'my-project'."
-            )
+        check_project(project)
         check_options("init_kwargs", init_kwargs)
         unknown = set(init_kwargs or ()) - set(self._names)
         if unknown:

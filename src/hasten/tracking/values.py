@@ -61,6 +61,14 @@ def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
         check_options("log_kwargs", log_kwargs)
 
 
+def check_project(project: object) -> None:
+    """Refuse what names no project. Raises: TrackerError."""
+    if not isinstance(project, str) or not project:
+        raise TrackerError(
+            f"init_trackers({project!r:.60}) got no name of a project, by which trackers sort runs; give text, such as 'my-project'."
+        )
+
+
 def check_options(name: str, options: Any) -> None:
     """Refuse what are not options by tracker. Raises: ArgumentError."""
     if options is not None and not (

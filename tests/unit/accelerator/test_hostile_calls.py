@@ -16,7 +16,7 @@ from hasten.errors import HastenError
 
 NAN: Final = float("nan")
 ONE: Final = torch.ones(1)
-Call = Callable[["Prepared"], object]
+Call = Callable[[Any], object]  # Any: a Prepared, whose methods are called with values of the wrong type
 
 
 class Prepared:
@@ -29,6 +29,10 @@ class Prepared:
         self.model, _, self.loader = self.a.prepare(net, sgd, DataLoader(TensorDataset(torch.ones(4, 1))))
         self.a.init_trackers("hostile")
         self.parameters = list(self.model.parameters())
+
+
+SEED: Final[Any] = set_seed
+LOCAL: Final[Any] = LocalSGD
 
 
 def method(name: str, *args: Any, **kwargs: Any) -> Call:
@@ -118,12 +122,12 @@ CALLS: Final[dict[str, tuple[Call, str]]] = {
     "number as metrics": (method("save_state", "out", metrics=3), "named numbers"),
     "text metric": (method("save_state", "out", metrics={"a": "x"}), "named numbers"),
     "number as folder": (method("memory_snapshot", 3), "give a path as a string"),
-    "text seed": (lambda _: set_seed("x"), "not a whole number from 0"),  # type: ignore[arg-type]
-    "fraction as seed": (lambda _: set_seed(1.5), "not a whole number from 0"),  # type: ignore[arg-type]
-    "no seed": (lambda _: set_seed(None), "not a whole number from 0"),  # type: ignore[arg-type]
-    "huge seed": (lambda _: set_seed(2**70), "not a whole number from 0"),
-    "text local steps": (lambda g: LocalSGD(g.a, g.model, "x"), "whole number of at least 1"),  # type: ignore[arg-type]
-    "local steps of nothing": (lambda g: LocalSGD(3, g.model, 2), "Give the Accelerator"),  # type: ignore[arg-type]
+    "text seed": (lambda _: SEED("x"), "not a whole number from 0"),
+    "fraction as seed": (lambda _: SEED(1.5), "not a whole number from 0"),
+    "no seed": (lambda _: SEED(None), "not a whole number from 0"),
+    "huge seed": (lambda _: SEED(2**70), "not a whole number from 0"),
+    "text local steps": (lambda g: LOCAL(g.a, g.model, "x"), "whole number of at least 1"),
+    "local steps of nothing": (lambda g: LOCAL(3, g.model, 2), "Give the Accelerator"),
 }
 
 

@@ -120,9 +120,12 @@ GIB = 1024**3
 
 def test_more_processes_than_memory_holds_are_refused() -> None:
     host = Host(name="here", cores=2, memory_bytes=GIB)
-    for count, launch in ((17, {"num_processes": 17}), (10**9, {"processes_per_machine": 10**9})):
+    for count, launch in (
+        (17, LaunchConfig(num_processes=17)),
+        (10**9, LaunchConfig(processes_per_machine=10**9)),
+    ):
         with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB cannot hold them.* Ask for at most 16"):
-            decide(Request(Config(launch=LaunchConfig(**launch)), Target("train.py")), host)
+            decide(Request(Config(launch=launch), Target("train.py")), host)
     assert decide(Request(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes == 16
     with pytest.raises(ConfigError, match="cannot hold them"):
         mpi.plan(Request(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
 from hasten.optim.schedule_length import total_of, unsplit
+from hasten.optional import need
+
+transformers = need("transformers")
 
 
 def sgd() -> torch.optim.SGD:
@@ -25,7 +27,7 @@ def closure(optimizer: torch.optim.Optimizer, num_training_steps: int) -> Lambda
 
 def warmed(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
     parts = [torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4), torch_schedules.CosineAnnealingLR(optimizer, 36)]
-    return torch_schedules.SequentialLR(optimizer, parts, [4])  # type: ignore[arg-type]
+    return torch_schedules.SequentialLR(optimizer, parts, [4])
 
 
 MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
@@ -35,8 +37,8 @@ MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
     "LinearLR": (lambda o: torch_schedules.LinearLR(o, 1.0, 0.0, total_iters=40), 40),
     "LinearLR that warms up": (lambda o: torch_schedules.LinearLR(o, 0.1, 1.0, total_iters=40), None),
     "SequentialLR": (warmed, 40),
-    "linear of transformers": (lambda o: get_linear_schedule_with_warmup(o, 5, 40), 40),
-    "cosine of transformers": (lambda o: get_cosine_schedule_with_warmup(o, 5, 40), 40),
+    "linear of transformers": (lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 40), 40),
+    "cosine of transformers": (lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 40), 40),
     "a closure": (lambda o: closure(o, 40), 40),
     "StepLR": (lambda o: torch_schedules.StepLR(o, 40), None),
     "LambdaLR": (lambda o: LambdaLR(o, lambda step: 1.0), None),
