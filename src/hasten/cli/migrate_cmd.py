@@ -60,5 +60,10 @@ def scripts(places: Sequence[Path]) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
-        return file.read()
+    try:
+        with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read as UTF-8 text ({error}), so it cannot be analysed; nothing was changed in it. Correct it, or leave it out."
+        ) from error

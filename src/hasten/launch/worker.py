@@ -94,8 +94,8 @@ def trimming_hook(printing: Hook) -> Hook:
 
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
     """Write `error` in the form torch's elastic agent reads, with our own fields beside."""
-    ours = trace is None and isinstance(error, HastenError)  # then the message says it all, and its cause is inside us
-    text = "".join(traceback.format_exception(type(error), error, trace, chain=not ours))
+    # Without a frame of the program, the message says it all, and its cause lies in hasten or runpy.
+    text = "".join(traceback.format_exception(type(error), error, trace, chain=trace is not None))
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
