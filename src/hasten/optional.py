@@ -66,9 +66,10 @@ def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module 
         return importlib.import_module(module)
     except Exception as error:  # any error of a foreign package that is broken: named and raised again
         root, purpose = module.partition(".")[0], f" for {why}" if why else ""
+        named = dict(_DISTRIBUTIONS).get(root, root)
         raise MissingPackageError(
             f"the package {root!r} {installed_version(root)} is installed, but importing {module} failed ({type(error).__name__}: {error}); it is "
-            f"needed{purpose}. Repair it: pip install --force-reinstall {dict(_DISTRIBUTIONS).get(root, root)}"
+            f"needed{purpose}. Reinstall it: pip uninstall {named}, then pip install {named}"
         ) from error
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hasten.runtime.axes import Axis
 
-if TYPE_CHECKING:
-    from hasten.accelerator.facade import Accelerator
+Accelerator = Any
+"""The facade; naming its class here would load torch, which `hasten migrate` does without."""
 
 
 class DistributedType(StrEnum):

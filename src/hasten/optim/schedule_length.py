@@ -21,7 +21,7 @@ def total_of(scheduler: Any) -> int | None:
     """Return the number of steps after which a schedule is at its end; None where it has none, or only warms up."""
     if isinstance(scheduler, torch_schedules.SequentialLR):
         last = total_of(scheduler._schedulers[-1])
-        return None if last is None else last + int(scheduler._milestones[-1])
+        return None if last is None else last + int(scheduler.state_dict()["_milestones"][-1])
     if isinstance(scheduler, torch_schedules.LinearLR):
         return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
     if isinstance(scheduler, torch_schedules.LambdaLR):
