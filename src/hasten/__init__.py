@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from hasten.version import __version__
 
 if TYPE_CHECKING:
+    from hasten.accelerator.established import DistributedType as DistributedType
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.mapping import map_dataset as map_dataset
     from hasten.accelerator.pipelined import prepare_pipeline as prepare_pipeline
@@ -130,6 +131,7 @@ if TYPE_CHECKING:
 # public name -> the module that defines it
 _PUBLIC: Final = MappingProxyType[str, str](
     {
+        "DistributedType": "hasten.accelerator.established",
         "Accelerator": "hasten.accelerator.facade",
         "map_dataset": "hasten.accelerator.mapping",
         "prepare_pipeline": "hasten.accelerator.pipelined",

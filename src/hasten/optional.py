@@ -59,10 +59,18 @@ def available(module: str, spec: str = "") -> bool:
 def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module is foreign and untyped here
     """The imported module.
 
-    Raises: MissingPackageError saying what is installed, what is needed and the command that brings it.
+    Raises: MissingPackageError saying what is installed, what is needed and the command that brings it, or why it cannot be imported.
     """
     check_installed(module, spec, why)
-    return importlib.import_module(module)
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # any error of a foreign package that is broken: named and raised again
+        root, purpose = module.partition(".")[0], f" for {why}" if why else ""
+        named = dict(_DISTRIBUTIONS).get(root, root)
+        raise MissingPackageError(
+            f"the package {root!r} {installed_version(root)} is installed, but importing {module} failed ({type(error).__name__}: {error}); it is "
+            f"needed{purpose}. Reinstall it: pip uninstall {named}, then pip install {named}"
+        ) from error
 
 
 def check_installed(module: str, spec: str = "", why: str = "") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, DataLoaderConfiguration
-from hasten.errors import DataError, MismatchError
+from hasten.errors import ArgumentError, DataError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.loaders import Numbers
 from hasten.testing.pool import Pool, ranks
@@ -58,6 +59,40 @@ def test_batches_that_are_not_batch_first_are_counted_by_the_plan(ctx: ProcessCo
         assert torch.cat(ids).tolist() == list(range(size)), (dispatch, stream, size)
         assert torch.cat(flat).tolist() == [one for one in range(size) for _ in range(3)]
         assert objects == list(range(size))
+
+
+@ranks(2, 3)
+def test_time_major_results_are_cut_along_the_named_dimension(ctx: ProcessContext) -> None:
+    """Sizes whose last batch is padded, among them those with as many time steps as samples."""
+    for size, steps in itertools.product((7, 9, 10, 11, 13, 23), (2, 3, 4)):
+        accelerator = Accelerator(cpu=True)
+        user: DataLoader[Any] = DataLoader(torch.arange(size), batch_size=4)  # type: ignore[arg-type]
+        for dim in (1, -1):
+            parts = [accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim) for x in accelerator.prepare(user)]
+            assert torch.equal(torch.cat(parts, 1), torch.arange(size).repeat(steps, 1)), (size, steps, dim)
+
+
+@ranks(2)
+def test_a_layout_that_could_be_either_is_reported(ctx: ProcessContext) -> None:
+    """Seven samples: the padded rank holds two, one of them real; two time steps look like the samples."""
+    accelerator = Accelerator(cpu=True)
+    user: DataLoader[Any] = DataLoader(torch.arange(7), batch_size=2)  # type: ignore[arg-type]
+    padded = ctx.rank == 1
+    for steps, dim, said in ((2, None, padded), (2, 0, False), (2, 1, False)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for x in accelerator.prepare(user):
+                accelerator.gather_for_metrics(x.repeat(steps, 1), dim=dim)
+        assert any("Pass dim=0 or dim=1" in str(one.message) for one in told) == said, (steps, dim, told)
+    for step, x in enumerate(accelerator.prepare(user)):
+        if step == 0:
+            accelerator.gather_for_metrics(x.repeat(3, 1))
+            continue
+        with pytest.raises((DataError, MismatchError), match="Pass dim=1" if padded else None):
+            accelerator.gather_for_metrics(x.repeat(3, 1))
+    for bad, result in ((1, x), ("a", x), (True, x), (1.5, x), (0, ["objects"])):
+        with pytest.raises(ArgumentError, match="dim"):
+            accelerator.gather_for_metrics(result, dim=bad)  # type: ignore[arg-type]
 
 
 @ranks(2)

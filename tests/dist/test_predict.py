@@ -20,6 +20,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.trainer.predict import predict_file
 from hasten.trainer.predict_parts import Parts
+from hasten.trainer.predict_rows import read_rows
 
 MODULE: Final = """
 from pathlib import Path
@@ -238,3 +239,18 @@ def test_files_of_every_kind_have_rows(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("")
     with pytest.raises(ConfigError, match="convert it to JSON lines"):
         read_rows(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("rows.csv", b"a,b\n1,2\n1,2,3\n", "line 3 has more cells than the 2 columns"),
+        ("rows.csv", b"a,b\n" + b'"' + b"x" * 200_000 + b'"', "line 2 cannot be read"),
+        ("rows.txt", b"fine\n\xff\n", "not UTF-8 text .byte 0xff at 5"),
+        ("rows.tsv", b"a\n\xff\n", "save it as UTF-8"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes, why: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=why):
+        read_rows(tmp_path / name)

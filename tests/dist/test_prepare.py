@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
@@ -320,3 +321,39 @@ def test_profile_leaves_a_trace_and_memory_is_freed(tmp_path: Any) -> None:
     model = accelerator.free_memory(model)
     assert model is None
     assert accelerator.prepared.models == []
+
+
+def one_cycle_run(loader_first: bool, calls: int = 1) -> tuple[list[str], float]:
+    """The warnings while a schedule over two epochs of 20 batches is prepared, and its rate after those epochs."""
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    loader: Any = DataLoader(TensorDataset(torch.ones(80, 1)), batch_size=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        if loader_first:
+            loader = accelerator.prepare(loader)
+        schedule = OneCycleLR(optimizer, max_lr=0.1, epochs=2, steps_per_epoch=len(loader))
+        if calls == 1:
+            model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+        else:
+            model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+            loader = accelerator.prepare(loader)
+    for _ in range(2):
+        for (x,) in loader:
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            schedule.step()
+    return [str(one.message) for one in told], float(schedule.get_last_lr()[0])
+
+
+@ranks(2)
+def test_a_schedule_made_for_the_undivided_loader_is_reported_before_training(ctx: ProcessContext) -> None:
+    told, rate = one_cycle_run(loader_first=True)
+    assert (told, rate < 2e-3) == ([], True), "at its end"
+    for calls in (1, 2):
+        told, rate = one_cycle_run(loader_first=False, calls=calls)
+        assert rate > 2e-2, "half-way"
+        assert ["would end at step 20 of 40" in one and "len(loader)" in one for one in told] == [True] * (
+            ctx.rank == 0
+        )

@@ -9,6 +9,7 @@ import argparse
 import random
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.utils.data import (
 )
 
 from hasten import Accelerator, DataLoaderConfiguration
-from hasten.errors import DataError
+from hasten.errors import DataError, MismatchError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.laws import Law
 from hasten.testing.pool import Pool
@@ -498,8 +499,27 @@ def seen(accelerator: Accelerator, loader: Any, batch: dict[str, Tensor], update
         assert torch.equal(flat, kept.repeat_interleave(3)), "flattened outputs are cut alike"
         everyone = accelerator.gather_object([ids[:real].tolist()])
         assert kept.tolist() == [one for part in everyone for one in part], "padding is counted or samples are lost"
+        time_major(accelerator, ids, kept)
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
     return loader.epoch, ids.tolist(), batch["noise"].tolist(), real, cursor.at_end, update, drawn
+
+
+def time_major(accelerator: Accelerator, ids: Tensor, kept: Tensor) -> None:
+    """Results of (time, samples): right with `dim=1`; without it right, refused, or reported as ambiguous."""
+    for steps in {
+        3,
+        accelerator.gather_object([len(ids)])[-1],
+    }:  # as many as there are samples on the rank that is padded
+        cells = ids.repeat(steps, 1)
+        assert torch.equal(accelerator.gather_for_metrics(cells, dim=1), kept.repeat(steps, 1)), "cut along time"
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                unnamed = accelerator.gather_for_metrics(cells).flatten().tolist()
+            except (DataError, MismatchError):
+                continue
+        ambiguous = any(accelerator.gather_object([any("Pass dim=0 or dim=1" in str(one.message) for one in told)]))
+        assert ambiguous or sorted(unnamed) == sorted(kept.tolist() * steps), "silently wrong"
 
 
 def real_ids(ranks: list[list[Step]], epoch: int) -> list[int]:

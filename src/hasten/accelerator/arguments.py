@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, Final, NoReturn
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hasten.errors import ArgumentError
+from hasten import trees
+from hasten.errors import ArgumentError, PrepareError
+from hasten.optim.cursors import LoaderCursor
+from hasten.runtime.axes import AXES
+from hasten.trees import Tree
 
 _MAX_CHARS = 60
 _LABELS: Final = ("labels", "label", "label_ids")
@@ -72,10 +77,118 @@ def check_number(value: object, call: str) -> None:
         refuse(call, value, "it needs a number, such as 1.0")
 
 
-def check_count(value: object, call: str) -> None:
-    """Refuse what is not a whole number from 0 up."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        refuse(call, value, "it needs a whole number from 0 up, such as 3")
+def check_whole(value: object, call: str, least: int | None = None) -> None:
+    """Refuse what is not a whole number, or is less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        refuse(call, value, "it needs a whole number")
+    if least is not None and int(value) < least:
+        refuse(call, value, f"it needs a whole number of at least {least}")
+
+
+def check_limit(value: object, call: str) -> None:
+    """Refuse a limit of gradients that is not one number of at least 0; inf limits nothing."""
+    check_number(value, call)
+    if isinstance(value, Tensor) and not value.is_cpu:  # reading it would wait for the device
+        return
+    if isinstance(value, bool) or not float(value) >= 0:  # type: ignore[arg-type]  # a number or a tensor with one
+        need = "a limit below 0, or nan, would turn or destroy every gradient. Give a number of at least 0, such as 1.0"
+        refuse(call, value, need)
+
+
+def check_norm_type(value: object) -> None:
+    """Refuse what is not the order of a norm."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        refuse(
+            "clip_grad_norm_(norm_type)",
+            value,
+            "it needs the order of a norm, above 0: 2.0, or inf for the largest element",
+        )
+
+
+def check_flag(value: object, call: str) -> None:
+    """Refuse what is not a boolean."""
+    if not isinstance(value, bool):
+        refuse(call, value, "it needs True or False")
+
+
+def check_tensors(tree: Tree, call: str) -> None:
+    """Refuse what holds no tensor, which a collective would return as it is; empty containers and None pass."""
+    if isinstance(tree, Tensor) or tree is None or trees.tensors(tree):
+        return
+    if not trees.is_container(tree) or any(True for _ in trees.paths(tree)):
+        need = (
+            "it works on tensors, and the values of the other processes would be missing. Use gather_object for objects"
+        )
+        refuse(call, tree, f"{need}, or wrap the number in torch.tensor(...)")
+
+
+def check_axes(axes: object) -> None:
+    """Refuse what is not a list of different mesh axes."""
+    known = ", ".join(AXES)
+    need = f"it needs a list of mesh axes, such as [Axis.TP]; there are {known}"
+    if isinstance(axes, str) or not isinstance(axes, Iterable):
+        refuse("gather(axes) and other collectives", axes, need)
+    names = list(axes)
+    for axis in names:
+        if not isinstance(axis, str) or axis not in AXES:
+            refuse("gather(axes) and other collectives", axis, need)
+    if len(set(names)) < len(names):
+        refuse(
+            "gather(axes) and other collectives", names, f"an axis is named twice. Name each once; there are {known}"
+        )
+
+
+def check_cursor(loader: object, call: str) -> LoaderCursor:
+    """The cursor of a prepared loader; anything else is refused."""
+    cursor = getattr(loader, "cursor", None)
+    if not isinstance(cursor, LoaderCursor):
+        refuse(
+            call,
+            loader,
+            "only a prepared loader knows its padding and its end. Give the loader that prepare() returned",
+        )
+    return cursor
+
+
+def check_method(model: nn.Module, name: object) -> None:
+    """Refuse what is not the name of a method of the model."""
+    if not isinstance(name, str) or not callable(getattr(model, name, None)):
+        raise PrepareError(
+            f"mark_forward_method({type(model).__name__}, {name!r}): {type(model).__name__} has no method {name!r} to mark, so calls "
+            "would not synchronise gradients; check the spelling."
+        )
+
+
+def check_placement(placement: object) -> None:
+    """Refuse what is not a list of booleans."""
+    if placement is not None and not (
+        isinstance(placement, Sequence) and all(isinstance(one, bool) for one in placement)
+    ):
+        refuse("prepare(device_placement)", placement, "it needs a list with True or False for each object")
+
+
+def check_joinables(joinables: object) -> None:
+    """Refuse what is not a list of models and optimizers."""
+    call, need = "join_uneven_inputs(joinables)", "it needs a list of prepared models and optimizers"
+    check_iterable(joinables, call, need)
+    for one in joinables:  # type: ignore[attr-defined]  # iterable, as just seen
+        if not isinstance(one, nn.Module | Optimizer):
+            refuse(call, one, need)
+
+
+def check_metrics(metrics: object) -> None:
+    """Refuse what are not named numbers."""
+    call, need = (
+        "save_state(metrics)",
+        "it needs named numbers, by which checkpoints are compared: metrics={'loss': 0.5}",
+    )
+    if not isinstance(metrics, Mapping):
+        refuse(call, metrics, need)
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not (
+            isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+        ):
+            refuse(call, metrics, need)
 
 
 def check_parameters(parameters: list[Any], call: str) -> None:  # Any: what the user gave
@@ -89,6 +202,12 @@ def check_iterable(value: object, call: str, need: str) -> None:
     """Refuse what cannot be iterated over."""
     if not hasattr(value, "__iter__"):
         refuse(call, value, need)
+
+
+def check_list(value: object, call: str) -> None:
+    """Refuse what is not a list, whose items can be replaced."""
+    if not isinstance(value, list):
+        refuse(call, value, "it needs a list, whose items are replaced in place")
 
 
 def check_kind(value: object, kind: type, call: str) -> None:

@@ -24,6 +24,7 @@ from hasten.accelerator import arguments, metrics, profile
 from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.epochs import EpochLoops
+from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
 from hasten.accelerator.randomness import Randomness
@@ -35,6 +36,7 @@ from hasten.accelerator.setup import Parts, build, reports_in
 from hasten.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport
+from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.weights import load_weights
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -60,6 +62,7 @@ from hasten.optim.window import check_every
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose
 from hasten.strategies.context import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
@@ -119,7 +122,7 @@ class Accelerator:
         self.ctx = parts.ctx
         self.process = Process(parts.ctx)
         self.clock = parts.clock
-        self.strategy = parts.strategy
+        self.strategy: Strategy = parts.strategy
         self.precision = parts.precision
         self.tracking = parts.tracking
         self.run_log = parts.run_log
@@ -134,7 +137,7 @@ class Accelerator:
         self.retrying = self._retrying()
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._epochs = EpochLoops(self.prepared, parts.clock)
-        self.saving = self._saving(parts)
+        self.saving: Saving = self._saving(parts)
         if parts.config.checkpoint_in_memory is not None:
             self.saving.keep_in_memory(parts.config.checkpoint_in_memory)
         watch(self, parts.watchdog)
@@ -185,6 +188,11 @@ class Accelerator:
         self._sentinel = None if parts.sentinel is None else parts.sentinel(self.prepared)
         if self._sentinel is not None:
             self.clock.after_update = self._sentinel.updated
+
+    if not TYPE_CHECKING:  # a type checker must still find misspelt attributes
+
+        def __getattr__(self, name: str) -> Any:  # Any: values of every kind
+            return established(self, name)
 
     # -- this process among the others ----------------------------------------------------------------------------
     @property
@@ -323,6 +331,7 @@ class Accelerator:
         An optimizer may be a factory such as `partial(AdamW, lr=1e-3)`. One object is returned by itself, several as a
         tuple. Ranks: every rank, with the same objects in the same order.
         """
+        arguments.check_placement(device_placement)
         prepared = self._preparer.prepare(objects, device_placement)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -370,7 +379,7 @@ class Accelerator:
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
         """A loader that skips the first `num_batches` batches of the current epoch."""
         arguments.check_loader(dataloader, "skip_first_batches(dataloader)")
-        arguments.check_number(num_batches, "skip_first_batches(num_batches)")
+        arguments.check_whole(num_batches, "skip_first_batches(num_batches)")
         return skip_first_batches(dataloader, num_batches)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
@@ -379,7 +388,7 @@ class Accelerator:
         A checkpoint that was saved inside an epoch gives its number again, and its loader the batches that are left; one that was
         saved behind the epoch's last batch gives the next number. Ranks: every rank.
         """
-        arguments.check_count(num_epochs, "epochs(num_epochs)")
+        arguments.check_whole(num_epochs, "epochs(num_epochs)", least=0)
         return self._epochs.over(num_epochs)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -389,7 +398,7 @@ class Accelerator:
         Optimizers and schedulers step, and gradients are synchronised, only at the end of an accumulation window. The end
         of an epoch of `loader` also ends the window; by default this is the first loader to advance in each step.
         """
-        self.clock.cursors.followed = None if loader is None else loader.cursor
+        self.clock.cursors.followed = None if loader is None else arguments.check_cursor(loader, "accumulate(loader)")
         try:
             known = self._accumulations.get(models)
         except TypeError:  # not hashable, so not a module: refused below
@@ -416,6 +425,7 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
+        arguments.check_flag(value, "sync_gradients = value")
         self.clock.force(value)
 
     @property
@@ -499,6 +509,8 @@ class Accelerator:
         Ranks: every rank. Raises: OutOfMemoryError on every rank when one sample does not fit on one of them.
         """
         arguments.check_callable(fn, "run_step(fn)")
+        if split is not None:
+            arguments.check_callable(split, "run_step(split)")
         return self.retrying.run(fn, batch, split)
 
     def capture_step(self, fn: Callable[P, R]) -> CapturedStep[P, R]:
@@ -560,6 +572,7 @@ class Accelerator:
         """
         if not self.clock.boundary:
             return None
+        arguments.check_norm_type(norm_type)
         chosen = self._to_clip(parameters, max_norm, "clip_grad_norm_")
         return self.strategy.clip_norm(chosen, max_norm, norm_type)
 
@@ -570,7 +583,7 @@ class Accelerator:
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
         """The parameters, checked, with their gradients unscaled."""
-        arguments.check_number(limit, f"{call}(…, limit)")
+        arguments.check_limit(limit, f"{call}(…, limit)")
         arguments.check_iterable(parameters, f"{call}(parameters)", "it needs parameters. Give model.parameters()")
         chosen = clip.as_list(parameters)
         arguments.check_parameters(chosen, f"{call}(parameters)")
@@ -593,35 +606,48 @@ class Accelerator:
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:  # Any: prepared models and optimizers
         """Context manager in which processes may run out of batches at different times."""
-        need = "it needs a list of prepared models and optimizers"
-        arguments.check_iterable(joinables, "join_uneven_inputs(joinables)", need)
+        arguments.check_joinables(joinables)
+        if even_batches is not None:
+            arguments.check_flag(even_batches, "join_uneven_inputs(even_batches)")
         return self._preparer.join(joinables, even_batches)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         """Make calls of `model.name(...)` synchronise gradients like calls of the model itself."""
+        arguments.check_modules((model,), "mark_forward_method(model)")
+        self.prepared.index_of(model)
+        arguments.check_method(self.unwrap_model(model), name)
         self.strategy.mark_forward_method(model, name)
 
     # -- collectives ----------------------------------------------------------------------------------------------
     def gather(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
         """Concatenate the tensors of all processes along the first dimension, over the world or the given mesh axes."""
+        arguments.check_tensors(tensor, "gather(tensor)")
         return ops.gather(tensor, self._over(axes))
 
     def reduce(
         self, tensor: Tree, reduction: ReduceKind = "sum", scale: float = 1.0, axes: Sequence[Axis] | None = None
     ) -> Tree:
         """Reduce tensors over processes by sum, mean, min or max, and multiply by `scale`."""
+        arguments.check_tensors(tensor, "reduce(tensor)")
+        arguments.check_number(scale, "reduce(scale)")
         return ops.reduce(tensor, self._over(axes), reduction, scale)
 
     def gather_ragged(self, tensor: Tree, axes: Sequence[Axis] | None = None) -> Tree:
         """Like `gather`, for processes whose tensors differ in their number of rows."""
+        arguments.check_tensors(tensor, "gather_ragged(tensor)")
         return ops.gather_ragged(tensor, self._over(axes))
 
     def broadcast(self, tensor: Tree, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
         """Broadcast the tensors of one process to all."""
+        arguments.check_tensors(tensor, "broadcast(tensor)")
+        arguments.check_whole(from_process, "broadcast(from_process)", least=0)
         return ops.broadcast(tensor, self._over(axes), from_process)
 
     def scatter(self, parts: Sequence[Tree] | None, from_process: int = 0, axes: Sequence[Axis] | None = None) -> Tree:
         """Scatter a list from one process: each process gets its item. The other processes pass None."""
+        arguments.check_whole(from_process, "scatter(from_process)", least=0)
+        if parts is not None:
+            arguments.check_iterable(parts, "scatter(parts)", "it needs a list with an item for each process, or None")
         return ops.scatter(parts, self._over(axes), from_process)
 
     def pad_across_processes(
@@ -633,6 +659,9 @@ class Accelerator:
         axes: Sequence[Axis] | None = None,
     ) -> Tree:
         """Pad tensors along `dim` to the largest size on any process."""
+        arguments.check_tensors(tensor, "pad_across_processes(tensor)")
+        arguments.check_whole(dim, "pad_across_processes(dim)")
+        arguments.check_number(pad_index, "pad_across_processes(pad_index)")
         return ops.pad_across(tensor, self._over(axes), dim, pad_index, pad_first)
 
     def gather_object(self, obj: Any, axes: Sequence[Axis] | None = None) -> list[Any]:  # Any: the user's objects
@@ -643,24 +672,28 @@ class Accelerator:
         self, objects: list[Any], from_process: int = 0, axes: Sequence[Axis] | None = None
     ) -> list[Any]:  # Any: the user's objects
         """Replace the items of the list in place by those of one process."""
+        arguments.check_whole(from_process, "broadcast_object_list(from_process)", least=0)
+        arguments.check_list(objects, "broadcast_object_list(objects)")
         return ops.broadcast_object_list(objects, self._over(axes), from_process)
 
     def gather_for_metrics(
-        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None
+        self, input_data: Any, use_gather_object: bool = False, loader: Loader | None = None, dim: int | None = None
     ) -> Any:  # Any: tensors or objects
         """Gather results of the current batch from all processes; samples added as padding are dropped.
 
-        `loader` names the loader of the batch when several are iterated at the same time.
+        `loader` names the loader of the batch when several are iterated at the same time. `dim` is the dimension of the
+        samples, by default the first: `dim=1` for time-major results.
         """
-        cursor = self.clock.cursors.only() if loader is None else loader.cursor
-        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object)
+        if dim is not None:
+            arguments.check_whole(dim, "gather_for_metrics(dim)")
+        cursors = self.clock.cursors
+        cursor = cursors.only() if loader is None else arguments.check_cursor(loader, "gather_for_metrics(loader)")
+        return metrics.gather_for_metrics(input_data, self.ctx.groups(*BATCH), cursor, use_gather_object, dim)
 
     def _over(self, axes: Sequence[Axis] | None) -> Comm:
         if axes is None:
             return self.ctx.world
-        arguments.check_iterable(
-            axes, "gather(axes) and other collectives", "it needs a list of mesh axes, such as [Axis.TP]"
-        )
+        arguments.check_axes(axes)
         return self.ctx.groups(*axes)
 
     # -- what users look at ---------------------------------------------------------------------------------------
@@ -688,9 +721,17 @@ class Accelerator:
         """Log images (arrays, tensors or PIL images) to every tracker that supports them. Ranks: any."""
         self.tracking.log_images(values, step, log_kwargs)
 
-    def log_table(self, name: str, **table: Any) -> None:
-        """Log a table given as `columns` and `data` or as a `dataframe`, with optional `step` and `log_kwargs`. Ranks: any."""
-        self.tracking.log_table(name, **table)
+    def log_table(
+        self,
+        name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,  # Any: a pandas DataFrame, or what looks like one
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log a table given as `columns` and `data` or as a `dataframe`. Ranks: any."""
+        self.tracking.log_table(name, columns, data, dataframe, step, log_kwargs)
 
     @property
     def trackers(self) -> list[Tracker]:
@@ -721,6 +762,12 @@ class Accelerator:
     def progress(self, iterable: None = None, **options: Any) -> Progress[Any]: ...
     def progress(self, iterable: Iterable[T] | None = None, **options: Any) -> Progress[T]:
         """A progress bar on the main process with loss, rates, memory and time left; docs/tracking.md lists the options."""
+        if iterable is not None:
+            arguments.check_iterable(
+                iterable, "progress(iterable)", "it needs what a loop iterates over, such as a loader"
+            )
+        if options.get("total") is not None:
+            arguments.check_whole(options["total"], "progress(total)", least=0)
         if self._progress is None:
             build = import_module("hasten.progress.build")  # loads rich, which a run without a bar does without
             self._progress = build.ProgressMaker(self.ctx)
@@ -739,6 +786,8 @@ class Accelerator:
         Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` the checkpoint is
         written in the background. `metrics` are used to rank checkpoints for `keep_best`.
         """
+        if metrics is not None:
+            arguments.check_metrics(metrics)
         if self._rollback is not None and (target := self._rollback.target) is not None:
             if self.is_main_process:
                 warnings.warn(
@@ -867,6 +916,8 @@ class Accelerator:
         On a CUDA device the allocator's own snapshot is written as well, for https://pytorch.org/memory_viz. The folder is by
         default `logging_dir` or `project_dir`, else `memory` below `HASTEN_HOME`.
         """
+        if folder is not None:
+            check_path(folder, "accelerator.memory_snapshot(folder)")
         target = reports_in(self.config, "memory") if folder is None else Path(folder)
         return snapshot(self.prepared.models, self.prepared.optimizers, self.device, target, self.process_index)
 

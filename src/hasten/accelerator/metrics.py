@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from hasten import trees
 from hasten.comm import ops
 from hasten.comm.base import Comm
-from hasten.errors import DataError, MismatchError
+from hasten.errors import ArgumentError, DataError, HastenWarning, MismatchError
 from hasten.optim.clock import LoaderCursor
 from hasten.trees import Tree
 
@@ -23,33 +24,78 @@ class _Unclear:
     reason: str
 
 
-def gather_for_metrics(data: Any, comm: Comm, cursor: LoaderCursor | None, objects: bool = False) -> Any:
+def gather_for_metrics(
+    data: Any, comm: Comm, cursor: LoaderCursor | None, objects: bool = False, dim: int | None = None
+) -> Any:
     """The rows of every rank's current batch, without the rows its loader padded.
 
-    `cursor` is the loader being iterated, or None outside a loop over one. Any: tensors in any nesting, or objects.
-    Ranks: every rank that reads different samples.
+    `cursor` is the loader being iterated, or None outside a loop over one. `dim` is the dimension of the samples, by default
+    the first. Any: tensors in any nesting, or objects. Ranks: every rank that reads different samples.
     Raises: DataError when a padded batch's results have no whole number of rows for each of its samples.
     """
     if objects or not trees.tensors(data):
+        if dim is not None:
+            raise ArgumentError(
+                f"gather_for_metrics(dim={dim!r}) was given objects, which have no dimensions, so dim would have no effect. "
+                "Pass tensors, or leave dim out."
+            )
         return _gather_items(data, comm, cursor)
     try:
-        rows = real_rows(data, cursor)
-    except DataError:
+        rows = real_rows(_samples_first(data, dim), cursor, warn=dim is None)
+    except (ArgumentError, DataError):
         _disagree(comm)
         raise
-    return ops.gather_ragged(rows, comm)
+    gathered = ops.gather_ragged(rows, comm)
+    return gathered if not dim else trees.map_tensors(lambda x: x.movedim(0, dim), gathered)
 
 
-def real_rows(data: Tree, cursor: LoaderCursor | None) -> Tree:
-    """The tree with the padded rows of the current batch cut off."""
+def _samples_first(data: Tree, dim: int | None) -> Tree:
+    if not dim:
+        return data
+
+    def turned(x: Tensor) -> Tensor:
+        if not -x.ndim <= dim < x.ndim:
+            raise ArgumentError(
+                f"gather_for_metrics(dim={dim}) was given a tensor of shape {tuple(x.shape)}, which has no such dimension, so "
+                "its samples cannot be found. Gather tensors with different layouts in separate calls."
+            )
+        return x.movedim(dim, 0).contiguous()
+
+    return trees.map_tensors(turned, data)
+
+
+def real_rows(data: Tree, cursor: LoaderCursor | None, warn: bool = False) -> Tree:
+    """The tree with the padded rows of the current batch cut off; with `warn`, ambiguous layouts cause a warning."""
     if cursor is None or cursor.num_real is None:
         return data
 
     def cut(x: Tensor) -> Tensor:
         rows = x.reshape(1) if x.ndim == 0 else x
+        if warn:
+            _check_layout(rows, cursor)
         return rows[: num_real(rows.shape[0], cursor)]
 
     return trees.map_tensors(cut, data)
+
+
+def _check_layout(x: Tensor, cursor: LoaderCursor) -> None:
+    """Warn if a later dimension could hold the samples as well; raise if only a later dimension could."""
+    real, rows = cursor.num_real, cursor.num_rows
+    if not real or rows is None or real == rows or rows not in x.shape[1:]:
+        return
+    other = 1 + tuple(x.shape[1:]).index(rows)
+    found = f"gather_for_metrics() got a tensor of shape {tuple(x.shape)} for a batch of {rows} samples of which {real} are real"
+    if x.shape[0] % rows:
+        raise DataError(
+            f"{found}: the samples are in dimension {other}, not in the first, and cutting the first would drop real results. "
+            f"Pass dim={other}."
+        )
+    warnings.warn(
+        f"{found}: both dimension 0 and dimension {other} could be the samples. Dimension 0 was taken; if that is wrong, real "
+        f"results were dropped and repeated ones counted. Pass dim=0 or dim={other} to say which.",
+        HastenWarning,
+        stacklevel=2,
+    )
 
 
 def num_real(length: int, cursor: LoaderCursor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ from hasten.bundle import Bundle, Item
 from hasten.config.root import Config
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
-from hasten.errors import PrepareError, StepError
+from hasten.errors import HastenWarning, PrepareError, StepError
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
+from hasten.optim.schedule_length import unsplit
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.unowned import Unowned
 from hasten.precision.base import Precision
+from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner
 from hasten.runtime.mesh_plan import mesh_table, mesh_title
@@ -86,6 +89,8 @@ class Preparer:
         self._clock = clock
         self._rehearsal = rehearsal
         self.done = Prepared()
+        self._before_loaders: list[Any] = []
+        """Schedulers that were made before a loader was prepared, and not yet compared with one."""
         self.on_model: Callable[[nn.Module], None] | None = None
         """Told of each model that is prepared."""
         self.on_call: Callable[[nn.Module], None] | None = None
@@ -197,6 +202,8 @@ class Preparer:
                 "updates; pass the optimizer to prepare() too, before or together with the scheduler."
             )
         prepared = PreparedScheduler(scheduler, owner, self._config.step_scheduler_with_optimizer)
+        if not self.done.loaders:
+            self._before_loaders.append(scheduler)
         self.done.schedulers.append(prepared)
         return prepared
 
@@ -257,4 +264,17 @@ class Preparer:
             already_sharded=already_sharded,
         )
         self.done.loaders.append(prepared)
+        self._compare_schedules(loader, prepared)
         return prepared
+
+    def _compare_schedules(self, loader: Any, prepared: Loader) -> None:
+        """Warn about schedules that were made for as many batches as the loader had before it was prepared."""
+        schedules, self._before_loaders = self._before_loaders, []
+        every = self._clock.every if self._config.step_scheduler_with_optimizer else 1
+        for schedule in schedules if self._ctx.is_main else ():
+            try:
+                sizes = len(loader), len(prepared)
+            except TypeError:  # a stream without a length
+                return
+            if words := unsplit(schedule, *sizes, self._ctx.groups(*BATCH).size, every):
+                warnings.warn(words, HastenWarning, stacklevel=2)

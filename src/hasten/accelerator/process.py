@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from hasten import trees
+from hasten.accelerator.arguments import check_callable, check_whole, refuse
 from hasten.comm.agreement import vote
 from hasten.comm.flag import Flag
 from hasten.errors import CommError, DataError
@@ -134,16 +135,20 @@ class Process:
         """Decorate a function to run on one process only; also usable as `@on_process(process_index=2)`."""
         if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_process, process_index=process_index)
+        check_whole(process_index, "on_process(process_index)", least=0)
         return self._only(lambda: self.process_index == process_index, function)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
         """Decorate a function to run on one process of each node: `@on_local_process(local_process_index=1)`."""
         if function is None:  # Any: a function, or a decorator when called without one
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        check_whole(local_process_index, "on_local_process(local_process_index)", least=0)
         return self._only(lambda: self.local_process_index == local_process_index, function)
 
     @staticmethod
     def _only(here: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+        check_callable(function, "on_process(function) and its kind", "on the chosen process")
+
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R | None:
             return function(*args, **kwargs) if here() else None
@@ -183,6 +188,12 @@ def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
 
 def share(inputs: Any, index: int, shares: int, apply_padding: bool = False) -> Any:  # Any: the caller's container
     """Share number `index` of `inputs`. Raises: DataError when a dict's values differ in length."""
+    if not hasattr(inputs, "__len__"):
+        refuse(
+            "split_between_processes(inputs)",
+            inputs,
+            "it needs a list, tuple, dict of those, tensor or dataset with a length",
+        )
     if isinstance(inputs, Mapping):
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from hasten.accelerator import rehearsal
 from hasten.accelerator.recording import open_run_log
 from hasten.accelerator.rehearsal import Rehearsal
+from hasten.comm.agreement import agree
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
@@ -26,7 +28,7 @@ from hasten.debug.reception import Reception
 from hasten.debug.replicas import Prepared, Replicas
 from hasten.debug.sentinel import Sentinel, SentinelSettings
 from hasten.debug.watchdog import Watchdog, WatchSettings
-from hasten.errors import ConfigError
+from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
@@ -70,6 +72,11 @@ class Parts:
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
     """The parts for these constructor arguments. Ranks: every rank."""
+    if context is not None and not isinstance(context, ProcessContext):
+        raise ArgumentError(
+            f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
+            "context out to read the launcher's variables."
+        )
     asking = rehearsal.current()
     given = asking.settings(given)
     resolved = _settings(given)
@@ -201,8 +208,11 @@ def _numbers(config: Config, strategy: Strategy, precision: Precision) -> Number
 def _trackers(log_with: LogWith, config: Config, ctx: ProcessContext) -> TrackerManager:
     folder = config.project.logging_dir or config.project.project_dir
     asked = log_with if log_with is not None else config.tracking.log_with
+    any_asked = asked != ()
+    with agree(ctx.world, "loading the trackers") if any_asked else nullcontext():
+        trackers = build_trackers(asked, missing=config.tracking.missing_tracker, is_main=ctx.is_main)
     return TrackerManager(
-        build_trackers(asked, missing=config.tracking.missing_tracker),
+        trackers,
         is_main=ctx.is_main,
         rank=ctx.rank,
         directory=Path(folder) if folder else None,

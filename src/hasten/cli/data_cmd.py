@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from hasten.errors import ConfigError
+from hasten.cli.argument_types import whole
 
 _EXAMPLE = """example:
   hasten data show run/checkpoints/checkpoint_3 --rank 1 --batch 17
@@ -41,21 +41,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", required=True)
     show = commands.add_parser("show", help="dataset indices of a batch, and the samples themselves")
     show.add_argument("checkpoint", help="a checkpoint of the run, or a folder of them (the newest is read)")
-    show.add_argument("--rank", type=_count, default=0, help="the rank that was given the batch (default: 0)")
-    show.add_argument("--batch", type=_count, required=True, help="its number in the epoch, from 1")
-    show.add_argument("--epoch", type=_count, help="the epoch (default: that of the checkpoint)")
-    show.add_argument("--loader", type=_count, default=0, help="which prepared loader, from 0 (default: 0)")
+    show.add_argument("--rank", type=whole(), default=0, help="the rank that was given the batch (default: 0)")
+    show.add_argument("--batch", type=whole(), required=True, help="its number in the epoch, from 1")
+    show.add_argument("--epoch", type=whole(), help="the epoch (default: that of the checkpoint)")
+    show.add_argument("--loader", type=whole(), default=0, help="which prepared loader, from 0 (default: 0)")
     show.add_argument(
         "--dataset", metavar="MODULE:FUNCTION", help="a function that returns the dataset; shows the samples"
     )
     show.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise ConfigError(f"{text!r} is not a whole number from 0 up.")
-    return int(text)
 
 
 def _tool() -> Any:  # Any: a module; loaded late because torch is slow to import and --help does not need it

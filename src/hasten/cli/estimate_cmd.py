@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hasten.cli.argument_types import whole
+
 _ABOUT = """target:
   a folder or file with weights     sizes come from the headers of its files
   module:function                   a function that returns the model, or the model and inputs of one sample
@@ -80,8 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--optimizer", default="adam", help="adam, sgd, momentum or adafactor")
     parser.add_argument("--input", nargs="*", default=[], metavar="1x128", help="shapes of integer inputs to trace")
-    parser.add_argument("--batch", type=int, default=1, help="samples per process")
-    parser.add_argument("--num_processes", type=int, default=1, help="processes that share the memory")
+    parser.add_argument("--batch", type=whole(1), default=1, help="samples per process")
+    parser.add_argument("--num_processes", type=whole(1), default=1, help="processes that share the memory")
     parser.add_argument(
         "--strategies", nargs="+", metavar="NAME", help="ddp, zero1, zero2 or fsdp2 (all of them for several processes)"
     )

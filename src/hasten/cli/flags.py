@@ -225,7 +225,7 @@ class SettingsParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the whole usage and leaving."""
-        raise UsageError(f"{self.prog}: {message}; see `{self.prog} --help`.")
+        raise UsageError(f"{message}; see `{self.prog} --help`.")
 
 
 def _add(group: Any, info: FieldInfo) -> None:

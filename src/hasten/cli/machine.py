@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from hasten.config.precision import PrecisionType
@@ -60,7 +59,7 @@ def examine() -> Machine:
         device_name=host.device_name,
         cores=host.cores,
         memory_bytes=memory,
-        host_memory_bytes=_host_memory(),
+        host_memory_bytes=host.memory_bytes,
         capability=capability,
         link=link,
         cluster=cluster_of(host.env),
@@ -95,14 +94,6 @@ def cluster_of(env: Mapping[str, str]) -> str:
         ("PMI_SIZE", "MPI"),
     )
     return next((name for variable, name in signs if env.get(variable)), "")
-
-
-def _host_memory() -> int:
-    try:
-        found = re.search(r"^MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:  # not Linux: only the display is poorer
-        return 0
-    return int(found[1]) * 1024 if found else 0
 
 
 def _nvidia(host: Host) -> tuple[int, float, str]:

@@ -68,8 +68,7 @@ def _text(path: Path) -> str:
     try:
         with path.open(newline="", encoding="utf-8") as file:  # line ends stay as they are
             return file.read()
-    except UnicodeDecodeError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} is not UTF-8 text (byte {error.start}), so it cannot be analysed; nothing was changed in it. Convert it, "
-            "or leave it out."
+            f"{path} cannot be read as UTF-8 text ({error}), so it cannot be analysed; nothing was changed in it. Correct it, or leave it out."
         ) from error

@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import hasten
+from hasten.accelerator.established import INSTEAD, VALUES
 from hasten.cli.migrating_arguments import advice
+from hasten.cli.migrating_schedules import lengths
 from hasten.config.keywords import Keywords
 
 OLD: Final = "accelerate"
@@ -61,7 +63,8 @@ _SHUFFLE: Final = (
     "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
 )
 _SCHEDULER: Final = (
-    "steps a prepared scheduler once per update; Accelerate steps it once per process, so divide no step count"
+    "steps a prepared scheduler once per update; Accelerate steps it once per process: its lengths are divided by num_processes "
+    "where they are written in the call that makes it; look at others (milestones, gamma, your own functions)"
 )
 
 
@@ -170,6 +173,7 @@ class _Script:
     def uses(self) -> None:
         """Edit dotted names, and note calls that hasten answers differently."""
         objects = set(self._accelerators())
+        self._schedules(objects)
         calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
         lines = [node.lineno for node in calls if self._prepares(node, objects) and not _follows(node)]
         self._model_line = min(lines, default=0)
@@ -181,6 +185,17 @@ class _Script:
             elif isinstance(node, ast.Call):
                 self._call(node, objects)
                 self._habits(node, objects)
+
+    def _schedules(self, objects: set[str]) -> None:
+        """Divide the lengths of prepared schedules by the number of processes, rounded up: they count updates now."""
+        if not self._known and not self._modules:
+            return
+        for node, owner in lengths(self._tree, objects, _MAIN):
+            begin, end = self._span(node)
+            inner = self._bytes[begin:end].decode()
+            plain = isinstance(node, ast.Call | ast.Name | ast.Constant | ast.Attribute)
+            new = f"-(-{inner if plain else f'({inner})'} // {owner}.num_processes)"
+            self.edits.append(_Edit(begin, end, new))
 
     def _prepares(self, node: ast.Call, objects: set[str]) -> bool:
         """Whether this calls prepare, or a method for one kind of object, of an Accelerator."""
@@ -217,8 +232,10 @@ class _Script:
             if (
                 not hasattr(hasten.Accelerator, node.attr)
                 and node.attr not in hasten.Accelerator.__init__.__code__.co_names
+                and node.attr not in VALUES
             ):
-                self._note(node, f"hasten's Accelerator has no {node.attr}")
+                instead = f"; {INSTEAD[node.attr]}" if node.attr in INSTEAD else ""
+                self._note(node, f"hasten's Accelerator has no {node.attr}{instead}")
             return
         if (
             not isinstance(node.ctx, ast.Load)

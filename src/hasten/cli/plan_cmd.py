@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hasten.cli.argument_types import whole
 from hasten.cli.flags import split_at_dashes
 from hasten.config import files
 from hasten.errors import ConfigError
@@ -126,23 +127,23 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=int, required=True, help="number of GPUs")
+    parser.add_argument("--gpus", type=whole(1, 1_000_000), required=True, help="number of GPUs")
     parser.add_argument(
         "--gpu", required=True, help=f"model of the GPUs: {', '.join(hardware.KNOWN)}, or one of --hardware"
     )
     parser.add_argument(
-        "--global-batch", "--global_batch", type=int, required=True, help="samples per update, over all GPUs"
+        "--global-batch", "--global_batch", type=whole(1), required=True, help="samples per update, over all GPUs"
     )
-    parser.add_argument("--seq", type=int, help="tokens per sample, for a folder or a model without inputs")
+    parser.add_argument("--seq", type=whole(1), help="tokens per sample, for a folder or a model without inputs")
     parser.add_argument(
         "--precision", nargs="+", default=["bf16"], choices=["no", "bf16", "fp16"], help="precisions to choose from"
     )
     parser.add_argument("--optimizer", default="adamw", help="adamw, adam or sgd, for targets other than scripts")
     parser.add_argument(
-        "--micro-batch", "--micro_batch", type=int, help="samples per forward pass, instead of a search"
+        "--micro-batch", "--micro_batch", type=whole(1), help="samples per forward pass, instead of a search"
     )
     parser.add_argument(
-        "--gpus-per-node", "--gpus_per_node", type=int, help="GPUs in one machine (default: by the model of GPU)"
+        "--gpus-per-node", "--gpus_per_node", type=whole(1), help="GPUs in one machine (default: by the model of GPU)"
     )
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="a YAML file that describes further GPUs")
     parser.add_argument(
@@ -153,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tf32", action="store_true", help="assume TF32 for fp32 matrix products")
     parser.add_argument("--no-offload", "--no_offload", action="store_true", help="do not offload to host memory")
-    parser.add_argument("--rows", type=int, default=10, help="number of rows in the table")
+    parser.add_argument("--rows", type=whole(1), default=10, help="number of rows in the table")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("-o", "--output", metavar="config.yaml", help="write the best settings to a file")
     parser.add_argument("target", help="script.py, module:function or a folder")

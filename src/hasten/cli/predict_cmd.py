@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from hasten.cli.argument_types import whole
 from hasten.cli.flags import SettingsParser
 from hasten.cli.job import run_module
 from hasten.errors import ConfigError
@@ -31,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("model", metavar="MODEL", help="folder, or module:function")
     parser.add_argument("data", type=Path, metavar="DATA", help="a .jsonl, .csv, .tsv or .txt file")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.jsonl", help="one line per row")
-    parser.add_argument("--batch_size", "--batch-size", type=int, default=32, metavar="N", help="rows per call (32)")
+    parser.add_argument(
+        "--batch_size", "--batch-size", type=whole(), default=32, metavar="N", help="rows per call (32)"
+    )
     parser.add_argument("--evaluate", action="store_true", help="print accuracy and F1 against the column label")
     parser.add_argument(
         "--config_file", "--config-file", metavar="FILE", help="a settings file of hasten or of Accelerate"

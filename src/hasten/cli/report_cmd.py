@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--output={given.output} ends neither in .html nor in .png, the two forms of a report; rename it."
         )
-    if given.every <= 0:
+    if not 0 < given.every < float("inf"):
         raise ConfigError(f"--every={given.every} is not a number of seconds above 0; correct it.")
     if given.live:
         sys.stdout.write(f"{given.output}: following {', '.join(given.runs)}; Ctrl-C ends it\n")

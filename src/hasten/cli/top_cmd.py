@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hasten.cli.argument_types import seconds
 from hasten.debug.job_sockets import Address, ask, listening
 from hasten.errors import ConfigError
 from hasten.runtime import env
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print what the ranks answer as JSON, once")
     parser.add_argument("--stacks", action="store_true", help="show the call stack of each rank")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
+        "--interval", type=seconds, default=1.0, metavar="S", help="seconds between refreshes (default: 1)"
     )
     given = parser.parse_args(argv)
     if not 0 < given.interval < math.inf:

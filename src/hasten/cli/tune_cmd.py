@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from hasten.cli.argument_types import whole
 from hasten.cli.flags import split_at_dashes
 from hasten.config import files
 from hasten.config.root import Config
@@ -194,10 +195,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what to try, in this order: fused, compile, num_workers, …",
     )
-    parser.add_argument("--updates", type=int, default=20, help="updates that are timed in each trial")
-    parser.add_argument("--warmup", type=int, default=5, help="updates before those, which are not timed")
+    parser.add_argument("--updates", type=whole(1), default=20, help="updates that are timed in each trial")
+    parser.add_argument("--warmup", type=whole(), default=5, help="updates before those, which are not timed")
     parser.add_argument(
-        "--num_processes", "--num-processes", type=int, default=1, help="number of processes in each trial"
+        "--num_processes", "--num-processes", type=whole(1), default=1, help="number of processes in each trial"
     )
     parser.add_argument("--cpu", action="store_true", help="run on the CPU even if there is a GPU")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

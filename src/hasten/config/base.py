@@ -1,5 +1,6 @@
 """The ground of typed settings: the section class, its decorator, and the description of one field."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field
 from difflib import get_close_matches
@@ -11,6 +12,7 @@ from hasten.config.decode import Mismatch, decode, describe, is_nothing
 from hasten.errors import ConfigError, SettingValueError, UnknownSettingError
 
 _META: Final = "hasten"
+_LARGEST: Final = 2**63 - 1
 
 
 class Section:
@@ -34,6 +36,7 @@ class Meta:
     flags: tuple[str, ...] = ()  # further names of the flag, the established ones
     short: str = ""  # one letter
     prefix: str | None = None  # of a section: what its fields' flags begin with
+    path: bool = False  # names a file or folder
     lines: bool = False  # a list whose items may hold commas: text has one on each line
 
 
@@ -130,10 +133,19 @@ def fit(cls: type[Section], name: str, value: Any, place: str, *, text: bool = F
     except Mismatch as error:
         got = "" if isinstance(value, str) and choices_of(tp) else f"got {kind_of(value)}, "
         raise SettingValueError(f"{place}: {got}expected {describe(tp)}{advice(value, tp)}.") from error
+    if meta.path and (isinstance(value, int) or (isinstance(made, str) and "\0" in made)):
+        why = (
+            "contains a NUL character, and no file system accepts one"
+            if isinstance(made, str) and "\0" in made
+            else "is no path"
+        )
+        raise SettingValueError(f"{place}: {kind_of(value)} that {why}; give a path as text, such as 'runs/first'.")
     if not isinstance(made, int | float) or isinstance(made, bool):
         return made
+    if abs(made) > _LARGEST and isinstance(made, int):
+        raise SettingValueError(f"{place}: out of range ({meta.help}); give a number of at most 64 bits.")
     if meta.maximum is not None and made > meta.maximum:
-        raise SettingValueError(f"{place}: out of range ({meta.help}); give at most {meta.maximum:g}.")
+        raise SettingValueError(f"{place}: out of range ({meta.help}); give at most {meta.maximum:.15g}.")
     if meta.minimum is not None and made < meta.minimum and made not in meta.also:
         also = "".join(f", or {special}" for special in meta.also)
         raise SettingValueError(f"{place}: out of range ({meta.help}); give at least {meta.minimum:g}{also}.")
@@ -144,6 +156,8 @@ def kind_of(value: Any) -> str:
     """Return in words what a value is, for messages."""
     if value is None:
         return "empty"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     names = {
         bool: "a boolean",
         int: "a whole number",

@@ -9,8 +9,8 @@ from hasten.config.base import Section, setting, settings
 class ProjectConfiguration(Section):
     """Where logs and checkpoints go, and which checkpoints are kept."""
 
-    project_dir: str | None = setting(None, "folder (or URL) of the run")
-    logging_dir: str | None = setting(None, "folder of tracker logs (default: project_dir)")
+    project_dir: str | None = setting(None, "folder (or URL) of the run", path=True)
+    logging_dir: str | None = setting(None, "folder of tracker logs (default: project_dir)", path=True)
     automatic_checkpoint_naming: bool | None = setting(
         None,
         "checkpoints are numbered under project_dir/checkpoints: always (true), never (false; save_state needs a folder), "

@@ -80,6 +80,10 @@ def devices(config: Config, entries: Entries) -> Iterator[ConfigError]:
         yield contradiction(count, named, "each process needs a device of its own", remedy)
     if len(set(ids)) != len(ids):
         yield SettingValueError(f"{named.place}: a device is named twice; name each device once.")
+    if ids and min(ids) < 0:
+        yield SettingValueError(
+            f"{named.place}: devices are counted from 0, and {min(ids)} would hide them all; name devices from 0."
+        )
 
 
 def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:

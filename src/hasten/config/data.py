@@ -46,7 +46,7 @@ class DataLoaderConfiguration(Section):
         False, "use torchdata's StatefulDataLoader", flags=("use_stateful_dataloader",)
     )
     prefetch: int | None = setting(
-        None, "batches kept ahead on the device (default: 2 on accelerators, 0 on CPU)", minimum=0
+        None, "batches kept ahead on the device (default: 2 on accelerators, 0 on CPU)", minimum=0, maximum=1024
     )
     pin_memory: bool | None = setting(
         None, "pin batches before they are copied to a GPU (default: when worker processes read them)"

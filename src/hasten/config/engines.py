@@ -44,7 +44,7 @@ class DeepSpeedPlugin(Section):
     transformer_moe_cls_names: tuple[str, ...] | None = setting(
         None, "mixture-of-experts classes kept whole (ZeRO-3 leaves)", flags=("deepspeed_moe_layer_cls_names",)
     )
-    hostfile: str | None = setting(None, "DeepSpeed hostfile for many machines")
+    hostfile: str | None = setting(None, "DeepSpeed hostfile for many machines", path=True)
     exclusion_filter: str | None = setting(None, "DeepSpeed's --exclude")
     inclusion_filter: str | None = setting(None, "DeepSpeed's --include")
     multinode_launcher: Literal["standard", "pdsh", "openmpi", "mvapich", "mpich", "slurm", "nossh"] = setting(
@@ -110,7 +110,7 @@ class MegatronLMPlugin(Section):
     seq_length: int | None = setting(None, "sequence length", minimum=1)
     encoder_seq_length: int | None = setting(None, "encoder sequence length", minimum=1)
     decoder_seq_length: int | None = setting(None, "decoder sequence length", minimum=1)
-    tensorboard_dir: str | None = setting(None, "folder of Megatron's TensorBoard log")
+    tensorboard_dir: str | None = setting(None, "folder of Megatron's TensorBoard log", path=True)
     set_all_logging_options: bool = setting(False, "switch on all of Megatron's logging")
     eval_iters: int = setting(100, "steps of an evaluation", minimum=0)
     eval_interval: int = setting(1000, "steps between evaluations", minimum=1)

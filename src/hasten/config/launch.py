@@ -27,7 +27,7 @@ class LaunchConfig(Section):
     processes_per_machine: int | None = setting(
         None, "processes on this machine; machines may differ (instead of num_processes)", minimum=1
     )
-    num_machines: int = setting(1, "machines", minimum=1)
+    num_machines: int = setting(1, "machines", minimum=1, maximum=1_000_000)
     nnodes: str | None = setting(None, "elastic number of machines, min:max (instead of num_machines)")
     machine_rank: int | None = setting(None, "number of this machine, from 0 (default: from the cluster)", minimum=0)
     main_process_ip: str | None = setting(None, "address of machine 0")
@@ -36,7 +36,7 @@ class LaunchConfig(Section):
     tpu: bool = setting(False, "train on TPUs")
     gpu_ids: tuple[int, ...] | Literal["all"] = setting("all", "devices used on this machine, such as 0,1")
     num_cpu_threads_per_process: int | None = setting(
-        None, "OMP threads of a process (default: cores / processes)", minimum=1
+        None, "OMP threads of a process (default: cores / processes)", minimum=1, maximum=4096
     )
     enable_cpu_affinity: bool = setting(False, "bind each process to the cores near its device")
     same_network: bool = setting(True, "machines reach each other directly")
@@ -50,7 +50,7 @@ class LaunchConfig(Section):
     )
     monitor_interval: float = setting(0.1, "seconds between two checks of the processes", minimum=0)
     role: str = setting("default", "role name of the processes")
-    log_dir: str | None = setting(None, "folder of one log file per process")
+    log_dir: str | None = setting(None, "folder of one log file per process", path=True)
     tee: str | None = setting(None, "also print logs: 0 none, 1 stdout, 2 stderr, 3 both, or rank:n,…", short="t")
     module: bool = setting(False, "the script is a module name, as in python -m", short="m")
     no_python: bool = setting(False, "the script is a program, not run by Python")
@@ -61,7 +61,7 @@ class LaunchConfig(Section):
     check_in: Literal["error", "warn", "off"] = setting(
         "error", "what to do if machines differ in settings, code or package versions"
     )
-    mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines")
+    mpirun_hostfile: str | None = setting(None, "hostfile of mpirun for many CPU machines", path=True)
     mpirun_ccl: int | None = setting(None, "oneCCL worker threads under mpirun", minimum=0)
     submit: Literal["slurm"] | None = setting(None, "write and submit a batch script")
     submit_options: Mapping[str, Any] = setting(

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Final
 
-from hasten.config.base import Section, fit, given
+from hasten.config.base import Section, fit, given, kind_of
 from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.marked import Marked
@@ -241,19 +241,31 @@ def _from_value(path: Path, value: Any, source: Source) -> list[Entry]:
     cls = section_at(path)
     if cls is None:
         raise unknown(str(source), path)
+    inside = {name: Source(source.kind, f"{source.detail}.{name}") for name in cls.__dataclass_fields__}
     if isinstance(value, Mapping):
-        return [entry for name, item in value.items() for entry in _from_value((*path, name), item, source)]
+        return [
+            entry
+            for name, item in value.items()
+            for entry in _from_value((*path, name), item, inside.get(name, source))
+        ]
     if not isinstance(value, cls):
         raise ConfigError(f"{source}: {type(value).__name__} was given; give a {cls.__name__} or a mapping.")
     entries = [
-        entry for name in sorted(given(value)) for entry in _from_value((*path, name), getattr(value, name), source)
+        entry
+        for name in sorted(given(value))
+        for entry in _from_value((*path, name), getattr(value, name), inside[name])
     ]
     if len(path) == 1 and path[0] in CHOSEN_BY:
         entries.append(Entry(("strategy",), CHOSEN_BY[path[0]], source, weak=True))
     return entries
 
 
-def _handlers(handlers: Iterable[Any]) -> list[Entry]:
+def _handlers(handlers: Any) -> list[Entry]:
+    if not isinstance(handlers, Iterable) or isinstance(handlers, str | bytes | Mapping):
+        raise SettingValueError(
+            f"kwargs_handlers={handlers!r}: got {kind_of(handlers)}, expected a list of settings classes, so it is unclear which settings "
+            f"are meant; write for example kwargs_handlers=[AutocastKwargs(...)]."
+        )
     seen: set[type] = set()
     entries: list[Entry] = []
     for handler in handlers:

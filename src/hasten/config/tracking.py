@@ -20,7 +20,7 @@ class ProfileKwargs(Section):
     with_stack: bool = setting(False, "record source lines")
     with_flops: bool = setting(False, "estimate operations of matrix products and convolutions")
     with_modules: bool = setting(False, "record the module hierarchy")
-    output_trace_dir: str | None = setting(None, "folder of one Chrome trace per rank")
+    output_trace_dir: str | None = setting(None, "folder of one Chrome trace per rank", path=True)
 
 
 @settings

@@ -216,7 +216,8 @@ def render_failure(
     if not first.code and (echo := next((f for f in rest if f.traceback), None)):
         lines += [f"traceback of rank {echo.rank} on {echo.host}, which lost it:", echo.traceback.rstrip()]
     elif first.traceback:
-        lines += [f"traceback of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
+        title = "traceback" if first.traceback.startswith("Traceback") else "error"  # of a program that never ran
+        lines += [f"{title} of rank {first.rank} on {first.host}:", first.traceback.rstrip()]
     else:
         lines.append(f"rank {first.rank} left no Python traceback; what it printed last is above.")
     return "\n".join(lines)

@@ -17,6 +17,10 @@ from hasten.runtime import env as environment
 
 DeviceKind = Literal["cpu", "cuda", "rocm", "xpu", "npu", "tpu", "mps"]
 
+_MEMORY: Final = (
+    (Path("/proc/meminfo"), r"^MemTotal:\s+(\d+) kB", 1024),
+    (Path("/sys/fs/cgroup/memory.max"), r"^(\d+)$", 1),
+)
 _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -34,6 +38,8 @@ class Host:
     python: str = "python"
     programs: frozenset[str] = frozenset()
     """Launchers found on PATH."""
+    memory_bytes: int = 0
+    """Host memory; 0 where it is not known."""
 
     @property
     def device_words(self) -> str:
@@ -57,6 +63,7 @@ def look() -> Host:
         env=env,
         python=sys.executable,
         programs=frozenset(p for p in programs if shutil.which(p)),
+        memory_bytes=_memory(),
     )
 
 
@@ -65,6 +72,18 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
+
+
+def _memory() -> int:
+    """Host memory in bytes, or the container's limit where it is lower; 0 where it is not known."""
+    found = []
+    for path, pattern, unit in _MEMORY:
+        try:
+            match = re.search(pattern, path.read_text(), re.MULTILINE)
+        except OSError:  # not Linux, or no container: the other file may know
+            continue
+        found += [int(match[1]) * unit] if match else []
+    return min(found, default=0)
 
 
 def _find_devices(env: Mapping[str, str]) -> tuple[DeviceKind, int, str]:

@@ -118,7 +118,15 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_script(target: Target) -> None:
-    if target.module or target.no_python or Path(target.name).exists():
+    if target.module or target.no_python:
+        return
+    path = Path(target.name)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ConfigError(
+            f"{target.name!r} is a folder without a __main__.py, so there is nothing in it to run; give a script, such as "
+            f"{path / 'train.py'}."
+        )
+    if path.exists():
         return
     folder = Path(target.name).parent
     names = [str(folder / p.name) for p in folder.glob("*.py")] if folder.is_dir() else []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hasten.errors import ConfigError
 from hasten.launch.base import LaunchPlan, Proc, Request
 from hasten.launch.host import Host
-from hasten.launch.shape import elsewhere, worker_argv
+from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN
 from hasten.runtime.topology import DEFAULT_PORT
@@ -41,6 +41,8 @@ def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
             f"whose first host is taken."
         )
     per_machine = total // machines
+    if machines == 1 and not mpi.hosts:
+        check_memory(host, total)
     shape = elsewhere(request, host, per_machine)
     env = {
         **dict(shape.env),

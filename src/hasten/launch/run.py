@@ -64,6 +64,11 @@ def execute(plan: LaunchPlan, config: Config, host: Host) -> int:
     """
     if parent := host.env.get(PARENT_PID):
         die_with(int(parent))
+    if plan.launcher == "slurm" and "sbatch" not in host.programs:
+        raise LaunchError(
+            "sbatch was not found on PATH, so the job cannot be submitted, and its script was not written. Run the command where SLURM is "
+            "installed, or add --dry-run to see the script."
+        )
     for planned in plan.files:
         _write(planned)
     match plan.launcher:

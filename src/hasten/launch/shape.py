@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from hasten.config.base import given
 from hasten.config.launch import LaunchConfig
@@ -11,6 +12,9 @@ from hasten.launch.base import Request, Target
 from hasten.launch.cluster import Allocation, read_allocation, split_range
 from hasten.launch.host import Host
 from hasten.runtime.env import CONFIG
+
+_LEAST_PROCESS_BYTES: Final = 64 * 1024**2
+"""Memory that no process of a job is below: a Python process that has imported torch holds more of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +137,17 @@ def _check_devices(request: Request, host: Host) -> None:
             f"multi_gpu was asked for, but no usable accelerator was found on {host.name}. "
             f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or pass --cpu."
         )
-    if launch.gpu_ids != "all" and host.device != "cpu" and "CUDA_VISIBLE_DEVICES" not in host.env:
-        absent = [i for i in launch.gpu_ids if i >= host.num_devices]
+    if launch.gpu_ids != "all" and host.device == "cpu":
+        raise ConfigError(
+            f"gpu_ids={_ids(launch)} names devices, but no usable accelerator was found on {host.name}, so none of them can be used. "
+            f"Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES, or leave gpu_ids out."
+        )
+    if launch.gpu_ids != "all" and "CUDA_VISIBLE_DEVICES" not in host.env:
+        absent = [i for i in launch.gpu_ids if not 0 <= i < host.num_devices]
         if absent:
             raise ConfigError(
-                f"gpu_ids={_ids(launch)} names {absent}, but {host.name} has {host.num_devices} devices, counted from 0."
+                f"gpu_ids={_ids(launch)} names {absent}, but {host.name} has {host.num_devices} devices, counted from 0; "
+                f"a process on a missing device cannot start. Name devices below {host.num_devices}."
             )
 
 
@@ -174,9 +184,10 @@ def _processes(
 
 
 def _fits(request: Request, host: Host, count: int) -> int:
-    """`count`, if there is a device for each."""
+    """`count`, if there is a device for each, or on the CPU memory."""
     launch = request.config.launch
     if request.config.cpu or host.device == "cpu":
+        check_memory(host, count)
         return count
     devices = host.num_devices if launch.gpu_ids == "all" else len(launch.gpu_ids)
     if count > devices:
@@ -185,6 +196,16 @@ def _fits(request: Request, host: Host, count: int) -> int:
             f"cannot share one. Ask for at most {devices}, widen gpu_ids, or pass --cpu."
         )
     return count
+
+
+def check_memory(host: Host, count: int) -> None:
+    """Refuse more processes than the memory of this machine holds. Raises: ConfigError."""
+    most = max(host.cores, host.memory_bytes // _LEAST_PROCESS_BYTES)
+    if host.memory_bytes and count > most:
+        raise ConfigError(
+            f"{count} processes were requested on {host.name}, whose memory of {host.memory_bytes / 1024**3:.3g} GiB cannot hold "
+            f"them: each needs at least {_LEAST_PROCESS_BYTES // 1024**2} MiB. Ask for at most {most}, or for more machines."
+        )
 
 
 def _threads(launch: LaunchConfig, host: Host, count: int) -> tuple[int | None, str]:

@@ -148,5 +148,10 @@ def _directives(options: Mapping[str, Any]) -> list[str]:
     for name, value in options.items():
         if value is None or value is False:
             continue
+        if not f"{name}{value}".isprintable():
+            raise ConfigError(
+                f"submit_options: {name}={value!r} contains a character that would end its #SBATCH line, and what follows would be read as "
+                f"another one; remove it."
+            )
         lines.append(f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}")
     return lines

@@ -33,6 +33,7 @@ LAUNCHER_PID: Final = "HASTEN_LAUNCHER_PID"
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
 _MAX_TRACEBACK_CHARS = 60_000
+_PACKAGE: Final = Path(__file__).parent.parent
 
 
 def main() -> None:
@@ -74,7 +75,7 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
         if issubclass(kind, KeyboardInterrupt):
             return  # the launcher was interrupted and says so itself
         try:
-            write_error(path, error, without_bootstrap(trace))
+            write_error(path, error, without_bootstrap(trace, error))
         except OSError:
             fallback(kind, error, trace)
 
@@ -85,7 +86,7 @@ def trimming_hook(printing: Hook) -> Hook:
     """An excepthook that prints the exception as plain Python would, without our own frames."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        rest = without_bootstrap(trace)
+        rest = without_bootstrap(trace, error)
         printing(kind, error.with_traceback(rest), rest)
 
     return hook
@@ -93,7 +94,8 @@ def trimming_hook(printing: Hook) -> Hook:
 
 def write_error(path: Path, error: BaseException, trace: TracebackType | None) -> None:
     """Write `error` in the form torch's elastic agent reads, with our own fields beside."""
-    text = "".join(traceback.format_exception(type(error), error, trace))
+    # Without a frame of the program, the message says it all, and its cause lies in hasten or runpy.
+    text = "".join(traceback.format_exception(type(error), error, trace, chain=trace is not None))
     if len(text) > _MAX_TRACEBACK_CHARS:
         half = _MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n  … {len(text) - 2 * half} characters left out …\n{text[-half:]}"
@@ -126,16 +128,21 @@ def die_with(parent_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def without_bootstrap(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this folder and of runpy at its start."""
+def without_bootstrap(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
+    """The traceback without the frames of hasten, of runpy and of the import system at its start.
+
+    None where no other frame is left and the message tells what is wrong with the program: it cannot be compiled, found or read,
+    or hasten refused it.
+    """
     rest = trace
     while rest is not None and _is_bootstrap(rest.tb_frame.f_code.co_filename):
         rest = rest.tb_next
-    return rest or trace
+    tells = isinstance(error, SyntaxError | ImportError | OSError | HastenError)
+    return rest or (None if tells else trace)
 
 
 def _is_bootstrap(file: str) -> bool:
-    return "runpy" in file or Path(file).parent == Path(__file__).parent
+    return file.startswith(("<frozen runpy", "<frozen importlib")) or Path(file).is_relative_to(_PACKAGE)
 
 
 def _run_script(script: str, args: list[str]) -> None:
@@ -146,7 +153,12 @@ def _run_script(script: str, args: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
         return
     full = str(path.absolute())
-    code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
+    try:
+        code = compile(path.read_bytes(), full, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        if not getattr(error, "filename", None):  # such as of NUL characters: Python does not say where
+            error.add_note(f"in {full}")
+        raise
     sys.argv[:] = [script, *args]
     _set_first_path(str(path.resolve().parent))
     _run_as_main(code, full)

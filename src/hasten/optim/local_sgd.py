@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.comm.base import ReduceKind
-from hasten.errors import ConfigError
+from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 
 
@@ -41,9 +41,14 @@ class LocalSGD:
     """
 
     def __init__(self, accelerator: Trains, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
-        if local_sgd_steps < 1:
+        if not hasattr(accelerator, "clock"):
+            raise ArgumentError(
+                f"LocalSGD(accelerator={accelerator!r}) got a {type(accelerator).__name__}, which runs no training. Give the Accelerator."
+            )
+        every: object = local_sgd_steps
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(
-                f"local_sgd_steps={local_sgd_steps} is not at least 1; parameters would never be averaged. "
+                f"local_sgd_steps={local_sgd_steps!r} is not a whole number of at least 1; parameters would never be averaged. "
                 "Set it to the number of updates between two averages, e.g. 8."
             )
         self.enabled = enabled and accelerator.num_processes > 1

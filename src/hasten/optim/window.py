@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hasten.config.optim import MAX_MICRO_STEPS
 from hasten.errors import ConfigError
 from hasten.optim.lanes import Lanes
 
@@ -124,9 +126,9 @@ def checked_weight(weight: Number) -> Number:
                 f"Pass a number or a one-element tensor, e.g. weight=mask.sum()."
             )
         weight = _as_scalar(weight.detach().reshape(()), weight.device)
-    elif not (weight >= 0 and math.isfinite(weight)):
+    elif not _is_count(weight):
         raise ConfigError(
-            f"backward(weight={weight}) is not a count; it would turn the mean into something else. "
+            f"backward(weight={weight!r}) is not a count; it would turn the mean into something else. "
             f"Pass the number of tokens or samples the loss was averaged over."
         )
     return weight
@@ -137,6 +139,10 @@ def times(loss: Tensor, factor: Number) -> Tensor:
     if isinstance(factor, Tensor):
         factor = factor.to(torch.promote_types(loss.dtype, torch.float32))
     return loss * factor
+
+
+def _is_count(weight: object) -> bool:
+    return isinstance(weight, Real) and float(weight) >= 0 and math.isfinite(weight)
 
 
 def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, places: list[int]) -> None:
@@ -172,8 +178,8 @@ def _as_scalar(value: Number, device: torch.device) -> Tensor:
 
 def check_every(every: object) -> None:
     """Raise unless `every` can be a window's length."""
-    if not isinstance(every, int) or every < 1:
+    if not isinstance(every, int) or isinstance(every, bool) or not 1 <= every <= MAX_MICRO_STEPS:
         raise ConfigError(
-            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1; a window of that length "
-            f"never ends. Set it to 1 to update after every backward()."
+            f"gradient_accumulation_steps={every!r} is not a whole number of at least 1 and at most {MAX_MICRO_STEPS}; a window of that "
+            f"length never ends. Set it to 1 to update after every backward()."
         )

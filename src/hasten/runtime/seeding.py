@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from hasten.runtime.topology import Topology
 log = get_logger(__name__)
 
 RNG_TYPES: Final = ("python", "numpy", "torch", "device", "generator")
+_LARGEST_SEED: Final = 2**63 - 1
 _CUBLAS: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -31,10 +33,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     `device_specific` adds the rank, so that ranks draw different numbers (`rank` is looked up if not given).
     `deterministic` also makes torch refuse operations whose result depends on thread or kernel timing.
-    Raises: ConfigError for a negative seed.
+    Raises: ConfigError for what is not a whole number from 0 to 2**63 - 1.
     """
-    if seed < 0:
-        raise ConfigError(f"seed={seed} is negative, which numpy and torch do not take; choose one from 0 up.")
+    seed = _checked(seed)
     if device_specific:
         seed += _rank() if rank is None else rank
     random.seed(seed)
@@ -45,6 +46,15 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if deterministic:
         _make_deterministic()
     return seed
+
+
+def _checked(seed: object) -> int:
+    if not isinstance(seed, bool) and isinstance(seed, Integral) and 0 <= int(seed) <= _LARGEST_SEED:
+        return int(seed)
+    wrong = "is negative" if isinstance(seed, Integral) and int(seed) < 0 else "is no seed"
+    raise ConfigError(
+        f"seed={seed!r} {wrong}: not a whole number from 0 to 2**63 - 1, and numpy and torch take no other; choose one, such as 42."
+    )
 
 
 def _make_deterministic() -> None:

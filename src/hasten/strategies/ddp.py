@@ -183,8 +183,6 @@ class Replicate:
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
         if not isinstance(model, Replicated):
             return
-        if not callable(getattr(model.module, name, None)):
-            raise PrepareError(f"{type(model.module).__name__} has no method {name!r} to mark; check the spelling.")
         model.routed = model.routed | {name}
 
     @contextmanager

@@ -211,8 +211,6 @@ class Shard:
         return whole_on_main(model, self._is_main)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
-        if not callable(getattr(model, name, None)):
-            raise PrepareError(f"{type(model).__name__} has no method {name!r} to mark; check the spelling.")
         register_fsdp_forward_method(model, name)
 
     def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:

@@ -21,7 +21,18 @@ from hasten.tracking.base import Entry, ImageEntry, Resume, Run, TableEntry, Tra
 from hasten.tracking.images import as_pixels
 from hasten.tracking.lane import Lane, Record
 from hasten.tracking.silent import Silent
-from hasten.tracking.values import Deferred, Fetch, fetch_one_by_one, flatten, plain_cell, plain_config, snapshot
+from hasten.tracking.values import (
+    Deferred,
+    Fetch,
+    check_options,
+    check_project,
+    check_record,
+    fetch_one_by_one,
+    flatten,
+    plain_config,
+    plain_rows,
+    snapshot,
+)
 from hasten.tracking.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -116,6 +127,8 @@ class TrackerManager:
 
         A second call ends the first run and begins another. Ranks: every rank.
         """
+        check_project(project)
+        check_options("init_kwargs", init_kwargs)
         unknown = set(init_kwargs or ()) - set(self._names)
         if unknown:
             raise TrackerError(
@@ -162,6 +175,7 @@ class TrackerManager:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record numbers and strings at `step` (default: one more than the last); tensors are read at a later flush."""
+        check_record("log", values, step, log_kwargs)
         if not self._ready("log"):
             return
         kept: dict[str, Any] = {}
@@ -186,6 +200,7 @@ class TrackerManager:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record images: arrays, tensors, PIL images, or batches and lists of them."""
+        check_record("log_images", values, step, log_kwargs)
         if not self._ready("log_images"):
             return
         images = {}
@@ -210,13 +225,14 @@ class TrackerManager:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record a table, given as columns and rows or as a data frame."""
+        check_record("log_table", {name: data}, step, log_kwargs)
         if not self._ready("log_table"):
             return
         if dataframe is not None:
             columns, data = [str(column) for column in dataframe.columns], dataframe.values.tolist()
         if columns is None or data is None:
             raise TrackerError(f"the table {name!r} came without content. Give columns and data, or a dataframe.")
-        rows = [[plain_cell(value) for value in row] for row in data]
+        rows = plain_rows(name, columns, data)
         entry = TableEntry(name=name, columns=list(columns), rows=rows, step=self._next(step), time_s=time.time())
         self._post(entry, log_kwargs or {})
 

@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, Final, Literal
 
 from hasten.errors import HastenWarning, MissingPackageError, TrackerError
-from hasten.optional import available
+from hasten.optional import available, check_installed, need
 from hasten.tracking.base import Tracker
 
 GROUP = "hasten.trackers"  # entry point group of packages that bring a tracker
@@ -28,6 +28,7 @@ class Builtin:
     name: str
     where: str
     needs: str | None
+    spec: str = ""
 
 
 _HERE = "hasten.tracking.backends"
@@ -40,7 +41,7 @@ BUILTINS: Final = (
     Builtin("aim", f"{_HERE}.aim:AimTracker", "aim"),
     Builtin("clearml", f"{_HERE}.clearml:ClearmlTracker", "clearml"),
     Builtin("dvclive", f"{_HERE}.dvclive:DvcliveTracker", "dvclive"),
-    Builtin("swanlab", f"{_HERE}.swanlab:SwanlabTracker", "swanlab"),
+    Builtin("swanlab", f"{_HERE}.swanlab:SwanlabTracker", "swanlab", ">=0.7"),
     Builtin("trackio", f"{_HERE}.trackio:TrackioTracker", "trackio"),
 )
 
@@ -51,46 +52,53 @@ def installed() -> list[str]:
     return own + sorted({point.name for point in entry_points(group=GROUP)} - set(own))
 
 
-def build(log_with: LogWith, *, missing: Missing = "error") -> list[Tracker]:
+def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True) -> list[Tracker]:
     """The trackers `log_with` asks for: a name, "all" (those whose packages are installed), an instance, or a list of these.
 
-    With `missing="warn"` a named tracker whose package is not installed is left out, with a warning.
-    Raises: TrackerError for an unknown or repeated name; MissingPackageError for a named one whose package is not installed.
+    The packages of trackers that run on this process (`is_main`, or those of every rank) are imported here. With `missing="warn"` a
+    named tracker whose package is not installed or cannot be imported is left out, with a warning, as is one of "all".
+    Raises: TrackerError for an unknown or repeated name; MissingPackageError for a named one whose package is missing or broken.
     """
     if log_with is None:
         return []
+    if not isinstance(log_with, str | Tracker | Enum | Iterable):
+        raise TrackerError(
+            f"log_with={log_with!r} is of type {type(log_with).__name__}, so it is unclear where to log; give a name such as 'jsonl', a "
+            "hasten.Tracker, or a list of them."
+        )
     asked = [log_with] if isinstance(log_with, str | Tracker | Enum) else list(log_with)
     found: list[Tracker] = []
     for item in asked:
         if isinstance(item, Tracker):
-            found.append(item)
+            ours = type(item).__module__.startswith(_HERE)  # of other trackers we do not know the packages
+            found += [item] if not ours or _usable(item.name, missing, is_main or item.every_rank) else []
         else:
             name = str(item.value if isinstance(item, Enum) else item).lower()
-            found += [_create(one) for one in (installed() if name == "all" else _present(name, missing))]
+            names, lenient = (installed(), "warn") if name == "all" else ([name], missing)
+            found += [_create(one) for one in names if _usable(one, lenient, is_main)]
     _check_names(found)
     return found
 
 
-def _present(name: str, missing: Missing) -> list[str]:
-    """The name, if its package is there; none if it may be left out.
+def _usable(name: str, missing: str, here: bool) -> bool:
+    """Whether the package of a tracker is there and, where the tracker runs on this process, can be imported.
 
-    Raises: MissingPackageError otherwise: a run without the log that was asked for is noticed when it is over.
+    Raises: MissingPackageError if it is not and may not be left out: a run without the log that was asked for is noticed when it is over.
     """
-    needs = next((row.needs for row in BUILTINS if row.name == name), None)
-    if needs is None or available(needs):
-        return [name]
-    remedy = f"pip install {needs.replace('_', '-')}"
-    if missing == "warn":
-        warnings.warn(
-            f"log_with={name!r}: the package {needs!r} is not installed, so this run is not logged there. Run: {remedy}",
-            HastenWarning,
-            stacklevel=2,
-        )
-        return []
-    raise MissingPackageError(
-        f"log_with={name!r}: the package {needs!r} is not installed, so the run would leave no log there. Run: {remedy}, or set "
-        f"missing_tracker: warn to train without it."
-    )
+    row = next((row for row in BUILTINS if row.name == name and row.needs is not None), None)
+    if row is None or row.needs is None:
+        return True
+    why = f"log_with={name!r}"
+    try:
+        need(row.needs, row.spec, why) if here else check_installed(row.needs, row.spec, why)
+    except MissingPackageError as error:
+        if missing != "warn":
+            raise MissingPackageError(
+                f"{why}: {error}. Without it the run would leave no log there; set missing_tracker: warn to train all the same."
+            ) from error
+        warnings.warn(f"{why}: {error}. This run is not logged there.", HastenWarning, stacklevel=2)
+        return False
+    return True
 
 
 def _create(name: str) -> Tracker:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hasten.errors import TrackerError
+from hasten.errors import ArgumentError, TrackerError
 from hasten.tracking.base import Scalar
 
 # Any: tensors and arrays are duck-typed here, so that this room needs no torch
@@ -33,11 +33,50 @@ def fetch_one_by_one(tensors: Sequence[Any]) -> list[float]:
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value with its path, the parts joined by a slash."""
     for key, value in values.items():
-        name = f"{prefix}{key}" if prefix else key
+        name = key if not prefix and type(key) is str else f"{prefix}{key}"
         if type(value) not in (float, int) and isinstance(value, Mapping):
             yield from flatten(value, f"{name}/")
         else:
             yield name, value
+
+
+def check_record(call: str, values: Any, step: Any, log_kwargs: Any) -> None:
+    """Refuse what a tracker cannot record: values without names, a step that is not a whole number, options that are not.
+
+    Raises: ArgumentError.
+    """
+    if type(values) is not dict and not isinstance(values, Mapping):
+        raise ArgumentError(
+            f"{call}({values!r:.60}) got a {type(values).__name__}, and values without names have no curve to go to. Give named values, such as "
+            "{'loss': 0.5}."
+        )
+    if step is not None and type(step) is not int:
+        whole = isinstance(step, float) and step.is_integer()
+        if isinstance(step, bool) or not (whole or hasattr(step, "__index__")):
+            raise ArgumentError(
+                f"{call}(step={step!r:.60}) got a {type(step).__name__} that is not a whole number, so the values have no place on the curve. "
+                "Give the number of the step, or leave step out to count by itself."
+            )
+    if log_kwargs is not None:
+        check_options("log_kwargs", log_kwargs)
+
+
+def check_project(project: object) -> None:
+    """Refuse what names no project. Raises: TrackerError."""
+    if not isinstance(project, str) or not project:
+        raise TrackerError(
+            f"init_trackers({project!r:.60}) got no name of a project, by which trackers sort runs; give text, such as 'my-project'."
+        )
+
+
+def check_options(name: str, options: Any) -> None:
+    """Refuse what are not options by tracker. Raises: ArgumentError."""
+    if options is not None and not (
+        isinstance(options, Mapping) and all(isinstance(one, Mapping) for one in options.values())
+    ):
+        raise ArgumentError(
+            f"{name}={options!r:.60} does not say which tracker gets which options; write for example {name}={{'wandb': {{'entity': 'us'}}}}."
+        )
 
 
 def snapshot(name: str, value: Any) -> Scalar | Deferred:
@@ -108,6 +147,18 @@ def _plain(value: Any) -> Any:
             return _plain(dataclasses.asdict(value))
         case _:
             return str(value)
+
+
+def plain_rows(name: str, columns: Sequence[str], data: Sequence[Sequence[Any]]) -> list[list[Scalar | None]]:
+    """The rows of a table as plain values. Raises: TrackerError for a row that has not one cell for each column."""
+    rows = [[plain_cell(value) for value in row] for row in data]
+    for row in rows:
+        if len(row) != len(columns):
+            raise TrackerError(
+                f"the table {name!r} has {len(columns)} columns and a row of {len(row)} cells, so it is unclear which belong together. "
+                "Give every row a cell for each column."
+            )
+    return rows
 
 
 def plain_cell(value: Any) -> Scalar | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hasten.errors import ConfigError, DataError
+
 _MOST_PARTS: Final = 512
 _JOB: Final = "job.json"
 
@@ -55,12 +57,18 @@ class Parts:
         record = self.folder / _JOB
         differing = ""
         if self.folder.exists():
-            known = json.loads(record.read_text("utf-8")) if record.exists() else {}
+            known = _facts(record)
             differing = ", ".join(sorted(name for name in {*known, *job} if known.get(name) != job.get(name)))
             if differing:
                 shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(record, text + "\n")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(record, text + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--output={self.output} cannot be written ({error.strerror}), so there is no place for the results; give a file in a folder that "
+                "you may write to."
+            ) from error
         return differing
 
     def finish(self, part: int, results: Sequence[Any]) -> None:
@@ -80,6 +88,15 @@ class Parts:
 
     def _path(self, part: int) -> Path:
         return self.folder / f"{part:06d}.jsonl"
+
+
+def _facts(record: Path) -> dict[str, Any]:
+    """What is known of an earlier job; nothing if it was interrupted while it wrote that down."""
+    try:
+        known = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -103,4 +120,6 @@ def _plain(value: Any) -> Any:
     """Arrays and tensors as lists."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a result holds a {type(value).__name__}, which JSON does not know")
+    raise DataError(
+        f"a result holds a {type(value).__name__}, which JSON does not know, so it cannot be written; return numbers, text, lists, dicts or tensors."
+    )

@@ -26,15 +26,39 @@ def read_rows(path: Path) -> Sequence[dict[str, Any]]:
         case ".jsonl":
             return [_decoded(path, number, line) for number, line in _lines(path)]
         case ".csv" | ".tsv":
-            text = io.StringIO(path.read_text("utf-8-sig"), newline="")
-            return list(csv.DictReader(text, delimiter="," if path.suffix == ".csv" else "\t"))
+            return list(_cells(path, "," if path.suffix == ".csv" else "\t"))
         case ".txt":
-            return [{"text": line} for line in path.read_text("utf-8").splitlines()]
+            return [{"text": line} for line in _text(path).splitlines()]
         case _:
             raise ConfigError(
                 f"{path} ends neither in {' nor in '.join(KINDS)}, so its rows cannot be told apart; convert it to JSON lines, "
                 "one object per row."
             )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start}), so its rows cannot be read; save it as UTF-8."
+        ) from error
+
+
+def _cells(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter)
+    try:
+        for row in reader:
+            if None in row:
+                raise DataError(
+                    f"{path}, line {reader.line_num} has more cells than the {len(reader.fieldnames or ())} columns of the first line, so it is "
+                    "unclear which belong to which; repair or remove the line."
+                )
+            yield row
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {reader.line_num + 1} cannot be read ({error}), so it is no row; repair or remove the line."
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -115,3 +115,54 @@ def test_what_cannot_be_migrated_is_refused(
         script.write_text(text)
     assert main(["migrate", str(script)]) == 2
     assert said in capsys.readouterr().err
+
+
+SCHEDULED = """from accelerate import Accelerator
+accelerator = Accelerator()
+scheduler = {made}
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "becomes"),
+    [
+        (
+            "OneCycleLR(optimizer, 0.1, epochs=3, steps_per_epoch=len(loader))",
+            "OneCycleLR(optimizer, 0.1, epochs=3, steps_per_epoch=-(-len(loader) // accelerator.num_processes))",
+        ),
+        (
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(loader) * 3)",
+            "torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, -(-(len(loader) * 3) // accelerator.num_processes))",
+        ),
+        (
+            "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=total)",
+            "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=-(-total // accelerator.num_processes))",
+        ),
+        ("MultiStepLR(optimizer, [4, 8])", "MultiStepLR(optimizer, [4, 8])"),
+        ("OneCycleLR(optimizer, 0.1, total_steps=None)", "OneCycleLR(optimizer, 0.1, total_steps=None)"),
+    ],
+)
+def test_lengths_of_prepared_schedules_become_updates(made: str, becomes: str) -> None:
+    done = migrate(SCHEDULED.format(made=made))
+    assert done.text == SCHEDULED.format(made=becomes).replace("from accelerate", "from hasten")
+    ast.parse(done.text)
+    assert any("once per update" in one.text for one in done.findings)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Accelerator()", "Accelerator(split_batches=True)"),
+        ("Accelerator()", "Accelerator(step_scheduler_with_optimizer=False)"),
+        ("loader, scheduler)", "loader)"),
+    ],
+)
+def test_lengths_that_count_updates_already_stay(old: str, new: str) -> None:
+    text = SCHEDULED.format(made="CosineAnnealingLR(optimizer, 40)").replace(old, new)
+    assert "num_processes" not in migrate(text).text
+
+
+def test_a_schedule_made_before_its_accelerator_stays() -> None:
+    lines = SCHEDULED.format(made="CosineAnnealingLR(optimizer, 40)").splitlines()
+    assert "num_processes" not in migrate("\n".join([lines[0], lines[2], lines[1], lines[3]])).text

@@ -70,3 +70,21 @@ def test_the_flags_of_a_launch_take_or_refuse_all_of_them(capsys: pytest.Capture
 )
 def test_strange_commands_are_refused_in_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert not refused_well(["--dry-run", *words], capsys)
+
+
+@pytest.mark.parametrize("flag", ["num_processes", "processes_per_machine"])
+@pytest.mark.parametrize("rest", [[], ["--dry-run"]])
+def test_what_no_machine_holds_is_refused_at_once(
+    flag: str, rest: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--cpu", f"--{flag}=1000000000", *rest, "train.py"]) == 2
+    assert "cannot hold them" in capsys.readouterr().err
+
+
+def test_a_job_that_cannot_be_submitted_leaves_no_script(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(folder))
+    assert main(["launch", "--submit=slurm", "train.py"]) != 0
+    assert "sbatch was not found on PATH" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["train.py"]

@@ -10,6 +10,7 @@ import pytest
 from hasten.config.launch import LaunchConfig
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+from hasten.launch import mpi
 from hasten.launch.base import Request, Target
 from hasten.launch.host import Host
 from hasten.launch.shape import Shape, decide, worker_argv
@@ -112,3 +113,27 @@ def test_worker_commands() -> None:
     assert worker_argv(Target("./prog", ("x",), no_python=True), host) == ("./prog", "x")
     with pytest.raises(ConfigError, match="a module needs Python"):
         worker_argv(Target("x", module=True, no_python=True), host)
+
+
+GIB = 1024**3
+
+
+def test_more_processes_than_memory_holds_are_refused() -> None:
+    host = Host(name="here", cores=2, memory_bytes=GIB)
+    for count, launch in (
+        (17, LaunchConfig(num_processes=17)),
+        (10**9, LaunchConfig(processes_per_machine=10**9)),
+    ):
+        with pytest.raises(ConfigError, match=rf"{count} processes .* 1 GiB cannot hold them.* Ask for at most 16"):
+            decide(Request(Config(launch=launch), Target("train.py")), host)
+    assert decide(Request(Config(launch=LaunchConfig(num_processes=16)), Target("train.py")), host).num_processes == 16
+    with pytest.raises(ConfigError, match="cannot hold them"):
+        mpi.plan(Request(Config(launch=LaunchConfig(num_processes=99)), Target("train.py")), host, mpi.Mpi())
+
+
+def test_devices_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_ids=0,99 names devices, but no usable accelerator.*leave gpu_ids out"):
+        shape({"gpu_ids": (0, 99)})
+    for wrong in ((0, 99), (-1,)):
+        with pytest.raises(ConfigError, match="has 2 devices"):
+            shape({"gpu_ids": wrong}, devices=2)

@@ -97,3 +97,34 @@ def test_huge_tracebacks_are_cut_in_the_middle(tmp_path: Path) -> None:
     trace = json.loads((tmp_path / "error.json").read_text())["hasten"]["traceback"]
     assert len(trace) < 61_000
     assert trace.endswith("end\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "last"), [("x = 1\ndef f(:\n", "SyntaxError: invalid syntax"), ("\0", "in {}/bad.py")]
+)
+def test_a_script_that_is_no_python_shows_none_of_our_frames(tmp_path: Path, text: str, last: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    for words in (["bad.py"], ["-m", "bad"])[: 2 if "x" in text else 1]:
+        start(tmp_path, words, **{ERROR_FILE: str(tmp_path / "error.json")})
+        trace = json.loads((tmp_path / "error.json").read_text())["hasten"]["traceback"].rstrip()
+        assert "hasten" not in trace
+        assert "frozen" not in trace
+        assert trace.splitlines()[-1] == last.format(tmp_path)
+    plain = subprocess.run([sys.executable, "bad.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    if "x" in text:
+        assert start(tmp_path, ["bad.py"]).stderr == plain.stderr
+
+
+def test_what_a_program_of_ours_refuses_is_told_without_frames(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def boom(rows):\n    return rows[0]['missing']\n")
+    for name, rows in (("ok.jsonl", '{"n": 1}\n'), ("bad.jsonl", '{"n": 1}\n{bad\n')):
+        (tmp_path / name).write_text(rows)
+        words = ["-m", "hasten.trainer.predict", "own:boom", name, "out.jsonl", "2"]
+        start(tmp_path, words, **{ERROR_FILE: str(tmp_path / f"{name}.error")})
+    refused, raised = (
+        json.loads((tmp_path / f"{name}.error").read_text())["hasten"]["traceback"]
+        for name in ("bad.jsonl", "ok.jsonl")
+    )
+    assert refused.startswith("hasten.errors.DataError: bad.jsonl, line 2 is no JSON object")
+    assert len(refused.splitlines()) == 1
+    assert raised.splitlines()[1] == f'  File "{tmp_path}/own.py", line 2, in boom'

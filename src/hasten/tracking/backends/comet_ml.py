@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from pathlib import Path
 from typing import Any
 
 from hasten.optional import need
+from hasten.runtime import env as environment
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.values import flatten
 
@@ -34,7 +36,8 @@ class CometTracker(Tracker):
         known = set(inspect.signature(comet.start).parameters)
         extra = {name: given.pop(name) for name in list(given) if name not in known}
         if "experiment_config" not in given:
-            folder = run.directory / run.project / "comet"
+            chosen = environment.snapshot().get("COMET_OFFLINE_DIRECTORY")  # the user's choice wins over ours
+            folder = Path(chosen) if chosen else run.directory / run.project / "comet"
             folder.mkdir(parents=True, exist_ok=True)
             given["experiment_config"] = comet.ExperimentConfig(**{"offline_directory": str(folder), **extra})
         key = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=16).hexdigest()

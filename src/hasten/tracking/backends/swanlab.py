@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from hasten.optional import need
+from hasten.runtime import env as environment
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 
@@ -29,7 +31,9 @@ class SwanlabTracker(Tracker):
     def start(self, run: Run) -> str:
         """Start the run, or continue the one of the checkpoint."""
         self._swanlab = need("swanlab", ">=0.7", why='log_with="swanlab"')
-        folder = run.directory / "swanlab"
+        folder = Path(
+            environment.snapshot().get("SWANLAB_LOG_DIR") or run.directory / "swanlab"
+        )  # the user's choice wins
         folder.mkdir(parents=True, exist_ok=True)
         found = run.resume.run_id if run.resume else hashlib.blake2b(run.label.encode(), digest_size=10).hexdigest()
         options = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hasten.optional import need
+from hasten.runtime import env as environment
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 
@@ -28,12 +30,14 @@ class WandbTracker(Tracker):
     def start(self, run: Run) -> str:
         """Start the run, or continue the one of the checkpoint."""
         self._wandb = need("wandb", why='log_with="wandb"')
-        run.directory.mkdir(parents=True, exist_ok=True)
+        env = environment.snapshot()
+        folder = env.get("WANDB_DIR") or str(run.directory)  # the user's own choice wins over ours
+        Path(folder).mkdir(parents=True, exist_ok=True)
         options = {
             "project": run.project,
-            "dir": str(run.directory),
+            "dir": folder,
             "config": run.shown_config,
-            "id": run.resume.run_id if run.resume else run.label,
+            "id": run.resume.run_id if run.resume else env.get("WANDB_RUN_ID") or run.label,
             "resume": "allow",
             "reinit": "create_new",
             **({"group": run.run_id} if self.every_rank else {}),

@@ -1,0 +1,135 @@
+"""Attributes that Hugging Face Accelerate's Accelerator has: those that hasten answers too, and what to write instead of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Final
+
+from hasten.runtime.axes import Axis
+
+Accelerator = Any
+"""The facade; naming its class here would load torch, which `hasten migrate` does without."""
+
+
+class DistributedType(StrEnum):
+    """Kinds of distributed runs under their established names; each member equals its name as text."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    MEGATRON_LM = "MEGATRON_LM"
+    XLA = "XLA"
+
+
+_BY_STRATEGY: Final = MappingProxyType(
+    {
+        "deepspeed": DistributedType.DEEPSPEED,
+        "megatron": DistributedType.MEGATRON_LM,
+        "xla": DistributedType.XLA,
+        "fsdp": DistributedType.FSDP,
+        "tensor": DistributedType.FSDP,
+    }
+)
+_BY_DEVICE: Final = MappingProxyType(
+    {
+        "cpu": DistributedType.MULTI_CPU,
+        "npu": DistributedType.MULTI_NPU,
+        "xpu": DistributedType.MULTI_XPU,
+    }
+)
+
+
+def distributed_type(strategy: str, device: str, num_processes: int) -> DistributedType:
+    """Return the established name for a strategy on so many processes with this type of device."""
+    if num_processes == 1 and strategy not in ("deepspeed", "megatron", "xla"):
+        return DistributedType.NO
+    return _BY_STRATEGY.get(strategy) or _BY_DEVICE.get(device, DistributedType.MULTI_GPU)
+
+
+def _type_of(accelerator: Accelerator) -> DistributedType:
+    return distributed_type(accelerator.strategy.name, accelerator.device.type, accelerator.num_processes)
+
+
+def _place(axis: Axis) -> Callable[[Accelerator], int]:
+    return lambda accelerator: accelerator.ctx.mesh.coordinate(accelerator.process_index)[axis]
+
+
+VALUES: Final[Mapping[str, Callable[[Accelerator], Any]]] = MappingProxyType(  # Any: values of every kind
+    {
+        "distributed_type": _type_of,
+        "multi_device": lambda a: a.use_distributed and _type_of(a).startswith("MULTI_") and a.device.type != "cpu",
+        "is_fsdp2": lambda a: _type_of(a) is DistributedType.FSDP,
+        "is_composable_parallelism_enabled": lambda a: _type_of(a) is DistributedType.FSDP,
+        "data_parallel_rank": _place(Axis.DP_REPLICATE),
+        "data_parallel_shard_rank": _place(Axis.DP_SHARD),
+        "tensor_parallel_rank": _place(Axis.TP),
+        "pipeline_parallel_rank": _place(Axis.PP),
+        "context_parallel_rank": _place(Axis.CP),
+        "device_placement": lambda a: a.config.device_placement,
+        "step_scheduler_with_optimizer": lambda a: a.config.step_scheduler_with_optimizer,
+        "rng_types": lambda a: a.config.rng_types,
+        "log_with": lambda a: list(a.config.tracking.log_with),
+        "logging_dir": lambda a: a.config.project.logging_dir or a.config.project.project_dir,
+        "save_iteration": lambda a: a.saving.iteration,
+        "should_save_model": lambda a: True,
+        "project_configuration": lambda a: a.config.project,
+        "parallelism_config": lambda a: a.config.parallelism,
+        "deepspeed_plugin": lambda a: a.config.deepspeed if a.strategy.name == "deepspeed" else None,
+        "dataloader_config": lambda a: a.config.dataloader,
+        "split_batches": lambda a: a.config.dataloader.split_batches,
+        "dispatch_batches": lambda a: a.config.dataloader.dispatch_batches,
+        "even_batches": lambda a: a.config.dataloader.even_batches,
+        "use_seedable_sampler": lambda a: a.config.dataloader.use_seedable_sampler,
+        "non_blocking": lambda a: a.config.dataloader.non_blocking,
+        "native_amp": lambda a: a.mixed_precision in ("fp16", "bf16"),
+        "fp8_enabled": lambda a: a.mixed_precision == "fp8",
+    }
+)
+"""Established attributes that hasten answers as well."""
+
+_HANDLER: Final = "it is a section of the settings: accelerator.config.{}"
+INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "state": "the Accelerator itself has num_processes, process_index, device, mixed_precision and distributed_type; there is no "
+        "process-wide state",
+        "gradient_state": "use accelerator.sync_gradients and accelerator.gradient_accumulation_steps; a prepared loader's end is "
+        "loader.cursor.at_end",
+        "step": "the number of updates is accelerator.clock.num_updates",
+        "flag_tensor": "use set_trigger() and check_trigger()",
+        "trigger_sync_in_backward": "set accelerator.sync_gradients = True before the backward() that shall synchronise, or use accumulate()",
+        "torch_device_mesh": "give the collectives mesh axes (gather(x, axes=[Axis.TP])); the sizes are in accelerator.config.parallelism",
+        "verify_device_map": "prepare() leaves a model that is spread over devices where it is; look at its hf_device_map",
+        "autocast_handler": _HANDLER.format("autocast"),
+        "ddp_handler": _HANDLER.format("ddp"),
+        "init_handler": _HANDLER.format("process_group"),
+        "profile_handler": _HANDLER.format("profile"),
+        "scaler_handler": _HANDLER.format("scaler"),
+        "fp8_recipe_handler": _HANDLER.format("fp8"),
+        "ao_recipe_handler": _HANDLER.format("fp8.ao"),
+        "te_recipe_handler": _HANDLER.format("fp8.te"),
+        "fp8_backend": _HANDLER.format("fp8.backend"),
+        "has_fp8_handler": 'compare accelerator.mixed_precision == "fp8"; the recipe is accelerator.config.fp8',
+        "msamp_recipe_handler": 'MS-AMP is not supported; fp8 runs by torchao or Transformer Engine: fp8={"backend": "ao"}',
+        "delayed_fp8_autocast": "prepare() applies the fp8 recipe; use accelerator.autocast() outside the model",
+        "use_stateful_dataloader": "every prepared loader resumes exactly, and has state_dict()",
+        "deepspeed_ulysses_dl_adapter": "run forward and backward inside accelerator.context_parallel(...), which splits the sequences",
+        "lomo_backward": "LOMO is not supported; use an optimizer of torch, with FSDP or offload to save memory",
+        "has_lomo_optimizer": "LOMO is not supported; use an optimizer of torch, with FSDP or offload to save memory",
+    }
+)
+"""Established attributes that hasten does not have, and what to write."""
+
+
+def established(accelerator: Accelerator, name: str) -> Any:  # Any: values of every kind
+    """Return an attribute under its established name. Raises: AttributeError that says what to write instead."""
+    if (value := VALUES.get(name)) is not None:
+        return value(accelerator)
+    if (words := INSTEAD.get(name)) is not None:
+        raise AttributeError(f"hasten's Accelerator has no {name!r}, which Accelerate's has; {words}.")
+    raise AttributeError(f"{type(accelerator).__name__!r} object has no attribute {name!r}", name=name, obj=accelerator)

@@ -1,0 +1,160 @@
+"""Values that make no sense: refused by name with a typed error where the plain call would fail inside, or go on and be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hasten import Accelerator, AutocastKwargs, GradientAccumulationPlugin, LocalSGD, set_seed
+from hasten.errors import HastenError
+
+NAN: Final = float("nan")
+ONE: Final = torch.ones(1)
+Call = Callable[[Any], object]  # Any: a Prepared, whose methods are called with values of the wrong type
+
+
+class Prepared:
+    """An Accelerator with what it prepared, and a tracker that runs."""
+
+    def __init__(self) -> None:
+        self.a = Accelerator(cpu=True, log_with="jsonl")
+        net = nn.Linear(1, 1)
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.model, _, self.loader = self.a.prepare(net, sgd, DataLoader(TensorDataset(torch.ones(4, 1))))
+        self.a.init_trackers("hostile")
+        self.parameters = list(self.model.parameters())
+
+
+SEED: Final[Any] = set_seed
+LOCAL: Final[Any] = LocalSGD
+
+
+def method(name: str, *args: Any, **kwargs: Any) -> Call:
+    """A call of the Accelerator's method."""
+    return lambda given: getattr(given.a, name)(*args, **kwargs)
+
+
+def made(**settings: Any) -> Call:
+    """An Accelerator made with these settings."""
+    return lambda _: Accelerator(**{"cpu": True, **settings})
+
+
+CALLS: Final[dict[str, tuple[Call, str]]] = {
+    "negative max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, -1.0), "at least 0"),
+    "nan max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, NAN), "at least 0"),
+    "nan tensor max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, torch.tensor(NAN)), "at least 0"),
+    "boolean max_norm": (lambda g: g.a.clip_grad_norm_(g.parameters, True), "at least 0"),
+    "nan norm_type": (lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, NAN), "order of a norm"),
+    "negative norm_type": (lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, -2), "order of a norm"),
+    "text norm_type": (lambda g: g.a.clip_grad_norm_(g.parameters, 1.0, "x"), "order of a norm"),
+    "negative clip_value": (lambda g: g.a.clip_grad_value_(g.parameters, -1.0), "at least 0"),
+    "nan clip_value": (lambda g: g.a.clip_grad_value_(g.parameters, NAN), "at least 0"),
+    "huge accumulation": (made(gradient_accumulation_steps=10**30), r"give at most 1000000|at most 64 bits"),
+    "large accumulation": (made(gradient_accumulation_steps=10**7), "give at most 1000000"),
+    "huge accumulation plugin": (lambda _: GradientAccumulationPlugin(num_steps=10**7), "give at most 1000000"),
+    "huge accumulation set": (lambda g: setattr(g.a, "gradient_accumulation_steps", 10**30), "at most 1000000"),
+    "boolean accumulation set": (lambda g: setattr(g.a, "gradient_accumulation_steps", True), "whole number"),
+    "huge prefetch": (
+        made(dataloader_config={"prefetch": 10**6}),
+        r"dataloader_config\.prefetch=1000000: .* at most 1024",
+    ),
+    "named field of a section": (made(dataloader_config={"data_seed": -1}), r"dataloader_config\.data_seed=-1"),
+    "nan setting": (made(stall_after_s=NAN), "got nan, expected a number"),
+    "number as project_dir": (made(project_dir=3), "a whole number that is no path"),
+    "NUL in project_dir": (made(project_dir="a\0b"), "NUL character"),
+    "number as handlers": (made(kwargs_handlers=5), "expected a list of settings classes"),
+    "one handler": (made(kwargs_handlers=AutocastKwargs()), "expected a list of settings classes"),
+    "text as handlers": (made(kwargs_handlers="autocast"), "expected a list of settings classes"),
+    "number as log_with": (made(log_with=3), "unclear where to log"),
+    "number as context": (made(context=3), "Give a ProcessContext"),
+    "unknown method": (lambda g: g.a.mark_forward_method(g.model, "nope"), "no method 'nope'"),
+    "number as method": (lambda g: g.a.mark_forward_method(g.model, 3), "no method 3"),
+    "attribute as method": (lambda g: g.a.mark_forward_method(g.model, "weight"), "no method 'weight'"),
+    "method of no model": (method("mark_forward_method", "m", "forward"), "needs models"),
+    "method of a foreign model": (method("mark_forward_method", nn.Linear(1, 1), "forward"), "not prepared"),
+    "unknown axis": (method("gather", ONE, axes=["nope"]), "there are pp, dp_replicate"),
+    "text as axes": (method("gather", ONE, axes="tp"), "list of mesh axes"),
+    "axis twice": (method("reduce", ONE, axes=["tp", "tp"]), "named twice"),
+    "number as axis": (method("gather_object", 1, axes=[1]), "list of mesh axes"),
+    "gather of a number": (method("gather", 3.0), "wrap the number in torch.tensor"),
+    "reduce of text": (method("reduce", {"a": "x"}), "works on tensors"),
+    "text scale": (method("reduce", ONE, scale="x"), "it needs a number"),
+    "text from_process": (method("broadcast", ONE, from_process="x"), "whole number"),
+    "negative from_process": (method("broadcast", ONE, from_process=-1), "at least 0"),
+    "number as objects": (method("broadcast_object_list", 3), "needs a list"),
+    "tuple as objects": (method("broadcast_object_list", (1,)), "needs a list"),
+    "number as parts": (method("scatter", 3), "item for each process"),
+    "text dim": (method("pad_across_processes", ONE, dim="x"), "whole number"),
+    "text pad_index": (method("pad_across_processes", ONE, pad_index="x"), "it needs a number"),
+    "foreign loader": (method("gather_for_metrics", ONE, loader=3), "that prepare\\(\\) returned"),
+    "foreign loader to follow": (method("accumulate", loader=3), "that prepare\\(\\) returned"),
+    "fraction to skip": (lambda g: g.a.skip_first_batches(g.loader, 1.5), "whole number"),
+    "text sync_gradients": (lambda g: setattr(g.a, "sync_gradients", "x"), "True or False"),
+    "text weight": (lambda g: g.a.backward(g.model(ONE).sum(), weight="x"), "is not a count"),
+    "number as split": (method("run_step", len, torch.ones(2), split=3), "needs a function"),
+    "number as placement": (method("prepare", nn.Linear(1, 1), device_placement=3), "True or False"),
+    "text as placement": (method("prepare", nn.Linear(1, 1), device_placement="x"), "True or False"),
+    "text to join": (method("join_uneven_inputs", ["x"]), "prepared models"),
+    "text even_batches": (method("join_uneven_inputs", [], even_batches="x"), "True or False"),
+    "text process": (lambda g: g.a.on_process(process_index="x")(print), "whole number"),
+    "no function": (method("on_main_process", 3), "needs a function"),
+    "number to split": (lambda g: g.a.split_between_processes(3).__enter__(), "with a length"),
+    "number as values": (method("log", 3), "values without names"),
+    "list as values": (method("log", [1]), "values without names"),
+    "text step": (method("log", {"a": 1}, step="q"), "not a whole number"),
+    "nan step": (method("log", {"a": 1}, step=NAN), "not a whole number"),
+    "boolean step": (method("log", {"a": 1}, step=True), "not a whole number"),
+    "number as log_kwargs": (method("log", {"a": 1}, log_kwargs=3), "which tracker"),
+    "number as images": (method("log_images", 3), "values without names"),
+    "text step of images": (method("log_images", {"a": torch.ones(3, 2, 2)}, step="q"), "not a whole number"),
+    "ragged table": (method("log_table", "t", columns=["a"], data=[[1, 2]]), "1 columns and a row of 2 cells"),
+    "text step of a table": (method("log_table", "t", columns=["a"], data=[[1]], step="q"), "not a whole number"),
+    "number as project": (method("init_trackers", 3), "no name of a project"),
+    "number as init_kwargs": (method("init_trackers", "x", init_kwargs=3), "which tracker"),
+    "number as iterable": (method("progress", 3), "loop iterates over"),
+    "text total": (method("progress", total="x"), "whole number"),
+    "number as metrics": (method("save_state", "out", metrics=3), "named numbers"),
+    "text metric": (method("save_state", "out", metrics={"a": "x"}), "named numbers"),
+    "number as folder": (method("memory_snapshot", 3), "give a path as a string"),
+    "text seed": (lambda _: SEED("x"), "not a whole number from 0"),
+    "fraction as seed": (lambda _: SEED(1.5), "not a whole number from 0"),
+    "no seed": (lambda _: SEED(None), "not a whole number from 0"),
+    "huge seed": (lambda _: SEED(2**70), "not a whole number from 0"),
+    "text local steps": (lambda g: LOCAL(g.a, g.model, "x"), "whole number of at least 1"),
+    "local steps of nothing": (lambda g: LOCAL(3, g.model, 2), "Give the Accelerator"),
+}
+
+
+@pytest.fixture(name="given")
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
+    """What the calls are made on, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    given = Prepared()
+    yield given
+    given.a.end_training()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nonsense_is_refused_by_name(given: Prepared, name: str) -> None:
+    call, match = CALLS[name]
+    with pytest.raises(HastenError, match=match) as caught:
+        call(given)
+    assert len(str(caught.value)) > 40, "what happened, why it matters, what to do"
+
+
+def test_what_makes_sense_is_still_taken(given: Prepared, tmp_path: Path) -> None:
+    a = given.a
+    a.backward(given.model(torch.ones(2, 1)).sum())
+    assert a.clip_grad_norm_(given.parameters, float("inf")) is not None
+    a.clip_grad_value_(given.parameters, 0)
+    a.log({"loss": 1.0, 3: 2.0}, step=torch.tensor(7))  # type: ignore[dict-item, arg-type]
+    a.log({"loss": 1.0}, step=8.0)  # type: ignore[arg-type]
+    assert a.gather([]) == []
+    assert torch.equal(a.gather(ONE, axes=["tp"]), ONE)  # type: ignore[list-item]
+    assert Accelerator(cpu=True, project_dir=tmp_path).project_dir == str(tmp_path)  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""The length of schedules: found in torch's and transformers' schedulers, and compared with whole epochs of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as torch_schedules
+from torch.optim.lr_scheduler import LambdaLR
+
+from hasten.optim.schedule_length import total_of, unsplit
+from hasten.optional import need
+
+transformers = need("transformers")
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+def closure(optimizer: torch.optim.Optimizer, num_training_steps: int) -> LambdaLR:
+    """A schedule as transformers made it before it used functools.partial."""
+    return LambdaLR(optimizer, lambda step: 1 - step / num_training_steps)
+
+
+def warmed(optimizer: torch.optim.Optimizer) -> torch_schedules.SequentialLR:
+    parts = [torch_schedules.LinearLR(optimizer, 0.1, 1.0, 4), torch_schedules.CosineAnnealingLR(optimizer, 36)]
+    return torch_schedules.SequentialLR(optimizer, parts, [4])
+
+
+MADE: Final[dict[str, tuple[Callable[[Any], Any], int | None]]] = {
+    "OneCycleLR": (lambda o: torch_schedules.OneCycleLR(o, 0.1, steps_per_epoch=20, epochs=2), 40),
+    "CosineAnnealingLR": (lambda o: torch_schedules.CosineAnnealingLR(o, 40), 40),
+    "PolynomialLR": (lambda o: torch_schedules.PolynomialLR(o, 40), 40),
+    "LinearLR": (lambda o: torch_schedules.LinearLR(o, 1.0, 0.0, total_iters=40), 40),
+    "LinearLR that warms up": (lambda o: torch_schedules.LinearLR(o, 0.1, 1.0, total_iters=40), None),
+    "SequentialLR": (warmed, 40),
+    "linear of transformers": (lambda o: transformers.get_linear_schedule_with_warmup(o, 5, 40), 40),
+    "cosine of transformers": (lambda o: transformers.get_cosine_schedule_with_warmup(o, 5, 40), 40),
+    "a closure": (lambda o: closure(o, 40), 40),
+    "StepLR": (lambda o: torch_schedules.StepLR(o, 40), None),
+    "LambdaLR": (lambda o: LambdaLR(o, lambda step: 1.0), None),
+    "ReduceLROnPlateau": (torch_schedules.ReduceLROnPlateau, None),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_length_is_found(name: str) -> None:
+    make, total = MADE[name]
+    assert total_of(make(sgd())) == total
+
+
+def test_whole_epochs_of_the_undivided_loader_are_reported() -> None:
+    for every in (1, 2, 3, 4):
+        for whole in range(2, 30):
+            for epochs in range(1, 5):
+                schedule = torch_schedules.CosineAnnealingLR(sgd(), whole * epochs // every or 1)
+                said = unsplit(schedule, whole, -(-whole // 2), 2, every)
+                if whole * epochs // every:
+                    assert said is not None, (every, whole, epochs)
+
+
+def test_other_lengths_and_undivided_loaders_are_not() -> None:
+    schedule = torch_schedules.CosineAnnealingLR(sgd(), 30)
+    assert unsplit(schedule, 20, 10, 2, 1) is None, "three epochs of the divided loader"
+    assert unsplit(schedule, 10, 10, 2, 1) is None, "split_batches: as many batches as before"
+    assert unsplit(schedule, 10, 10, 1, 1) is None, "one process"
+    assert unsplit(torch_schedules.StepLR(sgd(), 20), 20, 10, 2, 1) is None, "no end"
