@@ -39,6 +39,8 @@ NOT_TORCH: Final = frozenset(
         "_no_split_modules",
         "_supports_attention_backend",
         "_starting_state_dict",  # datasets
+        "_distributed",
+        "_indices",
         "_backward_epilogue",  # DeepSpeed, whose versions are bounded in pyproject.toml
         "_backward_prologue",
         "_get_data_parallel_group",

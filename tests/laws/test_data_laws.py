@@ -308,12 +308,10 @@ class PartStream(Stream):
         self.place = place
 
     def elements(self) -> list[int]:
-        order = list(range(self.size))
+        order = super().elements()  # of this worker: workers draw other numbers, in plain torch too
         if "shuffled" in self.kind:
             random.shuffle(order)
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return order[self.place[0] :: self.place[1]][first::step]
+        return order[self.place[0] :: self.place[1]]
 
 
 class PartSampler(Sampler[int]):
@@ -544,10 +542,9 @@ def check(case: Case, pool: Pool) -> str:
         first: list[Any] = [one[2] for one in done]
         rest: list[Any] = [one[3] for one in done]
         stop = done[0][1]
-        if case.is_unsaid:
-            return refused_by_all(whole, ("already_sharded=True",))
-        if any(isinstance(steps, str) for steps in whole):
-            return refused_by_all(whole, ("gave no sample", "cannot be split over"))
+        if case.is_unsaid or any(isinstance(steps, str) for steps in whole):
+            reasons = ("already_sharded=True",) if case.is_unsaid else ("gave no sample", "cannot be split over")
+            return refused_by_all(whole, reasons)
         for epoch in (0, 1):
             compare_with_torch(case, real_ids(whole, epoch))
         if stop == 0:
@@ -556,8 +553,9 @@ def check(case: Case, pool: Pool) -> str:
         if case.new_world != case.world:
             rest = pool.run(run, case.new_world, case, Path(folder), None, True, timeout_s=PATIENCE_S)
     inside = not whole[0][stop - 1][4] or case.seed % 2 == 1  # odd ones are saved with an epoch's last batch in hand
-    if inside and case.refused:
-        return refused_by_all(rest, ("Resume on",))
+    unsaid = replace(case, world=case.new_world).is_unsaid
+    if unsaid or (inside and case.refused):
+        return refused_by_all(rest, ("Resume on", *["already_sharded=True"] * unsaid))
     assert not any(isinstance(steps, str) for steps in rest), f"refused: {rest}"
     if case.new_world == case.world:
         for rank, (got, steps) in enumerate(zip(rest, whole, strict=True)):

@@ -132,5 +132,5 @@ def _compare(loader: DataLoader[Any], found: list[dict[str, Any]], seed: int, co
     if not compares or (alike and not any(one["asks"] for one in found)):
         return
     reads = comm.all_gather_object(read_head(loader, seed))
-    if samples_differ([None if one is None else (decoded(one[0]), decoded(one[1])) for one in reads]):
+    if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
         raise different_data(f"the first samples of {type(loader.dataset).__name__} differ between ranks", comm.size)

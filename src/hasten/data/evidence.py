@@ -8,7 +8,7 @@ import types
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -196,28 +196,28 @@ def _alike(one: Leaf, other: Leaf) -> bool:
     )
 
 
-def samples_differ(reads: Sequence[tuple[list[Sample], list[Sample]] | None]) -> bool:
-    """Whether the first samples of ranks are of different data; each rank has read its own twice.
+def samples_differ(reads: Sequence[Sequence[list[Sample]] | None]) -> bool:
+    """Whether the first samples of ranks are of different data; each rank has read its own three times.
 
-    Values that a rank does not read alike twice are random and say nothing. A value that is equal on all ranks and
-    another one in each sample names the sample: then the rest is augmentation.
+    Values that a rank does not read alike from equal random states say nothing. A value that is equal on all ranks, from
+    other random states too, and another one in each sample names the sample: then the rest is augmentation.
     """
     if any(read is None for read in reads):
         return False
-    read_twice = [read for read in reads if read is not None]
-    count = min(len(samples) for pair in read_twice for samples in pair)
+    turns = [read for read in reads if read is not None]
+    count = min(len(samples) for turn in turns for samples in turn)
     if not count:
         return False
-    paths = {path for pair in read_twice for samples in pair for sample in samples[:count] for path in sample}
-    steady = [path for path in paths if all(_is_steady(pair, path, count) for pair in read_twice)]
-    first = [pair[0][:count] for pair in read_twice]
+    first, again, other = ([turn[number][:count] for turn in turns] for number in range(3))
+    paths = {path for samples in first for sample in samples for path in sample}
+    steady = [path for path in paths if all(map(_is_steady, first, again, repeat(path)))]
     equal = [path for path in steady if all(_same(samples, first[0], path) for samples in first[1:])]
-    names = any(len({sample[path] for sample in first[0]}) == count for path in equal)
+    fixed = [path for path in equal if all(map(_is_steady, first, other, repeat(path)))]
+    names = any(len({sample[path] for sample in first[0]}) == count for path in fixed)
     return len(equal) < len(steady) and not names
 
 
-def _is_steady(pair: tuple[list[Sample], list[Sample]], path: str, count: int) -> bool:
-    once, again = (samples[:count] for samples in pair)
+def _is_steady(once: list[Sample], again: list[Sample], path: str) -> bool:
     return all(path in sample for sample in (*once, *again)) and _same(once, again, path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count, islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,6 +13,7 @@ from hasten.data.evidence import NUM_SAMPLES, Sample, leaves_of
 from hasten.data.foreign import length_of
 from hasten.data.memory import Memory
 from hasten.data.own_rng import RandomStates, seed_everything
+from hasten.data.shuffle import derive_seed
 from hasten.data.source import engine_of
 from hasten.data.workers import Forwarding
 from hasten.runtime.logs import get_logger
@@ -20,10 +21,16 @@ from hasten.runtime.logs import get_logger
 log = get_logger(__name__)
 
 # Any in this file: the user's datasets and samples.
+NUM_TURNS: Final = 3
+
+
+def seed_of_turn(seed: int, turn: int) -> int:
+    """The seed of one reading: the first two are equal."""
+    return derive_seed(seed, turn == 2)
 
 
 class HeadOfItems(Forwarding):
-    """The first items of map-style data, twice under equal random states."""
+    """The first items of map-style data: twice from equal random states, then from others."""
 
     def __init__(self, dataset: Any, count: int, seed: int) -> None:
         self.hasten_dataset = dataset
@@ -31,25 +38,25 @@ class HeadOfItems(Forwarding):
         self.hasten_seed = seed
 
     def __len__(self) -> int:
-        return 2 * self.hasten_count
+        return NUM_TURNS * self.hasten_count
 
     def __getitem__(self, place: int) -> Any:
         turn, index = divmod(place, self.hasten_count)
         if not index:
-            seed_everything(self.hasten_seed)
+            seed_everything(seed_of_turn(self.hasten_seed, turn))
         return turn, self.hasten_dataset[index]
 
 
 class HeadOfStream(Forwarding, IterableDataset[Any]):
-    """The first elements of a stream, twice under equal random states."""
+    """The first elements of a stream: twice from equal random states, then from others."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.hasten_dataset = dataset
         self.hasten_seed = seed
 
     def __iter__(self) -> Iterator[Any]:
-        for turn in range(2):
-            seed_everything(self.hasten_seed)
+        for turn in range(NUM_TURNS):
+            seed_everything(seed_of_turn(self.hasten_seed, turn))
             yield from ((turn, element) for element in islice(iter(self.hasten_dataset), NUM_SAMPLES))
 
 
@@ -60,7 +67,7 @@ def leaves_of_turn(read: Any) -> tuple[int, Sample]:
 
 
 def read_head(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
-    """The first samples, read twice where the loop reads them, in a worker if it has any; None where they cannot be read."""
+    """The first samples, read three times where the loop reads them, in a worker if it has any; None where they cannot be read."""
     dataset: Any = loader.dataset
     size = length_of(dataset) or 0
     streams = isinstance(dataset, IterableDataset)
@@ -82,7 +89,7 @@ def read_head(loader: DataLoader[Any], seed: int) -> list[list[Sample]] | None:
     engine.generator = torch.Generator().manual_seed(seed % 2**63)
     memory = Memory(dataset)
     before = memory.capture()
-    turns: list[list[Sample]] = [[], []]
+    turns: list[list[Sample]] = [[] for _ in range(NUM_TURNS)]
     try:
         with RandomStates().kept():
             for turn, leaves in engine:

@@ -136,7 +136,7 @@ class StreamSource:
             return
         with self._process.kept():
             reads = self._comm.all_gather_object(read_head(self._loader, derive_seed(len(told))))
-        if samples_differ([None if one is None else (decoded(one[0]), decoded(one[1])) for one in reads]):
+        if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
             kind = type(self._loader.dataset).__name__
             raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
 
