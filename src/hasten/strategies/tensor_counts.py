@@ -18,11 +18,11 @@ have to be both at once."""
 
 def use_of(holder: nn.Module, attribute: str) -> Use:
     """Return how the methods of a module use one of its attributes after the module was built."""
-    return _use(type(holder), attribute)
+    return _use(type(holder), attribute)  # type: ignore[arg-type]  # mypy asks the instances of a class for its hash
 
 
 @lru_cache(maxsize=64)  # asked for every block of a model, and Python parses a class's whole file for its source
-def _use(kind: type[nn.Module], attribute: str) -> Use:
+def _use(kind: type, attribute: str) -> Use:
     methods = _methods(kind)
     if methods is None:
         return "unknown"
