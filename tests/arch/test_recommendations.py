@@ -37,6 +37,7 @@ WORDS: Final = frozenset(
         *("functools.partial", "partial", "pytest.MonkeyPatch.context", "mask.sum", "reduce_batch_size_fn", "zip"),
         "shuffle",  # of datasets' streams
         "save_checkpoint",  # of DeepSpeed's engines
+        "generate",  # of transformers' models
         "set_requires_gradient_sync",  # of torch's FSDPModule
     }
 )

@@ -80,7 +80,7 @@ def check_labels(
         raise StepError(
             f"{type(inner).__name__} returns a loss that the first label of this rank's part of {name!r} does not change: it shifts "
             "labels by itself, and would lose or mix up the tokens at the ends of parts. Shift the labels before the block "
-            "and compute the loss from the logits: F.cross_entropy(logits.flatten(0, 1), labels.flatten())."
+            "and compute the loss from the logits, with torch.nn.functional.cross_entropy()."
         )
 
 
