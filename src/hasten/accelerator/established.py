@@ -73,7 +73,6 @@ VALUES: Final[Mapping[str, Callable[[Accelerator], Any]]] = MappingProxyType(  #
         "context_parallel_rank": _place(Axis.CP),
         "device_placement": lambda a: a.config.device_placement,
         "step_scheduler_with_optimizer": lambda a: a.config.step_scheduler_with_optimizer,
-        "rng_types": lambda a: a.config.rng_types,
         "log_with": lambda a: list(a.config.tracking.log_with),
         "logging_dir": lambda a: a.config.project.logging_dir or a.config.project.project_dir,
         "save_iteration": lambda a: a.saving.iteration,
@@ -100,6 +99,7 @@ INSTEAD: Final[Mapping[str, str]] = MappingProxyType(
         "process-wide state",
         "gradient_state": "use accelerator.sync_gradients and accelerator.gradient_accumulation_steps; a prepared loader's end is "
         "loader.cursor.at_end",
+        "rng_types": "it is accelerator.config.rng_types; by default no generator is synchronised, because shuffles follow a seed",
         "step": "the number of updates is accelerator.clock.num_updates",
         "flag_tensor": "use set_trigger() and check_trigger()",
         "trigger_sync_in_backward": "set accelerator.sync_gradients = True before the backward() that shall synchronise, or use accumulate()",

@@ -88,13 +88,13 @@ def _usable(name: str, missing: str, here: bool) -> bool:
     row = next((row for row in BUILTINS if row.name == name and row.needs is not None), None)
     if row is None or row.needs is None:
         return True
-    why = f"log_with={name!r}"
+    why, purpose = f"log_with={name!r}", "its log"
     try:
-        need(row.needs, row.spec, why) if here else check_installed(row.needs, row.spec, why)
+        need(row.needs, row.spec, purpose) if here else check_installed(row.needs, row.spec, purpose)
     except MissingPackageError as error:
         if missing != "warn":
             raise MissingPackageError(
-                f"{why}: {error}. Without it the run would leave no log there; set missing_tracker: warn to train all the same."
+                f"{why}: {error}, or set missing_tracker: warn to train without it; else the run would leave no log there."
             ) from error
         warnings.warn(f"{why}: {error}. This run is not logged there.", HastenWarning, stacklevel=2)
         return False
