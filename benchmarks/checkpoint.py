@@ -156,7 +156,7 @@ class Unsynced(Hasten):
     """The same without waiting for the disk and without verifying, as the others do: not options of the library."""
 
     def save(self, folder: Path) -> None:
-        with mock.patch("hasten.checkpoint.disk.os.fsync", return_value=None):
+        with mock.patch("hasten.checkpoint.store.disk.os.fsync", return_value=None):
             super().save(folder)
 
     def load(self, folder: Path) -> None:

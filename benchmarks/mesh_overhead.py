@@ -32,11 +32,11 @@ from hasten.config.root import Config
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh, device_mesh
 from hasten.strategies.base import Caps, Strategy
-from hasten.strategies.context import ContextParallel
+from hasten.strategies.context.strategy import ContextParallel
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert
-from hasten.strategies.tensor import SplitLayers
-from hasten.strategies.tensor_alone import SplitAlone
+from hasten.strategies.tensor.alone import SplitAlone
+from hasten.strategies.tensor.strategy import SplitLayers
 
 SMALL = Size(vocab=50304, width=768, heads=12, depth=12, context=1024, rows=16)
 PLAN = {

@@ -149,7 +149,7 @@ def hasten_plain(bench: Bench) -> Step:
 def hasten_tuned(bench: Bench) -> Step:
     """The values that tune chose, set as a trial of it sets them."""
     from hasten import Accelerator
-    from hasten.planner.trial import Spec, Timed
+    from hasten.tools.tune.trial import Spec, Timed
 
     trial = Timed(Spec(values=bench.chosen, result="", warmup=0, updates=0))
     given = {"mixed_precision": bench.precision, "cpu": bench.device.type == "cpu"}

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from hasten.comm.collective_log import Trail
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.comm.trail import Trail
-from hasten.debug.observe import Observer
+from hasten.trust.stall.observe import Observer
 
 STEP_US, COLLECTIVES, TICKS_PER_S = 5000.0, 10, 1.0
 EXTRA_GROUPS = 4

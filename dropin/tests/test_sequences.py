@@ -20,8 +20,8 @@ from accelerate._impl.commands.launch_variables import variables_for
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig, patch_environment
 from hasten.errors import DataError, PrepareError, StepError
 from hasten.optional import available
-from hasten.strategies.context_parts import Cut
-from hasten.strategies.context_transformers import SpannedAttention
+from hasten.strategies.context.parts import Cut
+from hasten.strategies.context.transformers import SpannedAttention
 
 HERE = Path(__file__).parent
 LOOP, TRAINER = str(HERE / "scripts" / "sequence_loop.py"), str(HERE / "scripts" / "sequence_trainer.py")

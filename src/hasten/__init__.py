@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hasten.accelerator.facade import Accelerator as Accelerator
     from hasten.accelerator.mapping import map_dataset as map_dataset
     from hasten.accelerator.pipelined import prepare_pipeline as prepare_pipeline
-    from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.accelerator.process import Process as Process
     from hasten.bigmodel.align import AlignDevicesHook as AlignDevicesHook
     from hasten.bigmodel.align import attach_align_device_hook as attach_align_device_hook
@@ -99,12 +98,13 @@ if TYPE_CHECKING:
     from hasten.runtime.logs import get_logger as get_logger
     from hasten.runtime.seeding import set_seed as set_seed
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
+    from hasten.state.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
     from hasten.strategies.base import Caps as Caps
     from hasten.strategies.base import Stage as Stage
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
     from hasten.strategies.base import Wish as Wish
-    from hasten.strategies.pipeline_measure import balanced_split_points as balanced_split_points
+    from hasten.strategies.pipeline.measure import balanced_split_points as balanced_split_points
     from hasten.testing.pool import Pool as Pool
     from hasten.testing.pool import ranks as ranks
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
@@ -135,7 +135,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Accelerator": "hasten.accelerator.facade",
         "map_dataset": "hasten.accelerator.mapping",
         "prepare_pipeline": "hasten.accelerator.pipelined",
-        "PREEMPTED_EXIT_CODE": "hasten.accelerator.preemption",
+        "PREEMPTED_EXIT_CODE": "hasten.state.preemption",
         "Process": "hasten.accelerator.process",
         "AlignDevicesHook": "hasten.bigmodel.align",
         "attach_align_device_hook": "hasten.bigmodel.align",
@@ -221,7 +221,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Strategy": "hasten.strategies.base",
         "Transform": "hasten.strategies.base",
         "Wish": "hasten.strategies.base",
-        "balanced_split_points": "hasten.strategies.pipeline_measure",
+        "balanced_split_points": "hasten.strategies.pipeline.measure",
         "Pool": "hasten.testing.pool",
         "ranks": "hasten.testing.pool",
         "read_metrics": "hasten.tracking.backends.jsonl",

@@ -96,7 +96,7 @@ def test_ddp_loads_nothing_of_sharding() -> None:
         "import torch.distributed as dist\n"
         "from hasten.config.root import Config\n"
         "from hasten.config.parallel import DistributedDataParallelKwargs\n"
-        "from hasten.strategies.ddp import Replicate\n"
+        "from hasten.strategies.ddp.strategy import Replicate\n"
         "from hasten.strategies import choose\n"
         "Replicate(DistributedDataParallelKwargs())"
     )

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 import hasten
 from hasten import Accelerator
 from hasten.accelerator import rehearsal
-from hasten.planner import trial
-from hasten.planner.trace import trace
-from hasten.planner.tuning import Outcome
+from hasten.tools.plan.trace import trace
+from hasten.tools.tune import trial
+from hasten.tools.tune.tuning import Outcome
 
 ROOM: Final = Path(hasten.__file__).parent / "planner"
 Picture = Mapping[tuple[str, str], int]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hasten.accelerator import undo as undoing
-from hasten.accelerator.undo import Undo
 from hasten.checkpoint.reshard import Copy
+from hasten.state import undo as undoing
+from hasten.state.undo import Undo
 
 pytestmark = pytest.mark.device
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from hasten.strategies.megatron_package import package
+from hasten.strategies.engines.megatron.package import package
 
 CPU: Final = torch.device("cpu")
 

@@ -16,22 +16,22 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.accelerator.preemption import PREEMPTED_EXIT_CODE
-from hasten.accelerator.saving import Saving
 from hasten.checkpoint.base import Blob, Component, StateTree
-from hasten.checkpoint.local_draft import LocalDraft
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.manifest import FileRecord, Manifest
-from hasten.checkpoint.places import newest, number_of, numbered
+from hasten.checkpoint.format.manifest import FileRecord, Manifest
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.remote_store import RemoteStore
-from hasten.checkpoint.retention import Retention
+from hasten.checkpoint.store.local_draft import LocalDraft
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import newest, number_of, numbered
+from hasten.checkpoint.store.remote_store import RemoteStore
+from hasten.checkpoint.store.retention import Retention
 from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError, HookError, MismatchError, MissingRanksError
 from hasten.runtime.context import ProcessContext
+from hasten.state.preemption import PREEMPTED_EXIT_CODE
+from hasten.state.saving import Saving
 from hasten.testing.pool import Pool, ranks
 
 

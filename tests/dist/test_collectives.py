@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasten.comm import ops
 from hasten.comm.agreement import agree
-from hasten.comm.begun import begun_collectives
+from hasten.comm.collective_counts import begun_collectives
 from hasten.comm.flag import Flag
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.skipping import SkipBegun

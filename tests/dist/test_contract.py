@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hasten import Accelerator
+from hasten.comm.collective_log import Trail
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.comm.trail import Trail
 from hasten.errors import MismatchError, MissingRanksError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

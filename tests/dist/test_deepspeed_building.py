@@ -13,7 +13,7 @@ from hasten import Accelerator
 from hasten.errors import ConfigError, PrepareError
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.deepspeed_engine import VERSIONS
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
 
 pytestmark = pytest.mark.skipif(

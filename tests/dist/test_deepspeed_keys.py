@@ -14,8 +14,8 @@ from hasten import Accelerator
 from hasten.errors import ConfigError
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.deepspeed_engine import VERSIONS
-from hasten.strategies.deepspeed_keys import check
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
+from hasten.strategies.engines.deepspeed.keys import check
 from hasten.testing.pool import ranks
 
 UNKNOWN: tuple[tuple[dict[str, Any], str], ...] = (

@@ -12,7 +12,7 @@ import pytest
 
 from hasten.launch.network import free_port
 from hasten.optional import available
-from hasten.strategies.deepspeed_engine import VERSIONS
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
 
 pytestmark = [
     pytest.mark.exhaustive,  # three starts of DeepSpeed, about ten seconds each on a quiet machine

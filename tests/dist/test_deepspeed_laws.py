@@ -20,7 +20,7 @@ from hasten import Accelerator, DummyOptim, DummyScheduler
 from hasten.errors import CheckpointError, PrepareError, StepError
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.deepspeed_engine import VERSIONS
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import Pool, ranks
 
 pytestmark = pytest.mark.skipif(

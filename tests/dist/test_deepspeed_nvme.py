@@ -22,8 +22,8 @@ from hasten import Accelerator
 from hasten.errors import DeviceError, PeerFailedError, PrepareError
 from hasten.optional import available, need
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.deepspeed_engine import VERSIONS
-from hasten.strategies.deepspeed_nvme import INSTALL
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
+from hasten.strategies.engines.deepspeed.nvme import INSTALL
 from hasten.testing.pool import Pool, ranks
 
 pytestmark = pytest.mark.skipif(
@@ -37,7 +37,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 set_accelerator(CPU_Accelerator())
 """
 BUILD: Final = f"""{LOAD}
-from hasten.strategies.deepspeed_nvme import build_library
+from hasten.strategies.engines.deepspeed.nvme import build_library
 build_library()
 """
 TWO_ENGINES: Final = """

@@ -14,8 +14,8 @@ from hasten import Accelerator, DummyOptim, DummyScheduler
 from hasten.errors import CheckpointError
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies import deepspeed_own_checkpoints as own_checkpoints
-from hasten.strategies.deepspeed_engine import VERSIONS
+from hasten.strategies.engines.deepspeed import own_checkpoints
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
 
 pytestmark = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hasten
 from hasten import Accelerator
-from hasten.checkpoint.places import locate
+from hasten.checkpoint.store.locate import locate
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
@@ -29,7 +29,7 @@ from hasten.testing.pool import ranks
 pytestmark = pytest.mark.timed
 
 HOME: Final = str(Path(hasten.__file__).parent) + "/"
-MEETING: Final = ("comm/", "checkpoint/agreeing.py", "testing/", "runtime/logs.py")
+MEETING: Final = ("comm/", "checkpoint/rank_agreement.py", "testing/", "runtime/logs.py")
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""
 BEFORE: Final = frozenset(
     {

@@ -18,7 +18,7 @@ from hasten import Accelerator
 from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.megatron_package import VERSIONS
+from hasten.strategies.engines.megatron.package import VERSIONS
 from hasten.testing.pool import Pool, ranks
 
 pytestmark = [

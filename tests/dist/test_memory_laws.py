@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
-from hasten.checkpoint.manifest import MANIFEST_NAME
+from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.errors import ConfigError
 from hasten.runtime import env
 from hasten.runtime.context import ProcessContext
@@ -202,7 +202,7 @@ def test_without_copies_the_disk_is_taken_and_the_reason_logged(ctx: ProcessCont
             shutil.rmtree(roots[1] / "0" / "ranks_1-1")
         ctx.world.barrier("lost")
         second = Run(ctx, "ddp", tmp_path)
-        logger = logging.getLogger("hasten.accelerator.memory_copies")
+        logger = logging.getLogger("hasten.state.memory_copies")
         logger.addHandler(handler)
         assert second.accelerator.resume()
         logger.removeHandler(handler)

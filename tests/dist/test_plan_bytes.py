@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.planner.candidate import Candidate
-from hasten.planner.memory import held
-from hasten.planner.trace import Findings
-from hasten.planner.traced import ModelTrace, OptimizerFacts
 from hasten.runtime.axes import SHARD
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.tools.plan.memory import held
+from hasten.tools.plan.trace import Findings
+from hasten.tools.plan.traced import ModelTrace, OptimizerFacts
+from hasten.tools.tune.candidate import Candidate
 
 
 def uneven() -> TinyLM:

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from hasten import Accelerator
-from hasten.accelerator.rank_state import fingerprint
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
+from hasten.state.rank_state import fingerprint
 from hasten.testing.pool import Pool, ranks
 
 

@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, Trainer, TrainerCallback, TrainingArguments
-from hasten.cli import report_data
 from hasten.cli.report_cmd import main
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import Blobs, Classifier, Rows, Scored, seeded
+from hasten.tools.report import report_data
 from hasten.tracking.run_folder import read_run
 from hasten.tracking.run_log import PARTS
 

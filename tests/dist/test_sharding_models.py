@@ -20,7 +20,7 @@ from hasten.config.parallel import ParallelismConfig
 from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.errors import ConfigError, MismatchError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.own_shards import ELEMENTWISE, update_own_shards
+from hasten.strategies.fsdp.own_shards import ELEMENTWISE, update_own_shards
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
@@ -96,7 +96,7 @@ def test_what_was_decided_is_said_once(ctx: ProcessContext) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             heard.append(record.getMessage())
 
-    logger = logging.getLogger("hasten.strategies.fsdp2")
+    logger = logging.getLogger("hasten.strategies.fsdp.strategy")
     logger.setLevel(logging.INFO)
     logger.addHandler(Ear())
     apart = FullyShardedDataParallelPlugin(auto_wrap_policy=lambda m: isinstance(m, nn.Embedding), cpu_offload=True)

@@ -18,8 +18,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from hasten.cli.main import main
-from hasten.debug import ending
 from hasten.launch import failure
+from hasten.trust.stall import ending
 
 pytestmark = pytest.mark.timed
 

@@ -13,7 +13,7 @@ from hasten import Accelerator, TorchTensorParallelConfig
 from hasten.config.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.tensor_logits import VocabularyParts
+from hasten.strategies.tensor.logits import VocabularyParts
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded
 

@@ -11,7 +11,7 @@ import pytest
 
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.deepspeed_engine import VERSIONS
+from hasten.strategies.engines.deepspeed.engine import VERSIONS
 from hasten.testing.pool import ranks
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "engines.md"

@@ -14,7 +14,7 @@ import pytest
 
 from hasten.config.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
-from hasten.strategies.deepspeed_config import Facts, translate
+from hasten.strategies.engines.deepspeed.config import Facts, translate
 
 FOLDER: Final = Path(__file__).with_name("deepspeed_configs")
 

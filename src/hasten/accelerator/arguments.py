@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hasten import trees
 from hasten.errors import ArgumentError, PrepareError
-from hasten.optim.cursors import LoaderCursor
+from hasten.optim.loader_progress import LoaderCursor
 from hasten.runtime.axes import AXES
 from hasten.trees import Tree
 

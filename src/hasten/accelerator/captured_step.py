@@ -16,13 +16,13 @@ from torch import Tensor
 
 from hasten import trees
 from hasten.accelerator.preparing import Prepared
-from hasten.debug.numbers import NumbersWatch
 from hasten.optim import fused
 from hasten.optim.clock import StepClock
 from hasten.optim.optimizer import PreparedOptimizer
 from hasten.optim.step_graph import StepGraph
 from hasten.runtime.logs import get_logger
 from hasten.strategies.compiling import is_settling
+from hasten.trust.numbers.numbers import NumbersWatch
 
 log = get_logger(__name__)
 

@@ -23,20 +23,15 @@ from torch.profiler import profile as TorchProfile  # a class torch spells in lo
 from hasten.accelerator import arguments, metrics, profile
 from hasten.accelerator.accumulation import Accumulation
 from hasten.accelerator.captured_step import CapturedStep
-from hasten.accelerator.epochs import EpochLoops
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.randomness import Randomness
 from hasten.accelerator.recording import Noted
 from hasten.accelerator.retrying import Retrying, Split
-from hasten.accelerator.run_state import RunParts
-from hasten.accelerator.saving import Saving
 from hasten.accelerator.setup import Parts, build, reports_in
-from hasten.accelerator.state_hooks import HookHandle, LoadHook, SaveHook
 from hasten.checkpoint import export
 from hasten.checkpoint.model_state import LoadReport
-from hasten.checkpoint.paths import check_path
+from hasten.checkpoint.store.paths import check_path
 from hasten.checkpoint.weights import load_weights
 from hasten.comm import ops
 from hasten.comm.agreement import agree
@@ -47,11 +42,6 @@ from hasten.config.root import Config
 from hasten.config.tracking import ProfileKwargs
 from hasten.data.loader import Loader
 from hasten.data.skip import skip_first_batches
-from hasten.debug.memory_picture import snapshot
-from hasten.debug.numbers import NumbersWatch
-from hasten.debug.rollback import Rollback
-from hasten.debug.traffic import SentBytes, count_sent
-from hasten.debug.watchdog import watch
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
 from hasten.optim.dividing import divided
@@ -62,11 +52,21 @@ from hasten.optim.window import check_every
 from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.state.epochs import EpochLoops
+from hasten.state.randomness import Randomness
+from hasten.state.run_state import RunParts
+from hasten.state.saving import Saving
+from hasten.state.state_hooks import HookHandle, LoadHook, SaveHook
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose
-from hasten.strategies.context import ContextParallel, SequenceShards
+from hasten.strategies.context.strategy import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
+from hasten.trust.memory.memory_picture import snapshot
+from hasten.trust.numbers.numbers import NumbersWatch
+from hasten.trust.numbers.rollback import Rollback
+from hasten.trust.stall.traffic import SentBytes, count_sent
+from hasten.trust.stall.watchdog import watch
 
 if TYPE_CHECKING:
     from hasten.progress.bar import Progress

@@ -14,7 +14,7 @@ from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.modules.stages import TAG
 from hasten.runtime.logs import get_logger
-from hasten.strategies.pipeline_pass import StageForward
+from hasten.strategies.pipeline.passes import StageForward
 
 log = get_logger(__name__)
 

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from hasten.accelerator.performance import Performance
 from hasten.accelerator.rehearsal import Objects, Rehearsal
-from hasten.bundle import Bundle, Item
 from hasten.config.root import Config
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
@@ -28,6 +27,7 @@ from hasten.optim.schedule_length import unsplit
 from hasten.optim.scheduler import PreparedScheduler
 from hasten.optim.unowned import Unowned
 from hasten.precision.base import Precision
+from hasten.prepare_args import Bundle, Item
 from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import StartUp, banner

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from hasten.comm.collective_log import Trail
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.comm.trail import Trail
 from hasten.config.checkpoint import ProjectConfiguration
 from hasten.config.masking import masked, masked_value
 from hasten.config.source import Entry, shown

@@ -20,14 +20,6 @@ from hasten.config import absent
 from hasten.config.handoff import unpack
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
-from hasten.debug.bulletin import Bulletin
-from hasten.debug.desk import Desk
-from hasten.debug.numbers import NumbersSettings
-from hasten.debug.observe import Observer
-from hasten.debug.reception import Reception
-from hasten.debug.replicas import Prepared, Replicas
-from hasten.debug.sentinel import Sentinel, SentinelSettings
-from hasten.debug.watchdog import Watchdog, WatchSettings
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
@@ -48,6 +40,14 @@ from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
 from hasten.tracking.run_log import RunLog
+from hasten.trust.divergence.replicas import Prepared, Replicas
+from hasten.trust.divergence.sentinel import Sentinel, SentinelSettings
+from hasten.trust.numbers.numbers import NumbersSettings
+from hasten.trust.stall.observe import Observer
+from hasten.trust.stall.reception import Reception
+from hasten.trust.stall.stall_store import Bulletin
+from hasten.trust.stall.status_server import Desk
+from hasten.trust.stall.watchdog import Watchdog, WatchSettings
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from hasten.bigmodel.device_map import tree
 from hasten.bigmodel.meta import init_empty_weights
 from hasten.bigmodel.solver import atoms
 from hasten.checkpoint.export import weight_files
-from hasten.checkpoint.formats import read_tensors
+from hasten.checkpoint.format.formats import read_tensors
 from hasten.errors import CheckpointError, ConfigError
 from hasten.modules.surgery import repeated_blocks
 from hasten.optional import available, need

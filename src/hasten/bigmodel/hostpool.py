@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hasten.bigmodel.budget import free_host_bytes
 from hasten.bigmodel.solver import readable
-from hasten.checkpoint.disk import default_threads
+from hasten.checkpoint.store.disk import default_threads
 
 log = logging.getLogger(__name__)
 ALIGN_BYTES = 512

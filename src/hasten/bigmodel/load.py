@@ -28,7 +28,7 @@ from hasten.bigmodel.solver import readable
 from hasten.bigmodel.units import Found, tensors_in
 from hasten.checkpoint.export import weight_files
 from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.formats import Piece, read_tensors
+from hasten.checkpoint.format.formats import Piece, read_tensors
 from hasten.checkpoint.reshard import Copy
 from hasten.errors import CheckpointError, ConfigError
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.formats import MappedFile, Piece, dims, read_safetensors
-from hasten.checkpoint.manifest import inside
-from hasten.checkpoint.outside import FORGED, read_outside, size_of
+from hasten.checkpoint.format.formats import MappedFile, Piece, dims, read_safetensors
+from hasten.checkpoint.format.manifest import inside
+from hasten.checkpoint.store.outside_files import FORGED, read_outside, size_of
 from hasten.checkpoint.transfer import as_bytes, byte_view
 from hasten.errors import CheckpointError, CorruptCheckpointError
 

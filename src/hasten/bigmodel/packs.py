@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.hostpool import HostPool, aligned
 from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.formats import Piece
+from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reshard import Copy
 from hasten.checkpoint.transfer import as_bytes, copy_bytes
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, read_offload_index
 from hasten.bigmodel.ties import tensor_of
-from hasten.checkpoint.disk import Disk
 from hasten.checkpoint.export import replace_files_only
-from hasten.checkpoint.formats import Piece, encode_safetensors, read_safetensors
+from hasten.checkpoint.format.formats import Piece, encode_safetensors, read_safetensors
+from hasten.checkpoint.store.disk import Disk
 from hasten.errors import PrepareError
 
 _FILE = "offloaded-weights.safetensors"

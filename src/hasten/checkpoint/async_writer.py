@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.agreeing import agreeing
 from hasten.checkpoint.base import Blob
+from hasten.checkpoint.rank_agreement import agreeing
 from hasten.checkpoint.staging import Staging
 from hasten.checkpoint.writer import Outcome
 from hasten.comm.base import Comm

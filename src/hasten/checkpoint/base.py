@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
-from hasten.checkpoint.manifest import FileRecord, Manifest
+from hasten.checkpoint.format.manifest import FileRecord, Manifest
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Format = Literal["safetensors", "torch"]

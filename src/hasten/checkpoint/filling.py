@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hasten.checkpoint.disk import default_threads, read_all
-from hasten.checkpoint.formats import MappedFile
-from hasten.checkpoint.manifest import CHUNK_BYTES
+from hasten.checkpoint.format.formats import MappedFile
+from hasten.checkpoint.format.manifest import CHUNK_BYTES
 from hasten.checkpoint.reshard import Copy
+from hasten.checkpoint.store.disk import default_threads, read_all
 from hasten.checkpoint.transfer import (
     HostBuffer,
     as_bytes,

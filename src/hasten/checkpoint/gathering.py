@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.base import Component, Slice, StateTree
+from hasten.checkpoint.rank_agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.export import is_checkpoint, read_model
-from hasten.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hasten.checkpoint.places import locate, newest, number_of, open_store
+from hasten.checkpoint.format.manifest import MANIFEST_NAME, Manifest
 from hasten.checkpoint.reader import Checkpoint, Progress, open_checkpoint, verify_files
-from hasten.checkpoint.remote_store import is_url
 from hasten.checkpoint.reshard import whole
+from hasten.checkpoint.store.locate import locate, newest, number_of, open_store
+from hasten.checkpoint.store.remote_store import is_url
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 

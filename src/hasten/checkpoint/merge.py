@@ -11,15 +11,15 @@ import torch
 
 from hasten.checkpoint.base import CheckpointStore, Component, StateTree
 from hasten.checkpoint.export import read_model, save_model
-from hasten.checkpoint.formats import load_torch
+from hasten.checkpoint.format.formats import load_torch
+from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.format.packing import pack
+from hasten.checkpoint.format.torch_folder import is_torch_folder, whole_tensors
 from hasten.checkpoint.inspect import find, tensors_of
-from hasten.checkpoint.manifest import Manifest
-from hasten.checkpoint.occupied import FOREIGN, free_target, listed
-from hasten.checkpoint.packing import pack
-from hasten.checkpoint.paths import check_local
-from hasten.checkpoint.places import locate
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.torch_folder import is_torch_folder, whole_tensors
+from hasten.checkpoint.store.locate import locate
+from hasten.checkpoint.store.occupied import FOREIGN, free_target, listed
+from hasten.checkpoint.store.paths import check_local
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Format, Json, Slice
-from hasten.checkpoint.packing import TAG, pack, unpack
+from hasten.checkpoint.format.packing import TAG, pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies, whole
 from hasten.errors import CheckpointError

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Slice
-from hasten.checkpoint.formats import Piece
+from hasten.checkpoint.format.formats import Piece
+from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.model_state import empty_like_parameter, model_names
-from hasten.checkpoint.packing import pack, unpack
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies
 from hasten.errors import CheckpointError, CorruptCheckpointError

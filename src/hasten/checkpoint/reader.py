@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hasten.checkpoint.agreeing import Agreement, agreeing
 from hasten.checkpoint.base import CheckpointStore, Json
-from hasten.checkpoint.checksum import summing_like
-from hasten.checkpoint.disk import ChunkReader, default_threads
-from hasten.checkpoint.formats import Piece, TensorFile, read_tensors
-from hasten.checkpoint.manifest import FileRecord, Manifest, inside
-from hasten.checkpoint.outside import size_of
-from hasten.checkpoint.sidecar import SUFFIX, read_by_sidecar
+from hasten.checkpoint.format.checksum import summing_like
+from hasten.checkpoint.format.formats import Piece, TensorFile, read_tensors
+from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside
+from hasten.checkpoint.format.sidecar import SUFFIX, read_by_sidecar
+from hasten.checkpoint.rank_agreement import Agreement, agreeing
+from hasten.checkpoint.store.disk import ChunkReader, default_threads
+from hasten.checkpoint.store.outside_files import size_of
 from hasten.comm.base import Comm
 from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.checkpoint.base import Slice, StateTree
-from hasten.checkpoint.formats import MappedFile, Piece
+from hasten.checkpoint.format.formats import MappedFile, Piece
 from hasten.checkpoint.transfer import is_plain
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.modules.dtensors import is_dtensor

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.disk import default_threads
-from hasten.checkpoint.manifest import CHUNK_BYTES
+from hasten.checkpoint.format.manifest import CHUNK_BYTES
+from hasten.checkpoint.store.disk import default_threads
 from hasten.checkpoint.transfer import as_bytes, copy_bytes, devices_of, is_plain, worker_pool
 
 Memory = tuple[torch.device, int, int]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hasten.checkpoint.manifest import CHUNK_BYTES
+from hasten.checkpoint.format.manifest import CHUNK_BYTES
 from hasten.runtime.devices import kind_of
 
 

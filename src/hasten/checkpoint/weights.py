@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from hasten.checkpoint.base import Slice
 from hasten.checkpoint.export import read_model
 from hasten.checkpoint.model_state import LoadReport, names_of_other_stages
-from hasten.checkpoint.paths import check_path
 from hasten.checkpoint.reshard import as_stored, local_tensor
+from hasten.checkpoint.store.paths import check_path
 from hasten.errors import CheckpointError
 from hasten.modules.names import plain_name
 

@@ -53,4 +53,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _tool() -> Any:  # Any: a module; loaded late because torch is slow to import and --help does not need it
-    return import_module("hasten.accelerator.saved_batches")
+    return import_module("hasten.state.saved_batches")

@@ -74,7 +74,7 @@ def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: of a room l
     meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
     machines = 1 if meeting is None else meeting.max_machines
     machine = import_module("hasten.cli.machine").examine()  # asks the driver, which only --auto needs
-    planning = import_module("hasten.planner.auto")  # loads torch
+    planning = import_module("hasten.tools.plan.auto")  # loads torch
     on_cpu = job.request.config.cpu or machine.device == "cpu"
     name = "" if on_cpu else machine.device_name
     chosen = planning.choose(words, job.request.config, each * machines, each, name, machine.host_memory_bytes)

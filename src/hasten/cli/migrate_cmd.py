@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hasten.cli.migrating import migrate
 from hasten.errors import ConfigError
+from hasten.tools.migrate.migrating import migrate
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,10 +18,10 @@ from hasten.cli.argument_types import whole
 from hasten.cli.flags import split_at_dashes
 from hasten.config import files
 from hasten.errors import ConfigError
-from hasten.planner import hardware, report
-from hasten.planner.search import Plan, Request, search
 from hasten.runtime import links
 from hasten.runtime.bytes_plan import size
+from hasten.tools.plan import hardware, report
+from hasten.tools.plan.search import Plan, Request, search
 
 _ABOUT = """target:
   script.py [its arguments]    a training script with an Accelerator; it runs up to its first batch, and its step is traced
@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
         offload=not given.no_offload,
         tf32=given.tf32,
     )
-    targets = import_module("hasten.planner.targets")  # loads torch, which --help and a wrong request do not need
-    tracing = import_module("hasten.planner.trace")  # the same
+    targets = import_module("hasten.tools.plan.targets")  # loads torch, which --help and a wrong request do not need
+    tracing = import_module("hasten.tools.plan.trace")  # the same
     loop, name = targets.loop_of(given.target, [*unknown, *own], given.seq, given.optimizer)
     sys.stderr.write(f"[hasten] tracing one training step of {name}\n")
     plan = search(tracing.trace(loop, name, request.precisions), request)

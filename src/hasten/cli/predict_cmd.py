@@ -10,7 +10,7 @@ from hasten.cli.argument_types import whole
 from hasten.cli.flags import SettingsParser
 from hasten.cli.job import run_module
 from hasten.errors import ConfigError
-from hasten.trainer.predict_rows import KINDS
+from hasten.tools.predict.predict_rows import KINDS
 
 ESSENTIAL: Final = frozenset(
     ("mixed_precision", "cpu", "num_processes", "gpu_ids", "num_machines", "main_process_ip", "quiet")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_settings()
     given = parser.parse_args(argv)
     check(given.model, given.data, given.output, given.batch_size)
-    words = ["hasten.trainer.predict", given.model, str(given.data), str(given.output), str(given.batch_size)]
+    words = ["hasten.tools.predict.predict", given.model, str(given.data), str(given.output), str(given.batch_size)]
     return run_module([*words, *(["--evaluate"] if given.evaluate else [])], "hasten predict", given, argv)
 
 

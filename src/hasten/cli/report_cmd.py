@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from hasten.cli.report_live import follow
-from hasten.cli.report_page import page
-from hasten.cli.report_picture import picture
 from hasten.errors import ConfigError
+from hasten.tools.report.report_live import follow
+from hasten.tools.report.report_page import page
+from hasten.tools.report.report_picture import picture
 from hasten.tracking.run_folder import RunFolder, read_run
 
 EVERY_S: Final = 2.0

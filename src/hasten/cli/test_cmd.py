@@ -55,7 +55,7 @@ def _matrix(given: argparse.Namespace) -> int:
             f"{others[0]} was given with --matrix, whose cells have their own settings, so it would have no effect; leave it out, or "
             "choose cells with --only. (--cpu is allowed.)"
         )
-    room = import_module("hasten.cli.matrix")  # rich, and a look at the machine
+    room = import_module("hasten.tools.matrix.matrix")  # rich, and a look at the machine
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
     code: int = room.run(given.only, given.json, cpu)
     return code

@@ -18,9 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hasten.cli.argument_types import seconds
-from hasten.debug.job_sockets import Address, ask, listening
 from hasten.errors import ConfigError
 from hasten.runtime import env
+from hasten.trust.stall.job_sockets import Address, ask, listening
 
 _LOOKS: Final = 10
 """How often `--once` looks at the ranks."""

@@ -24,10 +24,10 @@ from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
 from hasten.launch.host import look
-from hasten.planner import tuning
-from hasten.planner.failures import in_output
-from hasten.planner.tuning import Machine, Outcome, Trial, Tuning, Values
 from hasten.runtime.bytes_plan import size
+from hasten.tools.tune import tuning
+from hasten.tools.tune.failures import in_output
+from hasten.tools.tune.tuning import Machine, Outcome, Trial, Tuning, Values
 
 _ABOUT: Final = """Every trial is the script itself, from its start, with the same data, stopped after a few updates. A value is taken
 when steps are more than 2 % faster and the losses of the first updates are those of the script as it is, within 0.1 % (1 % for a script in half
@@ -116,9 +116,9 @@ class Runner:
 
     def _command(self) -> list[str]:
         if self._given.num_processes == 1 and not self._given.cpu:
-            return [sys.executable, "-m", "hasten.planner.trial"]
+            return [sys.executable, "-m", "hasten.tools.tune.trial"]
         launch = [sys.executable, "-m", "hasten.cli.main", "launch", "--num_processes", str(self._given.num_processes)]
-        return [*launch, *(["--cpu"] if self._given.cpu else []), "--module", "hasten.planner.trial"]
+        return [*launch, *(["--cpu"] if self._given.cpu else []), "--module", "hasten.tools.tune.trial"]
 
 
 def _finish(course: Tuning, found: Outcome, given: argparse.Namespace) -> None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hasten.comm.barrier import RollCall
 from hasten.comm.base import ReduceKind
+from hasten.comm.collective_log import Trail
 from hasten.comm.contract import Contract
 from hasten.comm.envelopes import envelopes_of
 from hasten.comm.objects import Objects
-from hasten.comm.rollcall import RollCall
 from hasten.comm.session import Credentials, Session
-from hasten.comm.trail import Trail
 from hasten.errors import CommError
 
 # torch<2.13 knows the call under its older name only; 2.13 warns about that one

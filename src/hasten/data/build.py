@@ -12,19 +12,19 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hasten.comm.local import LocalComm
 from hasten.config.data import DataLoaderConfiguration
-from hasten.data.agreement import Agreement, agree_on_loader
-from hasten.data.assigning import ALONE, assignment_of, refuse_full_padding
+from hasten.data.assignment import ALONE, assignment_of, refuse_full_padding
 from hasten.data.dispatch import DispatchSource, Reader, Seats
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
 from hasten.data.iterable import Cutting, Sharing
 from hasten.data.loader import Loader, MakeMove, Parts, Track
 from hasten.data.memory import Memory
-from hasten.data.parts import check_split, refuse_settings
 from hasten.data.placement import ahead_of, depth_of, move_of, pins
 from hasten.data.plan import plan_rows
 from hasten.data.position import Position
+from hasten.data.rank_check import Agreement, agree_on_loader
 from hasten.data.readers import BatchReader, IndexedReader, SliceFn, StreamReader
 from hasten.data.sampler import Assignment, PlannedSampler
+from hasten.data.sharded_order import check_split, refuse_settings
 from hasten.data.source import Ahead, IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, DataError, PrepareError

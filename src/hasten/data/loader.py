@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hasten.data import standing
+from hasten.data import epoch_position as standing
 from hasten.data.position import Position, decode, encode
 from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, Source

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from hasten.checkpoint.packing import pack, unpack
+from hasten.checkpoint.format.packing import pack, unpack
 from hasten.errors import CheckpointError, DataError
 
 # Any in this file: attributes of the user's objects.

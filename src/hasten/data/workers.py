@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hasten.data.own_rng import seed_everything
+from hasten.data.reader_rng import seed_everything
 from hasten.data.shuffle import derive_seed
 
 # Any in this file: indices, samples and attributes are the user's own objects.

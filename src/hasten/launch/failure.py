@@ -55,7 +55,7 @@ _SECONDARY: Final = re.compile(
 
 PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
 
-STALLED: Final = 86  # hasten.debug.ending.STALLED, whose module loads torch
+STALLED: Final = 86  # hasten.trust.stall.ending.STALLED, whose module loads torch
 
 # (what the traceback or the log says, what to do)
 _HINTS: Final = (

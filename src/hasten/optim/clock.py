@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from hasten.errors import StepError
-from hasten.optim.cursors import Cursors, LoaderCursor, Watch
-from hasten.optim.lanes import Lanes
-from hasten.optim.marks import StepMarks
+from hasten.optim.loader_progress import Cursors, LoaderCursor, Watch
 from hasten.optim.parts import Part
+from hasten.optim.per_loss_gradients import Lanes
+from hasten.optim.step_timing import StepMarks
 from hasten.optim.unowned import Unowned
 from hasten.optim.window import (
     Holder,

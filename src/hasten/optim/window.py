@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hasten.config.optim import MAX_MICRO_STEPS
 from hasten.errors import ConfigError
-from hasten.optim.lanes import Lanes
+from hasten.optim.per_loss_gradients import Lanes
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm

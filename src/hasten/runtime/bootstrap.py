@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hasten.comm.base import Comm
+from hasten.comm.collective_log import Trail
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
-from hasten.comm.trail import Trail
 from hasten.errors import CommError, DeviceError, TopologyError
 from hasten.runtime import env, launcher_files, secret, store
 from hasten.runtime.axes import MeshSpec
@@ -30,7 +30,7 @@ from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
 from hasten.runtime.kernel import warn_of_old_kernel
 from hasten.runtime.mesh import Groups, stop
-from hasten.runtime.roll_call import call_roll
+from hasten.runtime.missing_ranks import call_roll
 from hasten.runtime.topology import Topology
 from hasten.runtime.waiting import announced_waiting
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hasten.comm.base import Comm
-from hasten.comm.trail import Trail
+from hasten.comm.collective_log import Trail
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.topology import Topology
 

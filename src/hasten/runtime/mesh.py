@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hasten.comm.base import Comm
+from hasten.comm.collective_log import Trail
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
-from hasten.comm.trail import Trail
 from hasten.runtime.axes import AXES, EXPERTS, SHARD, Axis, MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.shared_groups import forget, group_of, once

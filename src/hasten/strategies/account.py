@@ -16,7 +16,7 @@ from hasten.config.sharding import FullyShardedDataParallelPlugin
 from hasten.modules import forwarding
 from hasten.runtime.axes import EXPERTS, SHARD, Axis, MeshSpec
 from hasten.runtime.bytes_plan import Held, Traffic, Weights, data_traffic, held_bytes, shown, size
-from hasten.strategies.fsdp2 import mixed_precision
+from hasten.strategies.fsdp.strategy import mixed_precision
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _SHOWN: Final = 32

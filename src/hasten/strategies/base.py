@@ -11,10 +11,10 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from hasten.bundle import Bundle
 from hasten.data.loader import MakeMove
 from hasten.optim.window import Number
 from hasten.precision.base import Precision
+from hasten.prepare_args import Bundle
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.retry import Retry
 from hasten.trees import Tree

@@ -23,11 +23,11 @@ from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps, Spread, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
-from hasten.strategies.ddp import Replicate
+from hasten.strategies.ddp.strategy import Replicate
+from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.strategies.native import NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
-from hasten.strategies.wrapping import blocks_to_recompute
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
         case "fsdp":
             return _sharded(config, ctx)
         case "deepspeed":
-            engine = import_module("hasten.strategies.deepspeed")  # an optional package
+            engine = import_module("hasten.strategies.engines.deepspeed.strategy")  # an optional package
             chosen: Strategy = engine.DeepSpeedStrategy(config, ctx)
             return chosen
         case "megatron":
-            engine = import_module("hasten.strategies.megatron")  # an optional package
+            engine = import_module("hasten.strategies.engines.megatron.strategy")  # an optional package
             chosen = engine.MegatronStrategy(config, ctx)
             return chosen  # noqa: RET504  # typed by its annotation above
         case "xla":
@@ -76,13 +76,17 @@ def device_for(config: Config, topology: Topology) -> torch.device:
     if found:
         log.info("strategy=auto means xla: PJRT_DEVICE=TPU says that this machine has TPUs")
     if found or config.strategy == "xla":
-        device: torch.device = import_module("hasten.strategies.xla").start(config, topology)  # an optional package
+        device: torch.device = import_module("hasten.strategies.engines.xla.strategy").start(
+            config, topology
+        )  # an optional package
         return device
     return choose_device(topology.local_rank, config.cpu)
 
 
 def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:
-    chosen: Strategy = import_module("hasten.strategies.xla").strategy(config, ctx)  # an optional package
+    chosen: Strategy = import_module("hasten.strategies.engines.xla.strategy").strategy(
+        config, ctx
+    )  # an optional package
     return chosen
 
 
@@ -128,26 +132,26 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
                 "exchange tokens and logits where compiled code has not been tried; set dynamo_backend=no, or leave "
                 "both options out."
             )
-        tensor = import_module("hasten.strategies.tensor")  # likewise loads torch.distributed.tensor
+        tensor = import_module("hasten.strategies.tensor.strategy")  # likewise loads torch.distributed.tensor
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if ctx.mesh.ep > 1:
-        experts = import_module("hasten.strategies.experts")  # likewise
+        experts = import_module("hasten.strategies.experts.strategy")  # likewise
         transforms.append(experts.DivideExperts(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)
         offload = config.fsdp.activation_checkpointing_offload
         transforms.append(Recompute(find, "fsdp.activation_checkpointing", offload))
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
-        alone = import_module("hasten.strategies.tensor_alone")  # likewise
+        alone = import_module("hasten.strategies.tensor.alone")  # likewise
         return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
-    fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor, most of a second
+    fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor, most of a second
     spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)
 
 
 def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
-    pipeline = import_module("hasten.strategies.pipeline")  # loads torch.distributed.pipelining
+    pipeline = import_module("hasten.strategies.pipeline.strategy")  # loads torch.distributed.pipelining
     _refuse_with_stages(config)
     if ctx.mesh.size(Axis.CP) > 1:
         raise ConfigError(
@@ -165,12 +169,12 @@ def _pipelined(config: Config, ctx: ProcessContext) -> Strategy:
     transforms: list[Transform] = [Convert(config.master_weights), *_common(config)]
     within: Spread = Alone()
     if sharded:
-        fsdp2 = import_module("hasten.strategies.fsdp2")  # loads torch.distributed.tensor
+        fsdp2 = import_module("hasten.strategies.fsdp.strategy")  # loads torch.distributed.tensor
         within = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     else:
         transforms.append(Place())
     if ctx.mesh.size(Axis.TP) > 1:
-        tensor = import_module("hasten.strategies.tensor")  # likewise
+        tensor = import_module("hasten.strategies.tensor.strategy")  # likewise
         transforms.append(tensor.SplitLayers(config.parallelism, config.fsdp, mesh))
     if config.fsdp.activation_checkpointing and not config.recompute:
         find = partial(blocks_to_recompute, config=config.fsdp)

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hasten.bundle import Bundle, Item, is_factory
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
 from hasten.optim.dividing import backpropagate
@@ -18,9 +17,10 @@ from hasten.optim.rebind import OptimizerRecord
 from hasten.optim.weightless import zero_if_weightless
 from hasten.optim.window import Number
 from hasten.precision.base import Precision
+from hasten.prepare_args import Bundle, Item, is_factory
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Weigh, Wish
-from hasten.strategies.own_shards import refuse_unshardable, update_own_shards
+from hasten.strategies.fsdp.own_shards import refuse_unshardable, update_own_shards
 from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 

@@ -22,23 +22,23 @@ _SCALER: Final = "torch.amp:GradScaler"
 _AGENT: Final = "torch.distributed.elastic.agent.server.local_elastic_agent:LocalElasticAgent"
 _MODULE: Final = "torch.nn:Module"
 
-_BUCKETS: Final = "src/hasten/strategies/ddp_buckets.py"
-_HELD: Final = "src/hasten/strategies/fsdp2_gradients.py"
+_BUCKETS: Final = "src/hasten/strategies/ddp/buckets.py"
+_HELD: Final = "src/hasten/strategies/fsdp/gradients.py"
 _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
-_SHARDS: Final = "src/hasten/strategies/own_shards.py"
+_SHARDS: Final = "src/hasten/strategies/fsdp/own_shards.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
-_PIECES: Final = "src/hasten/strategies/context_blocks.py"
+_PIECES: Final = "src/hasten/strategies/context/blocks.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
 _BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
-_BEGUN: Final = "src/hasten/comm/begun.py"
-_TRAFFIC: Final = "src/hasten/debug/traffic.py"
-_TAKEOVER: Final = "src/hasten/planner/takeover.py"
-_WATCH: Final = "src/hasten/planner/watch.py"
+_BEGUN: Final = "src/hasten/comm/collective_counts.py"
+_TRAFFIC: Final = "src/hasten/trust/stall/traffic.py"
+_TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
+_WATCH: Final = "src/hasten/tools/tune/watch.py"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
-_HOSTS: Final = "src/hasten/strategies/xla_hosts.py"
-_DDP_RETRY: Final = "src/hasten/strategies/ddp_retry.py"
+_HOSTS: Final = "src/hasten/strategies/engines/xla/hosts.py"
+_DDP_RETRY: Final = "src/hasten/strategies/ddp/retry.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ NAMES: Final = (
     Name(
         "torch.cuda.memory",
         "_dump_snapshot",
-        ("src/hasten/debug/memory_picture.py",),
+        ("src/hasten/trust/memory/memory_picture.py",),
         "memory_snapshot() fails on a GPU",
     ),
     # DDP: the order of its buckets
@@ -81,19 +81,22 @@ NAMES: Final = (
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_BUCKETS,), _EXACT),
     Name(_DDP, "logger", (_BUCKETS,), _EXACT),
     Name("torch.distributed:Logger", "set_runtime_stats_and_log", (_BUCKETS,), _EXACT),
-    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp.py"), _EXACT),
+    Name(_DDP, "_get_ddp_logging_data", (_BUCKETS, "src/hasten/strategies/ddp/strategy.py"), _EXACT),
     Name(_DDP, "_comm_hooks", (_BUCKETS,), _EXACT),
     Name("torch.distributed:Reducer", "_remove_autograd_hooks", (_BUCKETS,), _EXACT),
     Name(_DDP, "_build_params_for_reducer", (_BUCKETS,), _EXACT),
     Name(_DDP, "_build_debug_param_to_name_mapping", (_BUCKETS,), _EXACT),
     Name(_DDP, "_ddp_init_helper", (_BUCKETS,), _EXACT),
     Name(
-        _DDP, "require_forward_param_sync", ("src/hasten/strategies/ddp.py",), "buffers may be synchronised once more"
+        _DDP,
+        "require_forward_param_sync",
+        ("src/hasten/strategies/ddp/strategy.py",),
+        "buffers may be synchronised once more",
     ),
     Name(
         "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
         "_orthogonalize",
-        ("src/hasten/strategies/ddp.py",),
+        ("src/hasten/strategies/ddp/strategy.py",),
         "comm_hook='batched_power_sgd' fails",
     ),
     # several XLA hosts: the end of a backward pass
@@ -150,7 +153,7 @@ NAMES: Final = (
     Name(
         "torch:Tensor",
         "_is_view",
-        ("src/hasten/optim/lanes.py", "src/hasten/debug/late_losses.py"),
+        ("src/hasten/optim/per_loss_gradients.py", "src/hasten/trust/numbers/late_losses.py"),
         "several weighted losses in one micro-step fail, and so does the numbers watch",
     ),
     Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
@@ -160,8 +163,8 @@ NAMES: Final = (
     Name("torch", "_foreach_clamp_min_", (_CLIP,), "clipping by value fails"),
     Name("torch", "_foreach_clamp_max_", (_CLIP,), "clipping by value fails"),
     # modules
-    Name(_MODULE, "_apply", ("src/hasten/strategies/filling.py",), "models on the meta device cannot be filled"),
-    Name(_MODULE, "_buffers", ("src/hasten/strategies/filling.py",), "models on the meta device cannot be filled"),
+    Name(_MODULE, "_apply", ("src/hasten/strategies/fsdp/filling.py",), "models on the meta device cannot be filled"),
+    Name(_MODULE, "_buffers", ("src/hasten/strategies/fsdp/filling.py",), "models on the meta device cannot be filled"),
     Name(
         _MODULE,
         "_modules",
@@ -218,7 +221,7 @@ NAMES: Final = (
     Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
-        ("src/hasten/strategies/wrap_policies.py",),
+        ("src/hasten/strategies/fsdp/wrap_policies.py",),
         "custom wrap policies of the drop-in fail",
     ),
     Name(
@@ -247,7 +250,7 @@ NAMES: Final = (
     Name(
         "torch",
         "_C",
-        ("src/hasten/strategies/tensor_logits.py", _SKIPPING),
+        ("src/hasten/strategies/tensor/logits.py", _SKIPPING),
         "loss_parallel=True and run_step() fail",
     ),
     # steps that are run again
@@ -257,7 +260,7 @@ NAMES: Final = (
     ),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
     Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
-    Name("torch", "_foreach_add_", ("src/hasten/optim/aside.py",), _AGAIN),
+    Name("torch", "_foreach_add_", ("src/hasten/optim/gradient_stash.py",), _AGAIN),
     Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_DDP_RETRY,), _AGAIN),
 )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hasten.checkpoint.places import join_place, newest, open_store
+from hasten.checkpoint.store.locate import join_place, newest, open_store
 from hasten.errors import ConfigError, IncompleteCheckpointError
 
 if TYPE_CHECKING:

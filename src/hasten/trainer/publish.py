@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hasten.checkpoint.occupied import check_no_weights
-from hasten.checkpoint.paths import check_local
+from hasten.checkpoint.store.occupied import check_no_weights
+from hasten.checkpoint.store.paths import check_local
 from hasten.comm.agreement import agree
 from hasten.config.masking import masked_tree
 from hasten.errors import ConfigError

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from hasten.accelerator.preemption import Preemption
 from hasten.comm.local import LocalComm
+from hasten.state.preemption import Preemption
 
 
 def read_in_a_thread(preemption: Preemption) -> list[bool]:

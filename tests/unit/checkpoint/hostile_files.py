@@ -28,20 +28,20 @@ from typing import Any
 import msgspec
 import torch
 
-from hasten.accelerator.randomness import Randomness
-from hasten.accelerator.restore import plan_restore
-from hasten.accelerator.run_state import RunParts, collect
-from hasten.accelerator.undo import Undo
-from hasten.checkpoint.agreeing import agreeing
-from hasten.checkpoint.checksum import checksum
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, decode, encode
+from hasten.checkpoint.format.checksum import checksum
+from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, decode, encode
+from hasten.checkpoint.rank_agreement import agreeing
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import HastenError
 from hasten.optim.clock import StepClock
 from hasten.precision.full import FullPrecision
+from hasten.state.randomness import Randomness
+from hasten.state.restore import plan_restore
+from hasten.state.run_state import RunParts, collect
+from hasten.state.undo import Undo
 
 NAME = "victim"
 FAST = "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 
 from hasten.checkpoint.base import Component, StateTree
-from hasten.checkpoint.disk import Disk
-from hasten.checkpoint.inplace import draft_of, read_manifest
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.manifest import Manifest
-from hasten.checkpoint.packing import pack
-from hasten.checkpoint.places import newest, number_of, numbered
+from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.retention import Retention
+from hasten.checkpoint.store.disk import Disk
+from hasten.checkpoint.store.inplace import draft_of, read_manifest
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import newest, number_of, numbered
+from hasten.checkpoint.store.retention import Retention
 from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.checkpoint.places import locate, open_store
+from hasten.checkpoint.store.locate import locate, open_store
 from hasten.errors import CheckpointBusyError, CheckpointError
 from hasten.optional import need
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from hasten.checkpoint.base import Component, StateTree
-from hasten.checkpoint.disk import Disk
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.manifest import Manifest
-from hasten.checkpoint.places import newest, numbered
+from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.store.disk import Disk
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import newest, numbered
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hasten.checkpoint import filling
-from hasten.checkpoint.disk import BlobWriter, Disk
 from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.formats import Piece, encode_safetensors, read_safetensors
-from hasten.checkpoint.packing import pack
+from hasten.checkpoint.format.formats import Piece, encode_safetensors, read_safetensors
+from hasten.checkpoint.format.packing import pack
+from hasten.checkpoint.format.sidecar import encode_with_sidecar, read_by_sidecar
 from hasten.checkpoint.reshard import Copy, plan_copies
-from hasten.checkpoint.sidecar import encode_with_sidecar, read_by_sidecar
+from hasten.checkpoint.store.disk import BlobWriter, Disk
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 SHAPES = ((3,), (1,), (70_000,), (2, 5), (), (1000, 7), (300, 301), (1,), (9, 9, 9))

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from hasten import Accelerator
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
 from hasten.checkpoint.export import load_object, read_model, save_model
+from hasten.checkpoint.format.torch_folder import whole_tensors
 from hasten.checkpoint.merge import convert, merge
-from hasten.checkpoint.torch_folder import whole_tensors
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 
 Edit = Callable[[Metadata, Path], Any]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator, ProjectConfiguration
 from hasten.checkpoint.export import read_model, save_model
 from hasten.checkpoint.inspect import find, verify
-from hasten.checkpoint.remote_store import RemoteStore
+from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.cli.main import main
 from hasten.errors import ArgumentError, CheckpointError
 from hasten.trainer.arguments import TrainingArguments

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.formats import encode_safetensors, encode_torch, read_tensors
-from hasten.checkpoint.packing import pack, unpack
+from hasten.checkpoint.format.formats import encode_safetensors, encode_torch, read_tensors
+from hasten.checkpoint.format.packing import pack, unpack
 from hasten.errors import CheckpointError, CorruptCheckpointError
 
 VALUES: tuple[Any, ...] = (

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hasten.checkpoint import parts
+from hasten.checkpoint.format.torch_folder import whole_tensors
 from hasten.checkpoint.merge import merge
 from hasten.checkpoint.parts import Part
-from hasten.checkpoint.torch_folder import whole_tensors
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hasten.checkpoint.base import Component, StateTree
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.manifest import Manifest
-from hasten.checkpoint.places import locate, newest, open_store
+from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.remote_store import RemoteStore
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import locate, newest, open_store
+from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, CorruptCheckpointError, IncompleteCheckpointError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hasten.checkpoint.base import Slice
-from hasten.checkpoint.formats import Piece
+from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reshard import overlap, plan_copies, whole
 from hasten.errors import CheckpointError, CorruptCheckpointError
 

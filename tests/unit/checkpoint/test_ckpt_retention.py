@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from hasten.checkpoint.places import next_number, number_of, numbered
-from hasten.checkpoint.retention import Kept, Retention, best, expired
+from hasten.checkpoint.store.locate import next_number, number_of, numbered
+from hasten.checkpoint.store.retention import Kept, Retention, best, expired
 
 
 def made(n: int, start: int = 0) -> list[Kept]:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.accelerator.preemption import told_by
 from hasten.checkpoint import reader
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.places import newest
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import newest
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.state.preemption import told_by
 
 
 class Tied(nn.Module):
@@ -190,7 +190,7 @@ def test_saving_into_a_folder_that_exists_keeps_the_users_files(tmp_path: Path) 
 ENDS = """
 import os, sys, time, torch
 from hasten import Accelerator
-from hasten.checkpoint.disk import Disk
+from hasten.checkpoint.store.disk import Disk
 slow = Disk.sync
 def sync(self, fd):
     time.sleep(0.15)

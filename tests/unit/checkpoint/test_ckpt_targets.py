@@ -18,11 +18,11 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.checkpoint.base import Component, StateTree
-from hasten.checkpoint.disk import Disk
-from hasten.checkpoint.local_store import LocalStore
-from hasten.checkpoint.manifest import Manifest
-from hasten.checkpoint.places import locate
+from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.store.disk import Disk
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import locate
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, UnsafeCheckpointError

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten import Accelerator, get_max_memory
 from hasten.checkpoint.export import parse_size, save_model, save_object
-from hasten.checkpoint.manifest import decode
+from hasten.checkpoint.format.manifest import decode
 from hasten.cli.main import main
 from hasten.errors import ArgumentError, CheckpointError, ConfigError, DataError, UnsafeCheckpointError
 

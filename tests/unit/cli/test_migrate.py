@@ -9,7 +9,7 @@ import pytest
 
 from hasten.cli import migrate_cmd
 from hasten.cli.main import main
-from hasten.cli.migrating import NOTES, migrate
+from hasten.tools.migrate.migrating import NOTES, migrate
 
 SCRIPT = """# héader: a comment with accelerate in it
 from accelerate import Accelerator, DataLoaderConfiguration  # two names

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.main import main
-from hasten.cli.migrating import migrate
 from hasten.config.legacy import OLD_NAMES
 from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.tools.migrate.migrating import migrate
 
 
 @pytest.mark.parametrize(

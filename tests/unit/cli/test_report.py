@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.cli import report_data
 from hasten.cli.main import main
-from hasten.cli.report_data import MOST_POINTS, thinned
 from hasten.optional import available
+from hasten.tools.report import report_data
+from hasten.tools.report.report_data import MOST_POINTS, thinned
 from hasten.tracking.run_folder import Curve, read_run
 from hasten.tracking.run_log import PARTS, step_dtype
 

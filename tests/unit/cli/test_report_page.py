@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hasten.cli import report_data
 from hasten.cli.main import main
-from hasten.cli.report_page import script_json
+from hasten.tools.report import report_data
+from hasten.tools.report.report_page import script_json
 from hasten.tracking.images import png
 from hasten.tracking.run_folder import read_run
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from hasten.cli.main import main
-from hasten.cli.matrix import table
 from hasten.errors import DataError
 from hasten.launch.matrix import Outcome, chosen
-from hasten.trainer.predict import one_batch
+from hasten.tools.matrix.matrix import table
+from hasten.tools.predict.predict import one_batch
 
 
 @pytest.mark.parametrize("words", [["test", "train.py"], ["predict"], ["config", "show", "extra"], ["launch", "--tee"]])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hasten.checkpoint.manifest import FileRecord
+from hasten.checkpoint.format.manifest import FileRecord
 from hasten.comm import encoding
 from hasten.comm.encoding import NotPlain, decode, encode
 from hasten.comm.session import Packed

@@ -15,12 +15,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from hasten.comm.trail import LIBRARIES, Trail, caller
-from hasten.debug import processes, stacks, words
-from hasten.debug.diagnose import diagnose
-from hasten.debug.evidence import Evidence
-from hasten.debug.stacks import Call, place_of
-from hasten.debug.state import Note, Seen, Spot, State, Status
+from hasten.comm.collective_log import LIBRARIES, Trail, caller
+from hasten.trust.divergence.state import Note, Seen, Spot, State, Status
+from hasten.trust.stall import processes, stacks
+from hasten.trust.stall import wording as words
+from hasten.trust.stall.diagnose import diagnose
+from hasten.trust.stall.evidence import Evidence
+from hasten.trust.stall.stacks import Call, place_of
 
 SIZES = (2, 3, 8, 64)
 
@@ -316,16 +317,16 @@ TORCH, HASTEN = "/x/site-packages/torch", LIBRARIES[0]
 PLACES: tuple[tuple[list[tuple[str, str]], str, str], ...] = (
     ([(f"{TORCH}/distributed/distributed_c10d.py", "all_reduce")], "collective", "all_reduce"),
     ([(f"{HASTEN}comm/ops.py", "gather"), (f"{HASTEN}accelerator/facade.py", "gather")], "collective", "gather"),
-    ([(f"{HASTEN}comm/rollcall.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
-    ([(f"{HASTEN}checkpoint/disk.py", "write"), (f"{HASTEN}accelerator/facade.py", "save_state")], "checkpoint", "save_state"),
+    ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "wait_for_everyone")], "collective", "wait_for_everyone"),
+    ([(f"{HASTEN}checkpoint/store/disk.py", "write"), (f"{HASTEN}accelerator/facade.py", "save_state")], "checkpoint", "save_state"),
     ([(f"{TORCH}/utils/data/dataloader.py", "_get_data"), (f"{HASTEN}data/loader.py", "__iter__")], "loader", "__iter__"),
     ([(f"{TORCH}/autograd/graph.py", "_engine_run_backward"), (f"{TORCH}/_tensor.py", "backward")], "backward", "backward"),
     ([(f"{TORCH}/distributed/fsdp/x.py", "wait"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "forward", "_call_impl"),
     ([(f"{TORCH}/distributed/fsdp/__init__.py", "<module>"), ("<frozen importlib._bootstrap>", "_find_and_load"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "importing", "forward"),
     ([(f"{TORCH}/distributed/distributed_c10d.py", "barrier"), ("<frozen importlib._bootstrap>", "_find_and_load")], "collective", "barrier"),
     ([(f"{LIBRARIES[2]}subprocess.py", "wait"), ("/x/site-packages/layers/layer.py", "forward"), (f"{TORCH}/nn/parallel/distributed.py", "forward")], "user", ""),
-    ([(f"{HASTEN}debug/sentinel.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
-    ([(f"{HASTEN}comm/rollcall.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
+    ([(f"{HASTEN}trust/divergence/sentinel.py", "finish"), (f"{HASTEN}accelerator/facade.py", "end_training")], "ending", "end_training"),
+    ([(f"{HASTEN}comm/barrier.py", "wait"), (f"{HASTEN}accelerator/facade.py", "end_training")], "collective", "end_training"),
     ([(f"{TORCH}/_inductor/compile_fx.py", "compile"), (f"{TORCH}/nn/modules/module.py", "_call_impl")], "compiling", "_call_impl"),
     ([], "user", ""),
     ([("/x/site-packages/requests/api.py", "get")], "user", ""),

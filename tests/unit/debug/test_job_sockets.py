@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from hasten.cli.main import main
-from hasten.comm.trail import Trail
-from hasten.debug.desk import Desk
-from hasten.debug.job_sockets import Address, ask, listening, private_folder
-from hasten.debug.observe import Observer
-from hasten.debug.recent_log import RecentLog
+from hasten.comm.collective_log import Trail
 from hasten.errors import CommError
 from hasten.runtime.topology import Topology
+from hasten.trust.stall.job_sockets import Address, ask, listening, private_folder
+from hasten.trust.stall.observe import Observer
+from hasten.trust.stall.recent_log import RecentLog
+from hasten.trust.stall.status_server import Desk
 
 NOBODY = 65534
 

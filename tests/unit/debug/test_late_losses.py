@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from hasten.debug.late_losses import LateLosses
+from hasten.trust.numbers.late_losses import LateLosses
 
 
 def test_every_loss_arrives_once_with_its_update_and_origin() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from hasten import Accelerator
 from hasten.config.resolve import resolve
-from hasten.debug import ending
-from hasten.debug.divergence import Cause
-from hasten.debug.watchdog import LEAST_S, MOST_S
 from hasten.errors import ConfigError
+from hasten.trust.divergence.divergence import Cause
+from hasten.trust.stall import ending
+from hasten.trust.stall.watchdog import LEAST_S, MOST_S
 
 SNIPPETS: dict[str, dict[str, object]] = {
     'divergence_ignore=["*.rank_local_*", "codebook.usage"]': {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hasten.planner.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
+from hasten.tools.plan.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
 
 
 def llama(layers: int = 80, width: int = 8192, sequence: int = 4096) -> ModelTrace:

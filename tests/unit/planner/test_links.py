@@ -8,11 +8,11 @@ import pytest
 from tests.unit.planner.llama import llama
 
 from hasten.errors import ConfigError
-from hasten.planner import hardware
-from hasten.planner.candidate import Candidate
-from hasten.planner.speed import predict
 from hasten.runtime.axes import MeshSpec
 from hasten.runtime.links import Links, read
+from hasten.tools.plan import hardware
+from hasten.tools.plan.speed import predict
+from hasten.tools.tune.candidate import Candidate
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -18,15 +18,15 @@ from hasten.cli.main import main
 from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
-from hasten.planner import report
-from hasten.planner.auto import choose
-from hasten.planner.gpu_rules import gpu_rules
-from hasten.planner.hardware import KNOWN
-from hasten.planner.search import Request, search
-from hasten.planner.trace import trace
-from hasten.planner.traced import ModelTrace
-from hasten.planner.watch import StepWatch
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
+from hasten.tools.plan import report
+from hasten.tools.plan.auto import choose
+from hasten.tools.plan.gpu_rules import gpu_rules
+from hasten.tools.plan.hardware import KNOWN
+from hasten.tools.plan.search import Request, search
+from hasten.tools.plan.trace import trace
+from hasten.tools.plan.traced import ModelTrace
+from hasten.tools.tune.watch import StepWatch
 
 LENGTH = 16
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hasten.planner.tuning import HALF, SAME, Outcome, difference
+from hasten.tools.tune.tuning import HALF, SAME, Outcome, difference
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(310)]
 
@@ -37,10 +37,10 @@ def tried(values: dict[str, Any], folder: Path, processes: int = 1) -> Outcome:
     told, result = folder / "spec.json", folder / "result.json"
     spec = {"values": values, "result": str(result), "warmup": WARM_UP, "updates": UPDATES}
     told.write_bytes(msgspec.json.encode(spec))
-    command = [sys.executable, "-m", "hasten.planner.trial"]
+    command = [sys.executable, "-m", "hasten.tools.tune.trial"]
     if processes > 1:
         launch = ["hasten.cli.main", "launch", "--cpu", "--num_processes", str(processes), "--module"]
-        command = [sys.executable, "-m", *launch, "hasten.planner.trial"]
+        command = [sys.executable, "-m", *launch, "hasten.tools.tune.trial"]
     done = subprocess.run([*command, str(told), str(SCRIPT)], capture_output=True, text=True, timeout=300, cwd=folder)
     assert result.is_file(), done.stderr
     return msgspec.json.decode(result.read_bytes(), type=Outcome)

@@ -14,8 +14,8 @@ from hasten.cli.main import main
 from hasten.cli.tune_cmd import conclusion
 from hasten.config.root import Config
 from hasten.errors import ConfigError
-from hasten.planner import tuning
-from hasten.planner.tuning import HOPELESS, Knob, Machine, Outcome, Tuning, Values
+from hasten.tools.tune import tuning
+from hasten.tools.tune.tuning import HOPELESS, Knob, Machine, Outcome, Tuning, Values
 
 BASE = Outcome(
     step_s=1.0, samples_per_s=32, losses=(2.0, 1.0), batch_size=32, block_classes=("Block",), convolutions=True

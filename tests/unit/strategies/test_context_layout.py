@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.strategies.context_layout import SequenceLayout
+from hasten.strategies.context.layout import SequenceLayout
 
 LAYOUTS = [
     SequenceLayout(ranks, balanced, late_first)

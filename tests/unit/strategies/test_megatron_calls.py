@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hasten.config.engines import MegatronLMPlugin
 from hasten.errors import ConfigError, StepError
-from hasten.strategies.megatron_attention import CoreAttention, in_order, layout_of
-from hasten.strategies.megatron_call import Given, arguments, check_lengths, given_to, targets
-from hasten.strategies.megatron_families import Family, ModelFacts
+from hasten.strategies.engines.megatron.attention import CoreAttention, in_order, layout_of
+from hasten.strategies.engines.megatron.call import Given, arguments, check_lengths, given_to, targets
+from hasten.strategies.engines.megatron.families import Family, ModelFacts
 
 FACTS: Final = ModelFacts(
     family="gpt2",

@@ -17,10 +17,10 @@ from hasten.config.source import Entry, Source
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.axes import Axis
 from hasten.runtime.mesh_plan import mesh_of
-from hasten.strategies.megatron_config import translate
-from hasten.strategies.megatron_families import ModelFacts, check_class, model_facts
-from hasten.strategies.megatron_layout import entries, place
-from hasten.strategies.megatron_weights import box_of, fuse, part_of, to_hub
+from hasten.strategies.engines.megatron.config import translate
+from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
+from hasten.strategies.engines.megatron.layout import entries, place
+from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, to_hub
 
 GPT2: Final = SimpleNamespace(
     model_type="gpt2",

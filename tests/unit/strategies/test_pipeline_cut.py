@@ -8,8 +8,8 @@ from torch import nn
 
 from hasten.config.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.pipeline_cut import Cut, decide, part_of, shared
-from hasten.strategies.pipeline_split import Placement
+from hasten.strategies.pipeline.cut import Cut, decide, part_of, shared
+from hasten.strategies.pipeline.split import Placement
 from hasten.testing.toys import TinyLM
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.config.parallel import PipelineSchedule
 from hasten.errors import ConfigError
-from hasten.strategies.pipeline_split import (
+from hasten.strategies.pipeline.split import (
     Placement,
     balanced,
     bubble,

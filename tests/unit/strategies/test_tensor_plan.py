@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.tensor_counts import use_of
-from hasten.strategies.tensor_plan import decide, working_plan
+from hasten.strategies.tensor.head_counts import use_of
+from hasten.strategies.tensor.plan import decide, working_plan
 
 
 class Attention(nn.Module):

@@ -15,8 +15,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.strategies.wrap_policies import as_choice
-from hasten.strategies.wrapping import blocks_to_shard, keep_ties_together, owned_parameters
+from hasten.strategies.fsdp.wrap_policies import as_choice
+from hasten.strategies.fsdp.wrapping import blocks_to_shard, keep_ties_together, owned_parameters
 from hasten.testing.toys import Block, TinyLM
 
 

@@ -11,8 +11,8 @@ from hasten.config.resolve import resolve
 from hasten.errors import ConfigError, MissingPackageError
 from hasten.optional import available
 from hasten.runtime.topology import Topology
-from hasten.strategies import xla
-from hasten.strategies.xla_devices import Devices
+from hasten.strategies.engines.xla import strategy as xla
+from hasten.strategies.engines.xla.devices import Devices
 
 
 @pytest.mark.parametrize(

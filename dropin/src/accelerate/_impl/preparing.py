@@ -16,12 +16,12 @@ from accelerate._impl.optim.deepspeed import DeepSpeedOptimizerWrapper, DeepSpee
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.optim.scheduler import AcceleratedScheduler
 from accelerate._impl.settings.general import DataLoaderConfiguration
-from hasten import bundle
+from hasten import prepare_args as bundle
 from hasten.accelerator.preparing import Preparer
-from hasten.bundle import Item
 from hasten.errors import PrepareError
 from hasten.optim.dummy import DummyOptim, DummyScheduler
 from hasten.optim.engine import EngineOptimizer
+from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.
 PREPARED: Final = "_is_accelerate_prepared"  # the mark libraries look for

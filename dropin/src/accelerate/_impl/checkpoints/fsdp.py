@@ -24,8 +24,8 @@ from hasten.checkpoint.parts import Part
 from hasten.checkpoint.weights import load_weights
 from hasten.modules.names import plain_name
 from hasten.strategies.base import Wish
+from hasten.strategies.fsdp.wrapping import blocks_to_recompute, blocks_to_shard
 from hasten.strategies.recompute import Recompute
-from hasten.strategies.wrapping import blocks_to_recompute, blocks_to_shard
 
 # Any in this file: plugins, accelerators, models and optimizers of either package's making.
 

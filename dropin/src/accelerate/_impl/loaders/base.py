@@ -21,7 +21,7 @@ from hasten.data.prefetch import OneAhead
 from hasten.data.source import Source
 from hasten.data.torch_source import TorchSource
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.strategies.context_parts import Cut, PartedSource
+from hasten.strategies.context.parts import Cut, PartedSource
 
 # Any in this file: batches, datasets and samplers are the user's own.
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from accelerate._impl import ambient
 from accelerate._impl.views.logging import get_logger
 from hasten.checkpoint.export import save_object
-from hasten.checkpoint.formats import load_torch, tied
+from hasten.checkpoint.format.formats import load_torch, tied
 from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
 from hasten.modules.dtensors import is_dtensor

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hasten.strategies.deepspeed_config import read_config
+from hasten.strategies.engines.deepspeed.config import read_config
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 _OFFLOAD_DEVICES = ("cpu", "nvme")

@@ -17,8 +17,8 @@ from accelerate._impl.settings.filled import fill
 from accelerate._impl.surface.shown import shown
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.deepspeed_building import Told
-from hasten.strategies.deepspeed_config import building
+from hasten.strategies.engines.deepspeed.building import Told
+from hasten.strategies.engines.deepspeed.config import building
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"
@@ -230,7 +230,7 @@ class DeepSpeedPlugin:
     def _join(self, context: ProcessContext | None) -> None:
         """Let DeepSpeed use the processes of the run: transformers partitions a model before an engine starts."""
         if self.zero3_init_flag and context is not None and available("deepspeed"):
-            import_module("hasten.strategies.deepspeed_engine").join(context)
+            import_module("hasten.strategies.engines.deepspeed.engine").join(context)
 
     def set_moe_leaf_modules(self, model: Any) -> None:
         """Nothing: prepare() marks the classes of `transformer_moe_cls_names`."""

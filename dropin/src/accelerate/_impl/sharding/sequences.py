@@ -13,9 +13,9 @@ from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.runtime.axes import Axis
-from hasten.strategies.context_parts import Cut
-from hasten.strategies.context_transformers import SpannedAttention
-from hasten.strategies.deepspeed_engine import name_sequence_group
+from hasten.strategies.context.parts import Cut
+from hasten.strategies.context.transformers import SpannedAttention
+from hasten.strategies.engines.deepspeed.engine import name_sequence_group
 
 # Any in this file: the user's objects, and DeepSpeed.
 

@@ -1,0 +1,399 @@
+"""File formats: tensors as safetensors or as torch files, both written from one list of segments and read by mapping."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.serialization import skip_data
+
+from hasten.checkpoint.base import Blob, Json, Slice, local_data
+from hasten.checkpoint.format.packing import from_native, to_native
+from hasten.checkpoint.store.outside_files import FORGED, open_outside, size_of
+from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
+from hasten.runtime.devices import kind_of
+
+_METADATA = "__metadata__"
+_OURS = "hasten"
+_ZIP: Final = b"PK\x03\x04"
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format itself
+DTYPES: Final = MappingProxyType(
+    {
+        "BOOL": torch.bool,
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "U16": torch.uint16,
+        "I16": torch.int16,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "U32": torch.uint32,
+        "I32": torch.int32,
+        "F32": torch.float32,
+        "U64": torch.uint64,
+        "I64": torch.int64,
+        "F64": torch.float64,
+        "C64": torch.complex64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+    }
+)
+DTYPE_NAMES: Final = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+
+
+class MappedFile:
+    """A file whose bytes are read when they are looked at, also after it was deleted."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        self._identity = _identity(path.stat())
+        storage: Any = torch.UntypedStorage.from_file(str(path), False, size)  # Any: the stubs name another base
+        self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def place(self, part: Tensor) -> int | None:
+        """Where in the file a tensor begins; None when it is a copy."""
+        start = part.data_ptr() - self.data.data_ptr()
+        return start if 0 <= start < self.data.numel() else None
+
+    def open(self) -> int | None:
+        """A descriptor of the same file; None when it is no longer there under its name."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError:  # the mapping stays good, and tells of a broken disk in its own way
+            return None
+        if _identity(os.fstat(fd)) == self._identity:
+            return fd
+        os.close(fd)
+        return None
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tensor found in a file: the mapped bytes, and where they lie in the global tensor."""
+
+    data: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    file: MappedFile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The content of one file: pieces by key, other names of the same tensors, and JSON."""
+
+    pieces: Mapping[str, Piece]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    data: Json = None
+
+
+def dense(tensor: Tensor, key: str) -> Tensor:
+    """The tensor as consecutive plain memory; a copy only when it is laid out in another way.
+
+    Raises: CheckpointError for tensors that are not plain memory.
+    """
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise CheckpointError(
+            f"{key} is a {tensor.layout} tensor on {tensor.device}, which has no plain bytes to store. Convert it to a "
+            "dense tensor (or materialise it) before saving."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if kind_of(tensor.device).lazy:
+        tensor = tensor.cpu()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
+    """Other names of the same memory: alias -> the first name it appears under."""
+    first: dict[tuple[Any, ...], str] = {}
+    aliases = {}
+    for key, value in tensors.items():
+        data = local_data(value)
+        if data.numel() == 0 or data.layout is not torch.strided or data.device.type == "meta":
+            continue
+        if kind_of(data.device).lazy:  # no address tells; a tie is then written twice, with the same numbers
+            continue
+        where = (data.device, data.data_ptr(), data.dtype, data.shape, data.stride())
+        if (earlier := first.setdefault(where, key)) != key:
+            aliases[key] = earlier
+    return aliases
+
+
+def encode_safetensors(
+    tensors: Mapping[str, Tensor | Slice], data: Json = None, metadata: Mapping[str, str] | None = None
+) -> Blob:
+    """One safetensors file: every tensor once (tied names are noted), `data` in its metadata."""
+    aliases = tied(tensors)
+    own = {key: value for key, value in tensors.items() if key not in aliases}
+    # Wide elements first keeps every tensor aligned without holes, which the format forbids.
+    order = sorted(own, key=lambda key: (-local_data(own[key]).element_size(), key))
+    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
+    ours: dict[str, Any] = {}
+    if aliases:
+        ours["aliases"] = aliases
+    if data is not None:
+        ours["data"] = data
+    slices = {key: [list(v.shape), list(v.offset)] for key, v in own.items() if isinstance(v, Slice)}
+    if slices:
+        ours["slices"] = slices
+    if ours:
+        header[_METADATA][_OURS] = json.dumps(ours, allow_nan=False, separators=(",", ":"))
+    segments: list[bytes | Tensor] = []
+    at = 0
+    for key in order:
+        tensor = dense(local_data(own[key]), key)
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{key} has dtype {tensor.dtype}, which safetensors cannot hold. Convert it, or save with "
+                "safe_serialization=False."
+            )
+        size = tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+        at += size
+        if size:
+            segments.append(tensor)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return Blob([head, *segments], len(head) + at)
+
+
+def read_safetensors(path: Path) -> TensorFile:
+    """Map a safetensors file into memory; only the header is read.
+
+    Raises: CorruptCheckpointError naming the file and what is wrong.
+    """
+    try:
+        return _read_safetensors(path)
+    except FORGED as error:
+        raise CorruptCheckpointError(
+            f"{path}: not a valid safetensors file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use another "
+            "checkpoint."
+        ) from error
+
+
+def _read_safetensors(path: Path) -> TensorFile:
+    size = size_of(path)
+    with open_outside(path) as head:
+        length = int.from_bytes(head.read(8), "little")
+        if size < 8 or not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"header length {length} in a file of {size} bytes")
+        header = json.loads(head.read(length))
+    metadata = header.pop(_METADATA, {})
+    ours = json.loads(metadata.get(_OURS, "{}"))
+    file = MappedFile(path, size)
+    slices = ours.get("slices", {})
+    pieces, at = {}, 8 + length
+    for key, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor, at = _entry(file.data, key, entry, 8 + length, at)
+        shape, offset = slices.get(key, (list(tensor.shape), [0] * tensor.dim()))
+        pieces[key] = Piece(tensor, dims(shape), dims(offset), file)
+        check_piece(key, pieces[key])
+    if at != size:
+        raise ValueError(f"{size - at} bytes after the last tensor")
+    aliases = {str(alias): str(name) for alias, name in ours.get("aliases", {}).items()}
+    for alias, name in aliases.items():
+        if name not in pieces or alias in pieces:
+            raise ValueError(f"alias {alias!r} of {name!r}, which is not in the file")
+    return TensorFile(pieces, aliases, ours.get("data"))
+
+
+def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) -> tuple[Tensor, int]:
+    dtype, shape = DTYPES[entry["dtype"]], dims(entry["shape"])
+    start, end = (base + int(offset) for offset in entry["data_offsets"])
+    if start != at or end - start != math.prod(shape) * dtype.itemsize or end > raw.numel():
+        raise ValueError(f"{key!r} of shape {list(shape)} claims bytes {start}..{end} of {raw.numel()}")
+    piece = raw[start:end]
+    if start % dtype.itemsize:  # other tools may write unaligned tensors
+        piece = piece.clone()
+    return piece.view(dtype).reshape(shape), end
+
+
+def dims(values: Any) -> tuple[int, ...]:
+    """A shape that a file claims, if it is one."""
+    shape = tuple(values)
+    if any(type(value) is not int or not 0 <= value < 2**62 for value in shape):
+        raise ValueError(f"{values!r} is not a shape")
+    return shape
+
+
+def check_piece(key: str, piece: Piece) -> None:
+    """Raise unless the piece lies inside its tensor."""
+    local = piece.data.shape
+    fits = len(piece.shape) == len(piece.offset) == len(local) and all(
+        start + length <= total for start, length, total in zip(piece.offset, local, piece.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"piece {key!r} of {list(local)} at {piece.offset} does not fit into {piece.shape}")
+
+
+def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
+    """One torch file, as `torch.save` writes it, holding the state in its natural nesting."""
+    return lay_out_torch(tensors, data)[0]
+
+
+def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> tuple[Blob, dict[str, int]]:
+    """One torch file, and where in it the bytes of each tensor begin.
+
+    `torch.save` lays the file out with the bytes left blank; the tensors themselves follow as segments, so that they
+    can be written in parallel and copied from a device piece by piece.
+    """
+    owned: list[Tensor] = []
+    blanks: dict[str, Tensor | Slice] = {}
+    by_memory: dict[str, Tensor] = {}
+    aliases = tied(tensors)
+    for key, value in tensors.items():
+        if isinstance(value, Slice):
+            raise CheckpointError(f"{key} is a slice of a sharded tensor; torch files hold whole tensors only.")
+        if (same := aliases.get(key)) is not None:
+            blanks[key] = by_memory[same]
+            continue
+        tensor = dense(value, key)
+        blanks[key] = by_memory[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        owned.append(tensor)
+    order = {id(blank): n for n, blank in enumerate(by_memory.values())}
+    nested: Any = dict(blanks) if data is None else to_native(data, blanks)
+    archive: Any = _BlankArchive()  # Any: it has of a file what torch.save asks for
+    with skip_data():
+        torch.save(nested, archive)
+    blob, begins = archive.fill(owned, [order[id(blank)] for blank in _storages(nested)])
+    return blob, {key: begins[order[id(blank)]] for key, blank in blanks.items()}
+
+
+def _storages(value: Any) -> list[Tensor]:
+    """Tensors of a nested value in the order in which pickle meets their storages."""
+    found: dict[int, Tensor] = {}
+
+    def visit(item: Any) -> None:
+        if isinstance(item, Tensor):
+            found.setdefault(id(item), item)
+        elif isinstance(item, dict):
+            for key, inner in item.items():
+                visit(key)
+                visit(inner)
+        elif isinstance(item, (list, tuple, set)):
+            for inner in item:
+                visit(inner)
+
+    visit(value)
+    return list(found.values())
+
+
+class _BlankArchive:
+    """Takes down what `torch.save` writes: the archive without the bytes of the tensors, which it skips."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytearray | int] = [bytearray()]
+        self._size = 0
+
+    def write(self, data: memoryview) -> int:
+        """Add bytes of the archive itself."""
+        if not isinstance(self._parts[-1], bytearray):
+            self._parts.append(bytearray())
+        last = self._parts[-1]
+        assert isinstance(last, bytearray), "it was just added"
+        last += data
+        self._size += len(data)
+        return len(data)
+
+    def seek(self, num_bytes: int, whence: int) -> int:
+        """Leave room for the bytes of the next tensor."""
+        assert whence == os.SEEK_CUR, f"torch moved to {num_bytes} ({whence}) in an archive that it writes in order"
+        if num_bytes:
+            self._parts.append(num_bytes)
+            self._size += num_bytes
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def fill(self, owned: list[Tensor], order: list[int]) -> tuple[Blob, dict[int, int]]:
+        """The file with the tensors where room was left for them, and where that was; `order` is theirs in the archive."""
+        begins, segments, at = dict.fromkeys(order, 0), list[bytes | Tensor](), 0
+        tensors = iter([index for index in order if owned[index].numel()])
+        for part in self._parts:
+            if isinstance(part, int):
+                index = next(tensors)
+                room, wanted = part, owned[index].numel() * owned[index].element_size()
+                assert room == wanted, f"torch left {room} bytes for a tensor of {wanted}"
+                segments.append(owned[index])
+                begins[index] = at
+            else:
+                segments.append(bytes(part))
+            at += part if isinstance(part, int) else len(part)
+        assert next(tensors, None) is None, "torch left room for every tensor"
+        return Blob(segments, self._size), begins
+
+
+def read_torch(path: Path, allow_pickle: bool = False) -> TensorFile:
+    """Map a torch file into memory with the restricted loader, which builds plain values and runs no code.
+
+    Raises: UnsafeCheckpointError when it holds anything else; CorruptCheckpointError when it is damaged.
+    """
+    try:
+        value = load_torch(path, allow_pickle)
+        data, tensors = from_native(value)
+        pieces = {key: Piece(t, tuple(t.shape), (0,) * t.dim()) for key, t in tensors.items() if isinstance(t, Tensor)}
+    except FORGED as error:
+        raise CorruptCheckpointError(
+            f"{path}: not a valid torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; use "
+            "another checkpoint."
+        ) from error
+    flat = isinstance(value, dict) and all(type(k) is str and isinstance(v, Tensor) for k, v in value.items())
+    return TensorFile(pieces, {}, None if flat else data)
+
+
+def load_torch(path: Path, allow_pickle: bool = False) -> Any:  # Any: whatever the file holds
+    """What `torch.save` wrote, on the CPU and mapped where possible; unrestricted only on the user's explicit word."""
+    begins = b""
+    try:
+        with open_outside(path) as file:
+            begins = file.read(4)
+        mapped = begins == _ZIP  # files older than torch 1.6 are no archives and cannot be mapped
+        with warnings.catch_warnings():
+            # torch warns of pickles it does not know well; they end in an error below or in plain values
+            warnings.filterwarnings("ignore", message="Detected pickle protocol", category=UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        if begins != _ZIP and not begins.startswith(pickle.PROTO) and "GLOBAL" not in str(error):
+            raise _no_torch_file(path, error) from error  # text, a picture, ...: no pickle either
+        raise UnsafeCheckpointError(
+            f"{path}: holds Python objects that only an unrestricted unpickler could rebuild, which would run code of "
+            f"whoever wrote the file ({_short(error)}). Nothing was executed. If you trust its origin, load with "
+            "allow_pickle=True."
+        ) from error
+    except FORGED as error:
+        raise _no_torch_file(path, error) from error
+
+
+def _no_torch_file(path: Path, error: BaseException) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path}: cannot be read as a torch file ({type(error).__name__}: {_short(error)}). Nothing was loaded; "
+        "use another checkpoint."
+    )
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def read_tensors(path: Path, allow_pickle: bool = False) -> TensorFile:
+    """Map a tensor file by its suffix: safetensors, or torch for `.bin`, `.pt` and `.pth`."""
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    return read_torch(path, allow_pickle)

@@ -1,0 +1,132 @@
+"""Which rank writes which file: a pure decision from names and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hasten.checkpoint.base import Component, Format, Slice, num_bytes
+from hasten.checkpoint.format.formats import tied
+
+SINGLE_FILE_BYTES = 2 * 1024**3
+"""A component up to this size is one file under its familiar name."""
+SHARD_BYTES = 1024**3
+"""A larger one is cut into files of this size, which are written side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file of a component: its name, who writes it, which tensors it holds, whether the JSON goes along."""
+
+    name: str
+    component: str
+    writer: int
+    keys: tuple[str, ...]
+    format: Format
+    with_data: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Where to cut."""
+
+    single: int = SINGLE_FILE_BYTES
+    shard: int = SHARD_BYTES
+
+
+def file_stem(component: str, kind: str, fmt: Format) -> str:
+    """The familiar beginning of a file name: torch files of models are called pytorch_model."""
+    return f"pytorch_{component}" if kind == "model" and fmt == "torch" else component
+
+
+def suffix(kind: str, fmt: Format) -> str:
+    """`.safetensors`, `.bin`, or `.pt` for the loss scaler."""
+    if fmt == "safetensors":
+        return ".safetensors"
+    return ".pt" if kind == "scaler" else ".bin"
+
+
+def plan_component(
+    name: str, component: Component, rank: int, ranks: Sequence[int], sizes: Sizes | None = None
+) -> list[FilePlan]:
+    """The files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
+
+    For whole components the answer is the same on every rank; for per-rank and sliced ones it lists this rank's file.
+    """
+    kind, fmt = component.kind, component.format
+    if component.per_rank:
+        # what is usually saved once has numbers of its own in its name: scheduler_1 is the second scheduler
+        which = f"rank_{rank}" if kind in ("scheduler", "object") else str(rank)
+        file = f"{file_stem(name, kind, fmt)}_{which}{suffix(kind, fmt)}"
+        return [FilePlan(file, name, rank, tuple(component.tensors), fmt, True)]
+    if component.sliced:
+        return _sliced(name, component, rank, ranks)
+    limits = sizes or Sizes()
+    stem, end = file_stem(name, kind, fmt), suffix(kind, fmt)
+    if component.num_bytes <= limits.single:
+        return [FilePlan(stem + end, name, ranks[0], tuple(component.tensors), fmt, True)]
+    if component.data is not None and fmt == "torch":  # nested state cannot be cut; flat tensors can
+        fmt, end = "safetensors", ".safetensors"
+    shards = cut(component, limits.shard)
+    return [
+        FilePlan(
+            f"{stem}-{i + 1:05d}-of-{len(shards):05d}{end}",
+            name,
+            ranks[0] if i == 0 else ranks[i % len(ranks)],
+            keys,
+            fmt,
+            i == 0,
+        )
+        for i, keys in enumerate(shards)
+    ]
+
+
+def _sliced(name: str, component: Component, rank: int, ranks: Sequence[int]) -> list[FilePlan]:
+    main = rank == ranks[0]
+    keys = tuple(k for k, v in component.tensors.items() if (v.owned if isinstance(v, Slice) else main))
+    if not keys and not main:
+        return []
+    return [FilePlan(f"{name}_shard_{rank:05d}.safetensors", name, rank, keys, "safetensors", main)]
+
+
+def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
+    """Keys in files of at most `limit` bytes (a larger tensor has a file of its own); main's own keys come first.
+
+    Names of one memory stay together, so that it is stored once.
+    """
+    owners = tied(component.tensors)
+    names: dict[str, list[str]] = {}
+    for key in component.tensors:
+        names.setdefault(owners.get(key, key), []).append(key)
+    shards: list[tuple[str, ...]] = []
+    current: list[str] = []
+    used = 0
+    for own in sorted(names, key=lambda key: key not in component.main_only):
+        size = num_bytes(component.tensors[own])
+        held_by_main = not shards and own in component.main_only
+        if current and used + size > limit and not held_by_main:
+            shards.append(tuple(current))
+            current, used = [], 0
+        current += names[own]
+        used += size
+    shards.append(tuple(current))
+    return shards
+
+
+def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, object]:
+    """The index that Hub tools read beside several weight files."""
+    return {
+        "metadata": {"total_size": component.num_bytes},
+        "weight_map": {key: plan.name for plan in plans for key in plan.keys},
+    }
+
+
+def check_names(plans: Sequence[FilePlan]) -> Mapping[str, FilePlan]:
+    """Plans by file name; two components must never claim one file."""
+    by_name: dict[str, FilePlan] = {}
+    for plan in plans:
+        assert plan.name not in by_name, (
+            f"{plan.name} is claimed by {plan.component} and {by_name[plan.name].component}"
+        )
+        by_name[plan.name] = plan
+    return by_name

@@ -1,0 +1,208 @@
+"""Folders in the format of torch.distributed.checkpoint, read without running code.
+
+Torch itself unpickles the folder's table and single objects in it; here anything but plain values and tensors is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from hasten.checkpoint.format.formats import dims
+from hasten.checkpoint.format.manifest import inside
+from hasten.checkpoint.store.outside_files import FORGED, MAX_TABLE_BYTES, open_outside, size_of
+from hasten.errors import CheckpointError, CorruptCheckpointError, HastenError, UnsafeCheckpointError
+
+# Any in this file: pickled values, and torch's own arguments.
+_RECORDS: Final = (
+    "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex StorageMeta "
+    "_MEM_FORMAT_ENCODING"
+)
+_ALLOWED: Final = frozenset(
+    {
+        *(("torch.distributed.checkpoint.metadata", name) for name in _RECORDS.split()),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("torch", "Size"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "PurePosixPath"),
+    }
+)
+
+
+class _Table(pickle.Unpickler):
+    """Reads the table of a folder: torch's own records, sizes and dtypes, nothing that could run."""
+
+    def __init__(self, file: Any, place: Path) -> None:
+        super().__init__(file)
+        self._place = place
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _ALLOWED:
+            raise UnsafeCheckpointError(
+                f"{self._place} asks for {module}.{name}, which could run code; it was not read. Only use folders that "
+                "torch.distributed.checkpoint wrote."
+            )
+        return super().find_class(module, name)
+
+
+class PlainReader(FileSystemReader):
+    """Torch's reader with a table that cannot run code and is compared with the files before anything is read."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        folder = Path(self.path)
+        file = folder / ".metadata"
+        try:
+            with open_outside(file, MAX_TABLE_BYTES) as stream:
+                table = _Table(stream, file).load()
+            check_table(table, folder)
+        except FORGED as error:
+            raise CorruptCheckpointError(
+                f"{file} is damaged or was edited and cannot be read ({type(error).__name__}: {error}). Nothing was loaded; use another "
+                "copy of the folder."
+            ) from error
+        if table.storage_meta is None:
+            table.storage_meta = StorageMeta()
+        table.storage_meta.load_id = self.load_id
+        found: Metadata = table
+        return found
+
+
+def check_table(table: Any, folder: Path) -> None:
+    """Raise unless the table describes tensors that the files in the folder can hold.
+
+    Raises: UnsafeCheckpointError for files outside the folder, and for pipes; one of FORGED for everything else.
+    """
+    _expect(table, Metadata, "the table")
+    _expect(table.storage_meta, StorageMeta | None, "storage_meta")
+    _expect(table.state_dict_metadata, dict, "state_dict_metadata")
+    _expect(table.storage_data, dict, "storage_data")
+    _expect(table.planner_data, dict | None, "planner_data")
+    sizes: dict[str, int] = {}
+    for index, info in table.storage_data.items():
+        _expect(index, MetadataIndex, "a key of storage_data")
+        _expect(info.relative_path, str, f"the file of {index.fqn}")
+        if info.relative_path not in sizes:
+            sizes[info.relative_path] = size_of(inside(folder, info.relative_path))
+        dims((info.offset, info.length))
+        if info.offset + info.length > sizes[info.relative_path]:
+            raise ValueError(
+                f"{index.fqn} ends after its file {info.relative_path} of {sizes[info.relative_path]} bytes"
+            )
+    for name, entry in table.state_dict_metadata.items():
+        _expect(name, str, "a name")
+        _expect(entry, TensorStorageMetadata | BytesStorageMetadata, name)
+        if isinstance(entry, TensorStorageMetadata):
+            _check_tensor(name, entry, table.storage_data)
+        elif MetadataIndex(name) not in table.storage_data:
+            raise ValueError(f"{name} is in no file")
+
+
+def _check_tensor(name: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
+    _expect(entry.properties, TensorProperties, f"the properties of {name}")
+    _expect(entry.properties.dtype, torch.dtype, f"the dtype of {name}")
+    _expect(entry.chunks, list, f"the chunks of {name}")
+    shape, filled = dims(entry.size), 0
+    for chunk in entry.chunks:
+        _expect(chunk, ChunkStorageMetadata, f"a chunk of {name}")
+        offset, extent = dims(chunk.offsets), dims(chunk.sizes)
+        fits = len(offset) == len(extent) == len(shape)
+        if not fits or any(a + n > total for a, n, total in zip(offset, extent, shape, strict=True)):
+            raise ValueError(f"a chunk of {list(extent)} at {list(offset)} does not fit into {name} of {list(shape)}")
+        place = places[MetadataIndex(name, offset)]
+        num_bytes = math.prod(extent) * entry.properties.dtype.itemsize
+        if num_bytes > place.length and not getattr(place, "transform_descriptors", None):
+            raise ValueError(f"{name} claims {num_bytes} bytes in {place.length} bytes of {place.relative_path}")
+        filled += math.prod(extent)
+    if filled != math.prod(shape):
+        raise ValueError(f"the chunks of {name} hold {filled} of its {math.prod(shape)} numbers")
+
+
+def _expect(value: Any, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} is a {type(value).__name__}")
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Torch's planner, which lets no object through that only pickle can read."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise UnsafeCheckpointError(
+                f"{read_item.dest_index.fqn} can only be read by running code from the checkpoint ({error}). Nothing was loaded. "
+                "Only use folders that torch.distributed.checkpoint wrote."
+            ) from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+def is_torch_folder(folder: Path) -> bool:
+    """Whether torch.distributed.checkpoint wrote this folder."""
+    return (folder / ".metadata").is_file()
+
+
+def whole_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a folder, whole, by its name. Ranks: any one process."""
+    reader = PlainReader(folder)
+    table = reader.read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in table.items() if isinstance(entry, TensorStorageMetadata)}
+    try:
+        state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in tensors.items()}
+    except (RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{folder}: its {len(tensors)} tensors do not fit into the memory of this machine ({error}). Nothing was loaded. Merge it on a "
+            "machine with more memory."
+        ) from error
+    _load(state, reader, no_dist=True)
+    return state
+
+
+def fill(state: Mapping[str, Any], folder: Path) -> None:
+    """Read a folder into tensors and values of the same names, each rank what it holds. Ranks: every rank."""
+    _load(state, PlainReader(folder), no_dist=False)
+
+
+def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+            dcp.load(dict(state), storage_reader=reader, planner=PlainPlanner(), no_dist=no_dist)
+    except CheckpointException as error:  # torch's, with what was raised on each rank
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        typed = next((cause for cause in causes.values() if isinstance(cause, HastenError)), None)
+        if typed is not None:
+            raise typed from error
+        listed = "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items())
+        raise CorruptCheckpointError(
+            f"{reader.path}: the files do not hold what their table says ({listed}). The tensors may be filled in part; use another "
+            "copy of the folder."
+        ) from error
+
+
+def names_in(folder: Path) -> set[str]:
+    """The names of everything in a folder."""
+    return set(PlainReader(folder).read_metadata().state_dict_metadata)

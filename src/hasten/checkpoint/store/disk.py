@@ -1,0 +1,344 @@
+"""The system calls a local save is made of, in one place so that tests can cut the power at each of them."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from hasten.checkpoint.base import Blob
+from hasten.checkpoint.format.checksum import BLOCK_BYTES, Checksum, ColumnChecksum, Summing, checksum
+from hasten.checkpoint.format.manifest import CHUNK_BYTES, FileRecord
+from hasten.checkpoint.store.outside_files import open_outside
+from hasten.checkpoint.transfer import HostBuffer, as_bytes, byte_view, devices_of, worker_pool
+from hasten.errors import CheckpointError
+
+SUM_BYTES = 2 * 1024**2
+"""What is summed before it is written: little enough to be in the processor's cache still, and enough that threads
+seldom wait for each other between calls."""
+WRITE_BYTES = 512 * 1024
+"""What is written at once, which makes pages of this size in the system's cache. Large pages cost little to map when
+they are read again; still larger ones are what a virtual machine gives back to its host when they are free, and must
+ask for again at several times the cost of writing."""
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""What the system says when there is no room: on the disk, in the user's quota, or within the limit for a file."""
+_OWN_WRITE_BYTES = 65536
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
+
+
+def default_threads() -> int:
+    """Threads for reading and writing: enough to keep a fast disk busy, few enough to stay polite."""
+    return max(2, min(16, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2))
+
+
+class Disk:
+    """Thin, overridable calls of the operating system; every change of the disk goes through here."""
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new, empty file."""
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
+        """Bytes written, which may be fewer than given."""
+        return os.pwritev(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        """Return when the file's bytes are on the disk."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its parents."""
+        path.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name, at once."""
+        old.rename(new)
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the folder's list of names is on the disk."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def remove_tree(self, path: Path) -> None:
+        """Delete a folder with all it holds; what others have deleted meanwhile is no error. A link goes, not its target."""
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        while path.exists():
+            try:
+                shutil.rmtree(path)
+            except FileNotFoundError:  # somebody else is clearing up too
+                continue
+
+    def remove_file(self, path: Path) -> None:
+        """Delete a file, if it is still there."""
+        path.unlink(missing_ok=True)
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name."""
+        os.link(old, new, follow_symlinks=False)
+
+    def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
+        """A descriptor of a new lock file, which appears when it is written and, where the system can, locked."""
+        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
+        try:
+            os.write(fd, content(_flock(fd)))
+            draft.rename(path)
+        except BaseException:
+            os.close(fd)
+            draft.unlink(missing_ok=True)
+            raise
+        return fd
+
+
+def _flock(fd: int) -> bool:
+    """Whether the file system gave the lock."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # no locks here: signs of life have to do
+        return False
+    return True
+
+
+def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> list[bytes | Tensor]:
+    """The parts of the segments that make up bytes start..stop of the file."""
+    parts: list[bytes | Tensor] = []
+    index = max(bisect.bisect_right(starts, start) - 1, 0)
+    while index < len(blob.segments) and starts[index] < stop:
+        segment, base = blob.segments[index], starts[index]
+        length = len(segment) if isinstance(segment, bytes) else segment.numel() * segment.element_size()
+        low, high = max(start - base, 0), min(stop - base, length)
+        if low < high:
+            parts.append(segment[low:high] if isinstance(segment, bytes) else as_bytes(segment)[low:high])
+        index += 1
+    return parts
+
+
+def segment_starts(blob: Blob) -> list[int]:
+    """Offset of every segment in the file."""
+    starts, at = [], 0
+    for segment in blob.segments:
+        starts.append(at)
+        at += len(segment) if isinstance(segment, bytes) else segment.numel() * segment.element_size()
+    assert at == blob.size, f"segments hold {at} bytes, the blob says {blob.size}"
+    return starts
+
+
+def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
+    """The parts in host memory: large ones that are there already stay, all others are gathered in the buffer."""
+    scattered = [part for part in parts if not _stays(part)]
+    gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
+    views: list[memoryview] = []
+    at = 0
+    for in_place, run in itertools.groupby(parts, _stays):
+        if in_place:
+            views += [byte_view(part) for part in run if isinstance(part, Tensor)]
+        else:
+            size = sum(len(part) for part in run)
+            views.append(gathered[at : at + size])
+            at += size
+    return views
+
+
+def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of the views after their first `count` bytes."""
+    left = []
+    for view in views:
+        if count < len(view):
+            left.append(view[count:])
+        count = max(count - len(view), 0)
+    return left
+
+
+def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The views cut into pieces of `size` bytes, the last one shorter."""
+    piece: list[memoryview] = []
+    room = size
+    for view in views:
+        at = 0
+        while at < len(view):
+            piece.append(view[at : at + room])
+            at += len(piece[-1])
+            room -= len(piece[-1])
+            if not room:
+                yield piece
+                piece, room = [], size
+    if piece:
+        yield piece
+
+
+def _stays(part: bytes | Tensor) -> bool:
+    """Whether a part is worth a write of its own."""
+    return isinstance(part, Tensor) and part.device.type == "cpu" and part.numel() >= _OWN_WRITE_BYTES
+
+
+class BlobWriter:
+    """Writes files chunk by chunk on several threads, taking the checksums on the way."""
+
+    def __init__(self, disk: Disk, threads: int | None = None) -> None:
+        self._disk = disk
+        self._threads = threads or default_threads()
+
+    def write(self, folder: Path, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
+        """Write and sync files; they are whole and on the disk when this returns."""
+        buffer = HostBuffer()
+        opened: dict[str, int] = {}
+        try:
+            for name in files:
+                opened[name] = self._disk.create(folder / name)
+            segments = (segment for blob in files.values() for segment in blob.segments)
+            devices = devices_of(segment for segment in segments if isinstance(segment, Tensor))
+            with worker_pool(self._threads, devices, "hasten-write") as pool:
+                jobs = self._jobs(files, opened, buffer)
+                sums = dict(pool.map(lambda job: job(), jobs))
+                list(pool.map(self._disk.sync, opened.values()))
+        finally:
+            for fd in opened.values():
+                self._disk.close(fd)
+        return {
+            name: FileRecord(
+                name=name,
+                size=blob.size,
+                sums=tuple(sums[name, i] for i in range(-(-blob.size // CHUNK_BYTES))),
+            )
+            for name, blob in files.items()
+        }
+
+    def _jobs(
+        self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: HostBuffer
+    ) -> list[Callable[[], tuple[tuple[str, int], str]]]:
+        """One job per chunk, round-robin over the files, since the system locks a file while it is written to."""
+        numbered = []
+        for name, blob in files.items():
+            starts = segment_starts(blob)
+            for index in range(-(-blob.size // CHUNK_BYTES)):
+                numbered.append((index, name, blob, starts))
+        numbered.sort(key=lambda item: item[0])
+
+        def job(index: int, name: str, blob: Blob, starts: list[int]) -> Callable[[], tuple[tuple[str, int], str]]:
+            return lambda: ((name, index), self._chunk(opened[name], blob, starts, index, buffer))
+
+        return [job(*item) for item in numbered]
+
+    def _chunk(self, fd: int, blob: Blob, starts: Sequence[int], index: int, buffer: HostBuffer) -> str:
+        start = index * CHUNK_BYTES
+        stop = min(start + CHUNK_BYTES, blob.size)
+        total, at = Checksum(), start
+        for summed in pieces(host_views(chunk_parts(blob, start, stop, starts), buffer), SUM_BYTES):
+            for view in summed:
+                total.update(view)
+            for written in pieces(summed, WRITE_BYTES):
+                at += self._write_all(fd, written, at)
+        start_writeback(fd, start, stop - start)
+        return total.digest()
+
+    def _write_all(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        while views:
+            written = self._disk.write_at(fd, views, offset + done)
+            done, views = done + written, skip(views, written)
+        return done
+
+
+def start_writeback(fd: int, offset: int, length: int) -> None:
+    """Ask Linux to start writing these bytes out now, so that the sync at the end finds little left."""
+    if sys.platform == "linux" and length >= CHUNK_BYTES:
+        call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        if call is not None:  # a hint only: its failure changes nothing
+            call(fd, ctypes.c_int64(offset), ctypes.c_int64(length), _START_WRITEBACK)
+
+
+class ChunkReader(threading.local):
+    """Takes checksums of what lies on the disk, through one small buffer per thread that stays in the cache."""
+
+    def __init__(self) -> None:
+        # not a bytearray: clearing it first would hold the other threads up
+        self._view = memoryview(np.empty(16 * BLOCK_BYTES, np.uint8).data)
+
+    def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
+        """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
+        with open_outside(path) as file:
+            found = _checksum_mapped(file.fileno(), start, stop, kind)
+            return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
+
+    def _checksum_read(self, fd: int, start: int, stop: int, total: Summing) -> str:
+        at = start
+        while at < stop:
+            wanted = min(len(self._view), stop - at)
+            count = read_all(fd, [self._view[:wanted]], at)
+            total.update(self._view[:count])
+            at += wanted
+        return total.digest()
+
+
+def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | ColumnChecksum]) -> str | None:
+    """The checksum without a copy of the bytes; None where the system or the disk does not play along.
+
+    The kernel is asked to bring the bytes first: an error of the disk is then an answer, not the end of the process.
+    """
+    if sys.platform != "linux" or stop - start < SUM_BYTES or start % mmap.ALLOCATIONGRANULARITY:
+        return None
+    try:
+        view = mmap.mmap(fd, stop - start, prot=mmap.PROT_READ, offset=start)
+    except (OSError, ValueError):  # the file is shorter than it should be, or cannot be mapped
+        return None
+    words = np.frombuffer(view, np.uint8)
+    populated: int = ctypes.CDLL(None).madvise(
+        ctypes.c_void_p(words.ctypes.data), ctypes.c_size_t(len(words)), _POPULATE_READ
+    )
+    return checksum(memoryview(words), kind) if populated == 0 else None  # type: ignore[arg-type]  # arrays are buffers
+
+
+def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Fill the views one after another; bytes read: all that were asked for, unless the file ends before."""
+    done = 0
+    while views:
+        count = os.preadv(fd, views, offset + done)
+        if not count:
+            break
+        done, views = done + count, skip(views, count)
+    return done
+
+
+def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> CheckpointError:
+    """The error of a write that failed; of one for which there is no room, it names the disk."""
+    if error.errno not in FULL:
+        return CheckpointError(
+            f"{what} could not be written to {folder}: {error}. Nothing was saved, and what was there before stays. Give a folder that can "
+            "be written to."
+        )
+    mount = folder.resolve()
+    while not os.path.ismount(mount) and mount != mount.parent:
+        mount = mount.parent
+    try:
+        usage = shutil.disk_usage(folder)
+        room = f"{usage.free / 1e6:,.1f} MB of {usage.total / 1e6:,.1f} MB are free"
+    except OSError:  # the folder went away, or the file system does not say
+        room = "how much is free cannot be found out"
+    needed = f"; this rank writes {num_bytes / 1e6:,.1f} MB" if num_bytes else ""
+    why = "allows no larger file (ulimit -f)" if error.errno == errno.EFBIG else "is full"
+    return CheckpointError(
+        f"writing {what} failed, because the disk of {folder} (mounted at {mount}) {why}: "
+        f"{error.strerror or error}. {room}{needed}. Nothing was saved, and what was there before stays. Delete old checkpoints "
+        "(total_limit does it by itself), or save to another disk."
+    )

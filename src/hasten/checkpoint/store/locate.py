@@ -1,0 +1,142 @@
+"""Where a checkpoint goes or comes from: paths and URLs become a store and a name."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hasten.checkpoint.base import CheckpointStore
+from hasten.checkpoint.format.manifest import MANIFEST_NAME
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.paths import check_path
+from hasten.checkpoint.store.remote_store import RemoteStore, is_url
+from hasten.errors import ConfigError, IncompleteCheckpointError
+
+log = logging.getLogger(__name__)
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+
+def open_store(place: str | Path) -> CheckpointStore:
+    """The store at a folder or URL (`file://` is a folder)."""
+    check_path(place, "the checkpoint folder")
+    text = str(place)
+    if text.startswith("file://"):
+        return LocalStore(text.removeprefix("file://"))
+    return RemoteStore(text) if is_url(text) else LocalStore(Path(text))
+
+
+def locate(place: str | Path) -> tuple[CheckpointStore, str]:
+    """The store and name of one checkpoint given by its own path or URL."""
+    check_path(place, "the checkpoint folder")
+    text = str(place).rstrip("/")
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if is_url(text):
+        parent, _, name = text.rpartition("/")
+        if not name or parent.endswith((":/", ":")):
+            raise ConfigError(f"{place} names no folder in the storage; give a URL such as s3://bucket/run/checkpoint.")
+        return RemoteStore(parent), name
+    path = Path(text or "/").expanduser().resolve()
+    if not path.name:
+        raise ConfigError(f"{place} is the root of the file system; give a folder for the checkpoint.")
+    return LocalStore(path.parent), path.name
+
+
+def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
+    """The store and name of a checkpoint to be read.
+
+    Raises: IncompleteCheckpointError when there is nothing, or a file, where its folder should be.
+    """
+    store, name = locate(place)
+    if isinstance(store, LocalStore):
+        path = store.folder(name)
+        if path.is_file():
+            inside = (path.parent / MANIFEST_NAME).is_file()
+            hint = f"give the folder it is in, {path.parent}" if inside else "give such a folder"
+            raise IncompleteCheckpointError(
+                f"{place} is a file; a checkpoint is a folder with {MANIFEST_NAME} in it, as save_state writes it: {hint}."
+            )
+        if not path.exists():
+            raise IncompleteCheckpointError(
+                f"{place} does not exist, so there is no checkpoint to load. Check the path (the current folder is "
+                f"{Path.cwd()}); `hasten ckpt list {path.parent}` shows what is there."
+            )
+    return store, name
+
+
+def passed_over(store: CheckpointStore, chosen: str) -> list[str]:
+    """Numbered checkpoints that are newer than `chosen` and not complete, oldest first: what a crash left, or a copy."""
+    names = set(store.names())
+    root = Path(store.address)
+    if isinstance(store, LocalStore) and root.is_dir():
+        names |= {entry.name for entry in root.iterdir() if entry.is_dir()}
+    least = number_of(chosen) or 0
+    newer = sorted((n, name) for name in names if (n := number_of(name)) is not None and n > least)
+    return [name for _, name in newer if not store.complete(name)]
+
+
+def tell_passed_over(store: CheckpointStore, chosen: str) -> None:
+    """Say in the log which newer checkpoints are not taken."""
+    if skipped := passed_over(store, chosen):
+        log.warning(
+            "using %s in %s and skipping newer ones: %s (no manifest, or not all files, as after a crash or a copy "
+            "that did not end)",
+            chosen,
+            store.address,
+            ", ".join(skipped),
+        )
+
+
+def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
+    """Return if `automatic_checkpoint_naming` allows this target of save_state.
+
+    Raises: ConfigError if it asks for numbers and a folder is named, or forbids them and none is.
+    """
+    if output_dir is not None and automatic:
+        raise ConfigError(
+            f"automatic_checkpoint_naming=True numbers every checkpoint under project_dir, but save_state({str(output_dir)!r}) "
+            "names a folder; call save_state() without one, or leave automatic_checkpoint_naming out."
+        )
+    if output_dir is None and automatic is False:
+        raise ConfigError(
+            "save_state() got no folder and automatic_checkpoint_naming=False forbids a numbered one, so there is no place for "
+            'the checkpoint; call save_state("folder"), or leave automatic_checkpoint_naming out.'
+        )
+
+
+def numbered(number: int) -> str:
+    """The name of an automatically numbered checkpoint."""
+    return f"checkpoint_{number}"
+
+
+def number_of(name: str) -> int | None:
+    """The number in an automatic name; None for other names."""
+    found = _NUMBERED.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def next_number(names: Sequence[str], at_least: int) -> int:
+    """A number above all that were ever used here."""
+    return max([at_least, *(n + 1 for name in names if (n := number_of(name)) is not None)])
+
+
+def newest(store: CheckpointStore) -> str:
+    """The name of the newest complete checkpoint.
+
+    Raises: IncompleteCheckpointError when there is none, naming what is there.
+    """
+    found = sorted(((n, name) for name in store.names() if (n := number_of(name)) is not None), reverse=True)
+    for _, name in found:
+        if store.complete(name):
+            return name
+    seen = f"found only incomplete ones ({', '.join(name for _, name in found)})" if found else "found none"
+    raise IncompleteCheckpointError(
+        f"there is no complete checkpoint in {store.address}: {seen}. Save one first, or give the path of another."
+    )
+
+
+def join_place(place: str, *parts: str) -> str:
+    """A path or URL below another."""
+    return "/".join((place.rstrip("/"), *parts)) if is_url(place) else str(Path(place).joinpath(*parts))

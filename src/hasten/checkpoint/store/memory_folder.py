@@ -1,0 +1,123 @@
+"""A machine's folder in memory (/dev/shm): the newest states of its own ranks, and of those of another machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hasten.checkpoint.format.manifest import MANIFEST_NAME, FileRecord, Manifest, decode, inside
+from hasten.checkpoint.reader import verify_files
+from hasten.checkpoint.store.copies import Copy
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import number_of, numbered
+from hasten.checkpoint.store.ownership import this_process
+from hasten.errors import CheckpointError, ConfigError
+
+_ARRIVING: Final = ".arriving"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFolder:
+    """States by the ranks they belong to; each is a checkpoint of its own, complete or not there."""
+
+    root: Path
+
+    @classmethod
+    def claimed(cls, root: Path) -> MemoryFolder:
+        """The folder of the n-th Accelerator of this process, which is the n-th on every rank and after every restart."""
+        here = this_process()
+        for number in range(1 << 10):
+            folder = root / str(number)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                (folder / f".user-{here.pid}-{here.started}").touch(mode=0o600, exist_ok=False)
+            except FileExistsError:  # of an earlier Accelerator
+                continue
+            return cls(folder)
+        raise ConfigError(
+            f"this process has made {1 << 10} Accelerators with checkpoint_in_memory, so their copies cannot be told apart any more. Make "
+            "fewer, or leave checkpoint_in_memory out."
+        )
+
+    def store(self, ranks: Sequence[int]) -> LocalStore:
+        """Where the states of these ranks are."""
+        return LocalStore(self._of(ranks))
+
+    def _of(self, ranks: Sequence[int]) -> Path:
+        return self.root / f"ranks_{ranks[0]}-{ranks[-1]}"
+
+    def folder(self, copy: Copy) -> Path:
+        """The folder of one state."""
+        return self._of(copy.ranks) / numbered(copy.step)
+
+    def held(self) -> list[Copy]:
+        """The states that are complete and undamaged: every file is read and compared with its checksums."""
+        found = []
+        for place in sorted(self.root.glob("ranks_*")):
+            store = LocalStore(place)
+            for name in store.names():
+                try:
+                    manifest, folder = store.manifest(name), store.folder(name)
+                    sound = not verify_files(folder, manifest.files, manifest.chunk_bytes)
+                except (CheckpointError, OSError):  # cut off by the kill that this restart follows
+                    continue
+                step = number_of(name)
+                if sound and step is not None:
+                    found.append(Copy(manifest.ranks, manifest.world_size, step))
+        return found
+
+    def manifest(self, copy: Copy) -> bytes:
+        """The manifest of a state, as it is stored."""
+        return (self.folder(copy) / MANIFEST_NAME).read_bytes()
+
+    def keep_only(self, steps: Collection[int]) -> None:
+        """Delete the states of all other steps. Ranks: the first of the machine."""
+        for place in self.root.glob("ranks_*"):
+            for folder in [entry for entry in place.iterdir() if entry.is_dir()]:
+                if (step := number_of(folder.name)) is not None and step not in steps:
+                    (folder / MANIFEST_NAME).unlink(missing_ok=True)  # from here on it is none, whatever happens
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def free_bytes(self) -> int:
+        """Room left."""
+        return shutil.disk_usage(self.root).free
+
+    # -- states of other machines ---------------------------------------------------------------------------------
+    def arriving(self, copy: Copy) -> Path:
+        """Where the files of a state lie that is being received."""
+        return self._of(copy.ranks) / _ARRIVING / numbered(copy.step)
+
+    @contextmanager
+    def receive(self, copy: Copy, raw: bytes, alike: Sequence[FileRecord], like: Path) -> Iterator[Manifest]:
+        """Take in a state: its files come within the block, but for those `alike`, which are linked from `like`.
+
+        It becomes visible at the end, if every file is what the manifest says. Ranks: the first of the machine.
+        """
+        draft = self.arriving(copy)
+        shutil.rmtree(draft.parent, ignore_errors=True)
+        draft.mkdir(mode=0o700, parents=True)
+        manifest = decode(raw, str(draft / MANIFEST_NAME))
+        for file in manifest.files:
+            path = inside(draft, file.name)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if file in alike:
+                os.link(like / file.name, path)
+            elif not file.size:
+                path.touch(mode=0o600)
+        yield manifest
+        came = [file for file in manifest.files if file not in alike]
+        if problems := verify_files(draft, came, manifest.chunk_bytes):
+            raise CheckpointError(
+                f"the copy of the state of ranks {list(copy.ranks)} arrived damaged ({'; '.join(problems[:3])}), so it could not be used "
+                "after a failure. Look for a faulty network card or memory on both machines."
+            )
+        (draft / MANIFEST_NAME).write_bytes(raw)
+        target = self.folder(copy)
+        shutil.rmtree(target, ignore_errors=True)
+        draft.rename(target)
+        draft.parent.rmdir()

@@ -1,0 +1,189 @@
+"""The complete things a folder may hold, and how they are kept from being overwritten by another kind."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hasten.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    Manifest,
+    decode,
+)
+from hasten.checkpoint.store.disk import ChunkReader
+from hasten.checkpoint.store.outside_files import read_outside, size_of
+from hasten.errors import CheckpointError, CheckpointVersionError, ConfigError
+
+WEIGHTS: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+"""Weight files in the Hub layout, which a checkpoint's model and an exported one share."""
+FOREIGN: Final = re.compile(r"(optimizer|scheduler|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)|scaler\.pt")
+"""Further files of a checkpoint by Hugging Face Accelerate."""
+TORCH_TABLE: Final = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a folder holds, in words, and the files it consists of, the one that makes it complete first."""
+
+    what: str
+    names: tuple[str, ...]
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    path = folder / MANIFEST_NAME
+    try:
+        return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
+    except CheckpointVersionError:
+        raise
+    except (OSError, CheckpointError):  # none, or damaged: then it lists nothing
+        return None
+
+
+def listed(folder: Path) -> Mapping[str, FileRecord]:
+    """Return the files of the checkpoint in a folder by name; none when it holds no checkpoint.
+
+    Raises: CheckpointVersionError when another version of hasten wrote it.
+    """
+    found = _manifest(folder)
+    return {} if found is None else {file.name: file for file in found.files}
+
+
+def check_unlisted(folder: Path, names: Sequence[str]) -> None:
+    """Return if no file called one of `names` is part of a checkpoint in the folder.
+
+    Raises: CheckpointError otherwise.
+    """
+    if taken := sorted({*names} & {*listed(folder)}):
+        raise part_of_checkpoint(folder, taken)
+
+
+def check_no_weights(folder: Path) -> None:
+    """Return if the folder holds no checkpoint with weights in the Hub layout.
+
+    Raises: CheckpointError otherwise.
+    """
+    if taken := sorted(name for name in listed(folder) if WEIGHTS.fullmatch(name)):
+        raise part_of_checkpoint(folder, taken)
+
+
+def part_of_checkpoint(folder: Path, names: Sequence[str]) -> CheckpointError:
+    """The error of a write that would replace files of a checkpoint."""
+    return CheckpointError(
+        f"{folder} holds a checkpoint, and {', '.join(names[:3])} {'is a part' if len(names) == 1 else 'are parts'} of it: with other "
+        "content there, load_state would find the checkpoint damaged. Nothing was changed. Write to another folder, such as "
+        f"{folder / 'export'}, or delete the checkpoint first."
+    )
+
+
+def unchanged(folder: Path, records: Mapping[str, FileRecord]) -> set[str]:
+    """Return which of the files are part of the checkpoint in the folder, with this very content.
+
+    Raises: CheckpointError when the checkpoint has weights in the Hub layout that are not among `records` as they are.
+    """
+    theirs = {name: file for name, file in listed(folder).items() if WEIGHTS.fullmatch(name) or name in records}
+    same = {n for n, f in theirs.items() if n in records and (records[n].size, records[n].sums) == (f.size, f.sums)}
+    if other := sorted(theirs.keys() - same):
+        raise part_of_checkpoint(folder, other)
+    return same
+
+
+def check_export(folder: Path, manifest: Manifest) -> None:
+    """Return if a checkpoint that is about to be put into the folder leaves a model that was exported there as it is.
+
+    Raises: CheckpointError when its weights would replace others, or hide them under another name.
+    """
+    new = {file.name: file for file in manifest.files if WEIGHTS.fullmatch(file.name)}
+    there = sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name)) if new else []
+    if other := [name for name in there if name not in new or not _is_same(folder / name, new[name])]:
+        raise CheckpointError(
+            f"{folder} holds an exported model ({', '.join(other[:3])}), whose weights are not those of this checkpoint and would be "
+            "replaced or hidden by them. Nothing was changed. Save the checkpoint into another folder, or delete the model first."
+        )
+
+
+def _is_same(path: Path, file: FileRecord) -> bool:
+    if size_of(path) != file.size:
+        return False
+    reader = ChunkReader()
+    spans = ((at, min(at + CHUNK_BYTES, file.size)) for at in range(0, file.size, CHUNK_BYTES))
+    return all(reader.checksum(path, *span) == known for span, known in zip(spans, file.sums, strict=True))
+
+
+def holding(folder: Path) -> Holding | None:
+    """Return what a folder holds: a checkpoint of any tool, an exported model, or several of them."""
+    if not folder.is_dir():
+        return None
+    names = sorted(path.name for path in folder.iterdir() if not path.is_dir())
+    found: dict[str, list[str]] = {}
+    if MANIFEST_NAME in names:
+        try:
+            manifest = _manifest(folder)
+            parts = [] if manifest is None else [file.name for file in manifest.files]
+        except CheckpointVersionError:
+            parts = []
+        found["a checkpoint"] = [MANIFEST_NAME, *parts]
+    if TORCH_TABLE in names:
+        shards = [name for name in names if name.endswith(".distcp")]
+        found["a checkpoint of torch.distributed.checkpoint"] = [TORCH_TABLE, *shards]
+    taken = {name for parts in found.values() for name in parts}
+    weights = [name for name in names if WEIGHTS.fullmatch(name) and name not in taken]
+    foreign = [name for name in names if FOREIGN.fullmatch(name) and name not in taken]
+    found |= {"an exported model": weights} if weights else {}
+    found |= {"states of another tool": foreign} if foreign else {}
+    if not found:
+        return None
+    return Holding(" and ".join(found), tuple(name for parts in found.values() for name in parts))
+
+
+@contextmanager
+def free_target(target: Path, sources: Sequence[Path], overwrite: bool) -> Iterator[None]:
+    """Run the block with a target folder that holds nothing; what it held is deleted after the block if `overwrite`.
+
+    A failing block leaves the folder as it was.
+    Raises: ConfigError when the target is also a source; CheckpointError when it holds something and must not be overwritten.
+    """
+    if any(target.resolve() == source.resolve() for source in sources):
+        raise ConfigError(
+            f"{target} is both the source and the target, so it would be overwritten while it is read; nothing was changed. Give "
+            "another folder for the result."
+        )
+    found = holding(target)
+    if found is None:
+        yield
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"{target} already holds {found.what} ({', '.join(found.names[:3])}{', ...' if len(found.names) > 3 else ''}), which would be "
+            "lost. Nothing was changed. Give another folder, or --overwrite to replace it."
+        )
+    with _aside(target, found.names):
+        yield
+
+
+@contextmanager
+def _aside(folder: Path, names: Sequence[str]) -> Iterator[None]:
+    """Move files into a hidden folder for the time of the block, then delete them; a failing block gets them back."""
+    hidden = folder / f".hasten-aside.{secrets.token_hex(6)}"
+    moved: list[str] = []
+    try:
+        for name in names:
+            if (folder / name).exists():
+                (hidden / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).rename(hidden / name)
+                moved.append(name)
+        yield
+    except BaseException:
+        for name in reversed(moved):
+            (hidden / name).replace(folder / name)
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    shutil.rmtree(hidden, ignore_errors=True)

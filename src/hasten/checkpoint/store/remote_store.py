@@ -1,0 +1,383 @@
+"""Checkpoints at any fsspec URL: files first, the manifest last, and nothing counts before it is there."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from hasten.checkpoint.base import Blob
+from hasten.checkpoint.format.checksum import Checksum
+from hasten.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    FileRecord,
+    Manifest,
+    decode,
+    encode,
+    inside,
+    safe_name,
+)
+from hasten.checkpoint.store.disk import chunk_parts, default_threads, host_views, segment_starts
+from hasten.checkpoint.store.local_draft import check_hooked, described
+from hasten.checkpoint.store.local_store import is_automatic, same_family
+from hasten.checkpoint.store.ownership import Owner, Patience
+from hasten.checkpoint.store.remote_locks import RemoteLocks
+from hasten.checkpoint.store.writer_lock import Claim, dead, take
+from hasten.checkpoint.transfer import HostBuffer
+from hasten.errors import CheckpointBusyError, CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
+from hasten.optional import need
+
+log = logging.getLogger(__name__)
+_VERSION: Final = re.compile(r"v-[0-9a-f]{12}/")
+"""Where a save puts its files when others lie in the folder already."""
+_OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "oci"})
+"""Object stores have no folders; making one there could create a bucket by a slip of the pen."""
+
+
+def is_url(place: str) -> bool:
+    """Whether a place is a URL rather than a path."""
+    scheme, mark, _ = place.partition("://")
+    return bool(mark) and len(scheme) > 1
+
+
+class RemoteDraft:
+    """A checkpoint being uploaded; a second save under one name uploads beside the first and replaces its manifest.
+
+    The process that began the draft holds the `claim`; those that join it have none.
+    """
+
+    def __init__(self, store: RemoteStore, name: str, token: str, claim: Claim | None = None) -> None:
+        self._store = store
+        self._name = name
+        self._token = token
+        self._claim = claim
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def token(self) -> str:
+        return self._token
+
+    @property
+    def folder(self) -> Path:
+        """A local folder for hooks; its files are uploaded by `put`."""
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="hasten-hooks-")
+        folder = Path(self._scratch.name) / self._name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def _placed(self, file: str) -> str:
+        prefix = self._token.partition(":")[2]
+        return f"{prefix}/{file}" if prefix else file
+
+    def _path(self, file: str) -> str:
+        return self._store.join_path(self._name, self._placed(file))
+
+    def put(self, files: Mapping[str, Blob]) -> dict[str, FileRecord]:
+        """Upload files, and what hooks left in this rank's local folder, side by side, taking the checksums on the way."""
+        own = self._hooked(files)
+        with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-upload") as pool:
+            records = dict(zip(files, pool.map(lambda item: self._upload(*item), files.items()), strict=True))
+            records |= dict(zip(own, pool.map(lambda item: self._upload_file(*item), own.items()), strict=True))
+        self._drop_scratch()
+        return records
+
+    def _upload(self, file: str, blob: Blob) -> FileRecord:
+        buffer, starts, sums = HostBuffer(), segment_starts(blob), []
+        with self._store.fs.open(self._path(file), "wb") as out:
+            for start in range(0, blob.size, CHUNK_BYTES):
+                parts = chunk_parts(blob, start, min(start + CHUNK_BYTES, blob.size), starts)
+                total = Checksum()
+                for view in host_views(parts, buffer):
+                    total.update(view)
+                    out.write(view)
+                sums.append(total.digest())
+        return FileRecord(name=self._placed(file), size=blob.size, sums=tuple(sums))
+
+    def _hooked(self, files: Mapping[str, Blob]) -> dict[str, Path]:
+        """Files of hooks in the local folder, by name."""
+        found: dict[str, Path] = {}
+        for path in sorted(self.folder.rglob("*")) if self._scratch is not None else ():
+            name = path.relative_to(self.folder).as_posix()
+            if name in files:
+                log.warning("%s, which a save hook wrote, is replaced by the file of that name this save writes", name)
+            elif not path.is_dir() or path.is_symlink():
+                found[name] = check_hooked(self.folder, name)
+        return found
+
+    def _upload_file(self, file: str, path: Path) -> FileRecord:
+        record = described(path, self._placed(file), threads=1)
+        self._store.fs.put_file(str(path), self._path(file))
+        return record
+
+    def adopt(self, known: Sequence[str]) -> list[FileRecord]:
+        """Nothing more: every rank's `put` has uploaded what its hooks left."""
+        return []
+
+    def commit(self, manifest: Manifest) -> None:
+        """Upload the manifest: from then on, and not before, the checkpoint is there."""
+        self._check_arrived(manifest)
+        if self._claim is not None:
+            self._claim.check(f"{self._store.address}/{self._name}")
+        path = self._store.join_path(self._name, MANIFEST_NAME)
+        before, previous = self._store.listed_files(self._name), self._store.raw_manifest(self._name)
+        self._store.fs.pipe_file(path, encode(manifest))
+        try:
+            self._check_arrived(manifest)
+        except CheckpointError:
+            if previous is None:
+                self._store.remove(self._name, [MANIFEST_NAME])
+            else:
+                self._store.fs.pipe_file(path, previous)
+            raise
+        kept = {file.name for file in manifest.files}
+        self._store.remove(self._name, [file for file in before if file not in kept])
+        self._release()
+
+    def _check_arrived(self, manifest: Manifest) -> None:
+        sizes = self._store.sizes(self._name)
+        for file in manifest.files:
+            if (size := sizes.get(file.name)) != file.size:
+                raise CheckpointError(
+                    f"{file.name} is at {self._store.address}/{self._name} with {size or 'none'} of {file.size} bytes, so the "
+                    "checkpoint was not committed. Save again; look at the storage service if it happens again."
+                )
+
+    def _drop_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+            self._scratch = None
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+
+    def abort(self) -> None:
+        """Remove what was uploaded, unless somebody else owns the checkpoint by now."""
+        self._drop_scratch()
+        try:
+            if self._claim is None or self._claim.held():
+                prefix = self._token.partition(":")[2]  # without one, the folder was empty when the draft began
+                self._store.sweep(self._name, re.compile(re.escape(prefix) + "/") if prefix else None)
+        finally:
+            self._release()
+
+
+class RemoteStore:
+    """Checkpoints as folders under one URL of any file system fsspec knows."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        patience: Patience | None = None,
+        here: Owner | None = None,
+        **options: Any,  # Any: options of the file system (keys, endpoints)
+    ) -> None:
+        fsspec = need("fsspec", why=f"checkpoints at {url}")
+        self.fs, self._root = fsspec.core.url_to_fs(url.rstrip("/"), **options)
+        self._url = url.rstrip("/")
+        self._patience = patience
+        self._here = here
+
+    @property
+    def address(self) -> str:
+        return self._url
+
+    @property
+    def remote(self) -> bool:
+        return True
+
+    def join_path(self, *parts: str) -> str:
+        """A path inside the store, as the file system spells it."""
+        return "/".join((self._root.rstrip("/"), *parts))
+
+    def begin(self, name: str) -> RemoteDraft:
+        """A new draft. Files that lie there already are never touched, whoever wrote them: new ones go beside them.
+
+        Only a folder with an automatic number belongs to hasten alone, and is swept of what no manifest lists.
+
+        Raises: CheckpointBusyError when another process writes this checkpoint.
+        """
+        try:
+            if self._has_folders():
+                self.fs.makedirs(self.join_path(name), exist_ok=True)
+            claim = take(self._locks(), name, f"{self._url}/{name}")
+            try:
+                self.sweep(name, None if is_automatic(name) else _VERSION)
+                self._clear_dead(name)
+                taken = bool(self.sizes(name))
+            except BaseException:
+                claim.release()
+                raise
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot start the checkpoint {name!r} at {self._url}: {error}. Nothing was changed. Check the URL and "
+                "the credentials of the storage service."
+            ) from error
+        return RemoteDraft(self, name, f"{claim.token}:v-{claim.token}" if taken else f"{claim.token}:", claim)
+
+    def _locks(self) -> RemoteLocks:
+        return RemoteLocks(self.fs, self._root, self._patience, self._here)
+
+    def _has_folders(self) -> bool:
+        return not _OBJECTS.intersection((self.fs.protocol,) if isinstance(self.fs.protocol, str) else self.fs.protocol)
+
+    def _clear_dead(self, name: str) -> None:
+        """Remove what dead processes left of this checkpoint, and of others that are numbered like it."""
+        locks, claimed = self._locks(), set[str]()
+        for entry in locks.entries():
+            lock = locks.lock_at(entry.tag, entry.token) if same_family(name, entry.tag) else None
+            if lock is not None and dead(locks, entry.tag, lock):
+                locks.remove(entry.tag, entry.token)
+            else:
+                claimed.add(entry.tag)
+        for other in self._folders():
+            unowned = other != name and same_family(name, other) and other not in claimed
+            if unowned and not self.fs.exists(self.join_path(other, MANIFEST_NAME)):
+                self._sweep_claimed(other)
+
+    def _sweep_claimed(self, name: str) -> None:
+        try:
+            claim = take(self._locks(), name, f"{self._url}/{name}")
+        except CheckpointBusyError:  # somebody has begun to write it this moment
+            return
+        try:
+            self.sweep(name)
+        finally:
+            claim.release()
+
+    def join(self, name: str, token: str) -> RemoteDraft:
+        """The draft main began: every process sees a URL."""
+        return RemoteDraft(self, name, token)
+
+    def _folders(self) -> list[str]:
+        self.fs.invalidate_cache()
+        if not self.fs.exists(self._root):
+            return []
+        entries = self.fs.ls(self._root, detail=True)
+        return [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Bytes of everything that lies in the folder of a checkpoint, by name, in one listing."""
+        self.fs.invalidate_cache()
+        base = self.join_path(name)
+        if not self.fs.exists(base):
+            return {}
+        prefix = str(self.fs._strip_protocol(base)).rstrip("/") + "/"
+        return {str(p).removeprefix(prefix): int(e["size"]) for p, e in self.fs.find(base, detail=True).items()}
+
+    def raw_manifest(self, name: str) -> bytes | None:
+        """The manifest as it lies there; None when there is none."""
+        try:
+            return bytes(self.fs.cat_file(self.join_path(name, MANIFEST_NAME)))
+        except FileNotFoundError:
+            return None
+
+    def listed_files(self, name: str) -> list[str]:
+        """Files of the committed checkpoint of this name; none when there is none that can be read."""
+        try:
+            return [file.name for file in self.manifest(name).files]
+        except CheckpointError:  # absent or damaged: then nothing is known to be part of it
+            return []
+
+    def sweep(self, name: str, which: re.Pattern[str] | None = None) -> None:
+        """Remove what no manifest lists, all of it or the files that match: leftovers of saves that never came to their end."""
+        listed = {*self.listed_files(name), MANIFEST_NAME}
+        unlisted = [file for file in self.sizes(name) if file not in listed]
+        self.remove(name, [file for file in unlisted if which is None or which.match(file)])
+
+    def remove(self, name: str, files: Sequence[str]) -> None:
+        """Delete files of a checkpoint."""
+        if files:
+            self.fs.rm([self.join_path(name, file) for file in files])
+
+    def names(self) -> list[str]:
+        """Folders with a manifest."""
+        return sorted(n for n in self._folders() if self.fs.exists(self.join_path(n, MANIFEST_NAME)))
+
+    def manifest(self, name: str) -> Manifest:
+        """The verified manifest."""
+        path = self.join_path(name, MANIFEST_NAME)
+        where = f"{self._url}/{name}/{MANIFEST_NAME}"
+        try:
+            if self.fs.size(path) > MAX_MANIFEST_BYTES:
+                raise CorruptCheckpointError(f"{where}: larger than any manifest. Use another checkpoint.")
+            return decode(self.fs.cat_file(path), where)
+        except FileNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"{where} does not exist, so there is no complete checkpoint at {self._url}/{name}. Give another URL."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{where} cannot be read: {error}. Check the URL and the credentials.") from error
+
+    def complete(self, name: str) -> bool:
+        """Whether the manifest is readable and every file is there with its size."""
+        try:
+            manifest = self.manifest(name)
+            return all(self.fs.size(self.join_path(name, file.name)) == file.size for file in manifest.files)
+        except (CheckpointError, OSError):  # what is wrong is said when it is loaded by name
+            return False
+
+    @contextmanager
+    def fetch(self, name: str, files: Sequence[FileRecord]) -> Iterator[Path]:
+        """Download the files into a temporary folder, several at a time."""
+        with tempfile.TemporaryDirectory(prefix="hasten-fetch-") as scratch:
+            folder = Path(scratch)
+            self._check_room(name, folder, sum(file.size for file in files))
+            there = self.sizes(name)
+            for file in files:
+                if there.get(file.name, 0) > file.size:
+                    raise CorruptCheckpointError(
+                        f"{self._url}/{name}: {file.name} has {there[file.name]} bytes instead of {file.size}, so it was replaced after it "
+                        "was saved. Nothing was downloaded. Load another checkpoint."
+                    )
+
+            def download(file: FileRecord) -> None:
+                target = inside(folder, safe_name(file.name, self._url))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    self.fs.get_file(self.join_path(name, file.name), str(target))
+                except FileNotFoundError as error:
+                    raise IncompleteCheckpointError(
+                        f"{self._url}/{name}: {file.name} is missing. Nothing was loaded. Load another checkpoint."
+                    ) from error
+
+            with ThreadPoolExecutor(default_threads(), thread_name_prefix="hasten-download") as pool:
+                list(pool.map(download, files))
+            yield folder
+
+    def _check_room(self, name: str, folder: Path, num_bytes: int) -> None:
+        usage = shutil.disk_usage(folder)
+        if num_bytes > usage.free:
+            raise CheckpointError(
+                f"{self._url}/{name} has {num_bytes / 1e6:,.1f} MB to download and the disk of {folder.parent} has "
+                f"{usage.free / 1e6:,.1f} MB free. Nothing was loaded. Free space there, or set TMPDIR to a folder on a larger "
+                "disk."
+            )
+
+    def delete(self, name: str) -> None:
+        """Remove the manifest first, so that no reader sees a part of the checkpoint, then the rest.
+
+        Raises: CheckpointBusyError when another process writes it.
+        """
+        claim = take(self._locks(), name, f"{self._url}/{name}")
+        try:
+            self.remove(name, [MANIFEST_NAME])
+            self.remove(name, list(self.sizes(name)))
+            if self.fs.exists(self.join_path(name)):
+                self.fs.rm(self.join_path(name), recursive=True)
+        finally:
+            claim.release()

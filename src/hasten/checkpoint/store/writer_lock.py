@@ -1,0 +1,222 @@
+"""Claims: one writer at a time for each checkpoint, with a lock that names it and shows that it is alive.
+
+Every writer puts a lock of its own beside the others and then looks: whoever finds another live lock takes its own away
+again. Two that come at the same moment may both give way and try once more, but never do both go on. Nothing is taken
+over and nothing is overwritten, so that this needs no more of a file system than that a new file is seen at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from hasten.checkpoint.store.ownership import Liveness, Owner, Patience, busy, lost
+
+log = logging.getLogger(__name__)
+_TRIES = 6
+_OLD = 5
+"""Times the patience after which a lock is dead at first sight, without waiting for a sign of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lock:
+    """A lock as it was found: whose it is, and what changes with every sign of life."""
+
+    token: str
+    owner: Owner
+    signature: tuple[float, int]
+
+
+class Locks(Protocol):
+    """The locks of one folder or URL."""
+
+    @property
+    def here(self) -> Owner:
+        """The identity of this process."""
+        ...
+
+    @property
+    def patience(self) -> Patience: ...
+
+    def put(self, name: str, token: str) -> Claim:
+        """Add a lock of this process."""
+        ...
+
+    def found(self, name: str) -> list[Lock]:
+        """All locks of a checkpoint."""
+        ...
+
+    def judge(self, name: str, lock: Lock) -> Liveness:
+        """Whether the owner runs, as far as one look tells."""
+        ...
+
+    def remove(self, name: str, token: str) -> None:
+        """Take a dead owner's lock away."""
+        ...
+
+
+class Claim:
+    """The right of this process to write one checkpoint, until it is released or nobody refers to it any more."""
+
+    def __init__(
+        self, token: str, there: Callable[[], bool], let_go: Callable[[], None], beat: Callable[[], bool]
+    ) -> None:
+        self.token = token
+        self._there = there
+        self._signs = _Signs(beat)
+        self._let_go = let_go
+        self._end = weakref.finalize(self, _end, self._signs, let_go, os.getpid())
+
+    def keep(self, every_s: float) -> None:
+        """Show signs of life from now on."""
+        self._signs.start(every_s)
+
+    def held(self) -> bool:
+        """Whether the lock is still there."""
+        return self._end.alive and self._there()
+
+    def check(self, place: str) -> None:
+        """Raise CheckpointBusyError unless the lock is still there."""
+        if not self.held():
+            raise lost(place)
+
+    def release(self) -> None:
+        """Take the lock away; harmless to repeat."""
+        try:
+            self._end()
+        except BaseException:  # whatever happens, a run must not keep itself from saving again
+            self._let_go()
+            raise
+
+
+class _Signs:
+    """A thread that renews a lock."""
+
+    def __init__(self, beat: Callable[[], bool]) -> None:
+        self._beat = beat
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, every_s: float) -> None:
+        self._thread = threading.Thread(target=self._run, args=(every_s,), name="hasten-lock", daemon=True)
+        self._thread.start()
+
+    def _run(self, every_s: float) -> None:
+        while not self._ended.wait(every_s):
+            try:
+                if not self._beat():
+                    return
+            except OSError as error:  # the next one may succeed; if none does, the commit finds the lock gone
+                log.debug("a lock could not be renewed: %s", error)
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _end(signs: _Signs, let_go: Callable[[], None], pid: int) -> None:
+    if os.getpid() != pid:  # a forked copy: the claim is the parent's
+        return
+    try:
+        signs.stop()
+    finally:
+        try:
+            let_go()
+        except OSError:
+            _let_go_again(let_go)
+
+
+def _let_go_again(let_go: Callable[[], None]) -> None:
+    """The second try: the first may have failed before it gave the lock back, and the next save would wait for it."""
+    try:
+        let_go()
+    except OSError as error:  # the lock of a process that has ended, or has given it back, counts for nothing
+        log.warning("a lock could not be removed: %s", error)
+
+
+def take(locks: Locks, name: str, place: str) -> Claim:
+    """Claim a checkpoint for this process. `place` is its name in messages.
+
+    Raises: CheckpointBusyError when another live process holds it.
+    """
+    rival, collected = None, False
+    for attempt in range(_TRIES):
+        if attempt:
+            time.sleep((5 + secrets.randbelow(15)) / 1000 * attempt)  # not from the generators that training draws from
+        rival = _running(locks, name, place)
+        if rival is not None:
+            if rival.owner.pid == locks.here.pid and not collected:  # a failed save's may be waiting to be collected
+                gc.collect()
+                collected = True
+            continue
+        token = secrets.token_hex(6)
+        claim = locks.put(name, token)
+        try:
+            rival = _seen(locks, name, token)
+            if rival is None:
+                claim.keep(locks.patience.beat_s)
+                return claim
+        except BaseException:
+            claim.release()
+            raise
+        claim.release()
+    assert rival is not None, "a claim without a rival was returned"
+    raise busy(place, rival.owner, locks.here)
+
+
+def dead(locks: Locks, name: str, lock: Lock) -> bool:
+    """Whether the owner is known to be dead, at first sight."""
+    verdict = locks.judge(name, lock)
+    age_s = time.time() - max(lock.owner.beat_s, lock.signature[0])
+    return verdict is Liveness.DEAD or (verdict is Liveness.UNKNOWN and age_s > _OLD * locks.patience.stale_s)
+
+
+def _seen(locks: Locks, name: str, token: str) -> Lock | None:
+    """Another lock whose owner may be alive."""
+    others = (lock for lock in locks.found(name) if lock.token != token)
+    return next((lock for lock in others if not dead(locks, name, lock)), None)
+
+
+def _running(locks: Locks, name: str, place: str) -> Lock | None:
+    """A lock whose owner is alive, after waiting for a sign of life of those of whom nothing is known."""
+    watched: dict[str, Lock] = {}
+    until = time.monotonic() + locks.patience.stale_s
+    while True:
+        waiting = []
+        for lock in locks.found(name):
+            if dead(locks, name, lock):
+                continue
+            first = watched.setdefault(lock.token, lock)
+            if locks.judge(name, lock) is Liveness.RUNNING or lock.signature != first.signature:
+                return lock
+            waiting.append(lock)
+        if not waiting:
+            return None
+        if time.monotonic() >= until:
+            for lock in waiting:
+                _bury(locks, name, lock, place)
+            return None
+        if len(watched) == len(waiting) and until - time.monotonic() > locks.patience.stale_s * 0.99:
+            owner = waiting[0].owner
+            log.warning(
+                "%s has a lock of process %d on %s (since %s); waiting up to %g s for a sign of life",
+                *(place, owner.pid, owner.host, owner.since, locks.patience.stale_s),
+            )
+        time.sleep(min(1.0, locks.patience.stale_s / 10))
+
+
+def _bury(locks: Locks, name: str, lock: Lock, place: str) -> None:
+    log.warning(
+        "process %d on %s, which began to write %s at %s, gave no sign of life for %g s and counts as dead",
+        *(lock.owner.pid, lock.owner.host, place, lock.owner.since, locks.patience.stale_s),
+    )
+    locks.remove(name, lock.token)

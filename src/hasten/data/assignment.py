@@ -1,0 +1,127 @@
+"""The assignment of indices to ranks that a user's samplers and settings stand for."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from hasten.comm.local import LocalComm
+from hasten.config.data import DataLoaderConfiguration
+from hasten.data.dispatch import Seats
+from hasten.data.foreign import plainly
+from hasten.data.order import DistributedOrder, Order, check_distributed, order_of
+from hasten.data.plan import LoaderPlan, plan_batches, plan_rows
+from hasten.data.sampler import Assignment
+from hasten.data.sharded_order import PartOrder, empty_part, fit_of
+from hasten.errors import ConfigError
+from hasten.runtime.axes import BATCH
+from hasten.runtime.context import ProcessContext
+
+ALONE: Final = Seats(0, 1, (0,))
+"""The place of a rank whose order is its own."""
+
+
+def assignment_of(
+    loader: DataLoader[Any],
+    ctx: ProcessContext,
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    sharded: bool = False,
+    checks: bool = False,
+) -> Assignment:
+    """The indices of this rank; with `sharded`, the sampler's own are this rank's part already.
+
+    With `checks`, ranks compare the samplers that are drawn on the first of them.
+
+    Ranks: every rank. Raises: ConfigError or DataError when the loader cannot be split like that.
+    """
+    dispatch, split = bool(config.dispatch_batches), config.split_batches
+    batches = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else batches
+    if plainly(batches, BatchSampler):
+        sampler = batches.sampler
+    # the rank that reads for all, and one that has a part of its own, draw for themselves
+    comm = LocalComm() if dispatch or sharded else ctx.world
+    seekable, as_torch = config.use_seedable_sampler, config.order == "torch"
+    order = order_of(sampler, seekable=seekable, comm=comm, as_torch=as_torch, checks=checks)
+    stride = 1
+    if isinstance(order, DistributedOrder):
+        check_distributed(order.sampler, seats.num_shards, seats.shard, dispatch)
+        stride, seats, split = seats.num_shards, ALONE, False
+    elif sharded:
+        stride, order = seats.num_shards, _part(order, ctx, config.even_batches, _drops_last(batches))
+    if not plainly(batches, BatchSampler):
+        return _whole_batches(order, batches, config, ALONE if sharded else seats, split, stride)
+    batch_size = batches.batch_size
+    if isinstance(order, PartOrder):  # the rank's rows of each step, all of its own part
+        batch_size, seats, split = _plan(batch_size, batches, config, seats, split).rows, ALONE, False
+    return Assignment(order, _plan(batch_size, batches, config, seats, split), "rows", stride=stride)
+
+
+def _plan(
+    batch_size: int, batches: BatchSampler, config: DataLoaderConfiguration, seats: Seats, split: bool
+) -> LoaderPlan:
+    return plan_rows(
+        batch_size=batch_size,
+        num_shards=seats.num_shards,
+        shard=seats.shard,
+        split=split,
+        dispatch=bool(config.dispatch_batches),
+        drop_last=batches.drop_last,
+        even=config.even_batches,
+        pad=config.pad,
+    )
+
+
+def _whole_batches(
+    order: Order,
+    batches: Any,  # Any: the user's batch sampler
+    config: DataLoaderConfiguration,
+    seats: Seats,
+    split: bool,
+    stride: int,
+) -> Assignment:
+    """The assignment of batches that the user formed: by a batch sampler, or as items of the dataset."""
+    fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
+    if fill is None:
+        items = "batch_size=None: the dataset's items are whole batches"
+        what = items if batches is None else f"{type(batches).__name__}, a batch sampler without batch_size"
+        refuse_full_padding(config, what)
+    plan = plan_batches(
+        num_shards=seats.num_shards,
+        shard=seats.shard,
+        split=split,
+        dispatch=bool(config.dispatch_batches),
+        drop_last=_drops_last(batches),
+        even=config.even_batches,
+    )
+    shares = (seats.num_shards, seats.shard) if split and batches is not None else None
+    return Assignment(order, plan, "items" if batches is None else "batches", shares, stride, fill)
+
+
+def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
+    return bool(getattr(batches, "drop_last", False))
+
+
+def _part(order: Order, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:
+    """The order of this rank's part, with the sizes of all parts.
+
+    Raises: DataError on every rank when a part is empty that others would wait for.
+    """
+    group = ctx.groups(*BATCH)
+    sizes: list[int | None] = group.all_gather_object(order.size())
+    fit = fit_of(even, drop_last)
+    empty = [group.ranks[member] for member, size in enumerate(sizes) if size == 0]
+    if fit == "longest" and 0 < len(empty) < len(sizes):
+        raise empty_part(empty, len(sizes))
+    return PartOrder(order, group, sizes, fit)
+
+
+def refuse_full_padding(config: DataLoaderConfiguration, what: str) -> None:
+    """Raise for pad="full" where the rows of a full batch are not known."""
+    if config.pad == "full":
+        raise ConfigError(
+            f'pad="full" with {what}, so the rows that the last batches should be filled to are not known, and they would '
+            f'stay short. Give the batch sampler a batch_size, or the loader one, or set pad="least".'
+        )

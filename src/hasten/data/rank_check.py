@@ -1,0 +1,136 @@
+"""What ranks agree on before a loader is split over them: equal settings, and whether each has the data or a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+
+from hasten.comm.base import Comm
+from hasten.data.first_samples import read_head
+from hasten.data.foreign import Split, length_of, plainly, split_by_itself
+from hasten.data.hub_parts import ItemsPart, are_parts, part_of
+from hasten.data.rank_differences import asks_for_rank, decoded, description, different_data, samples_differ
+from hasten.data.shuffle import derive_seed
+from hasten.errors import DataError
+from hasten.runtime.logs import get_logger
+
+log = get_logger(__name__)
+
+# Any in this file: the user's datasets and samplers, and JSON values.
+_LENGTH: Final = "the dataset's length"
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What holds on all ranks."""
+
+    seed: int
+    sharded: bool
+    """Whether every rank's loader holds that rank's part of the data."""
+    split: Split | None = None
+    """How the dataset splits itself, where that was recognised."""
+    checks: bool = False
+    """Whether ranks that read the same data compare what they read, because nobody said that it is the same."""
+
+
+def agree_on_loader(
+    loader: DataLoader[Any], facts: Mapping[str, Any], given: bool | None, seed: int, comm: Comm, compares: bool
+) -> Agreement:
+    """Compare the ranks' loaders, and find out whether they are sharded already unless `given` says so.
+
+    With `compares`, datasets that look different are read to compare their first samples.
+
+    Ranks: every rank. Raises: DataError on every rank, naming who has what.
+    """
+    if comm.size == 1:
+        return Agreement(seed, False)
+    length = length_of(loader.dataset)
+    finding = _finding(loader) if given is None else {}
+    told = comm.all_gather_object(({**facts, "already_sharded": given}, length, finding, seed))
+    for name in (*facts, "already_sharded"):
+        _refuse_difference(name, [others[0].get(name) for others in told], comm)
+    seed = told[0][3]
+    if given:
+        return Agreement(seed, True)
+    found = [others[2] for others in told]
+    splits = [one.get("split") for one in found]
+    if given is None and all(splits):
+        split = Split(*finding["split"])
+        log.info(
+            "the dataset is split over the ranks by %s already, so each rank reads its own part as it is", split.by
+        )
+        return Agreement(seed, True, split)
+    if given is None and are_parts([_part(one.get("part")) for one in found]):
+        log.info(
+            "the ranks hold disjoint parts of a dataset of the package datasets, so each reads its own part as it is; "
+            "already_sharded=False would split the parts again"
+        )
+        return Agreement(seed, True)
+    _refuse_difference(_LENGTH, ["unknown" if others[1] is None else others[1] for others in told], comm)
+    if given is None:
+        _compare(loader, found, seed, comm, compares)
+    return Agreement(seed, False, checks=given is None)
+
+
+def _refuse_difference(name: str, values: list[Any], comm: Comm) -> None:
+    if all(value == values[0] for value in values):
+        return
+    table = ", ".join(f"rank {comm.ranks[member]}: {value}" for member, value in enumerate(values))
+    advice = (
+        " If every rank's dataset is that rank's part already, set DataLoaderConfiguration(already_sharded=True) or call "
+        "prepare_data_loader(loader, already_sharded=True)."
+        if name == _LENGTH
+        else ""
+    )
+    raise DataError(
+        f"the ranks prepare loaders that differ in {name} ({table}), so some would run out of batches while "
+        f"the others wait for them. Give every rank the whole dataset and the same settings; prepare() splits it.{advice}"
+    )
+
+
+# -- datasets that differ -----------------------------------------------------------------------------------------------
+def _finding(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What one rank can say of its dataset and sampler without reading a sample, as plain values."""
+    dataset = loader.dataset
+    split, part = split_by_itself(dataset), part_of(dataset)
+    return {
+        "split": None if split is None else list(split),
+        "part": None if part is None else {"items" if isinstance(part, ItemsPart) else "sources": list(part)},
+        "description": description(dataset),
+        "asks": asks_for_rank(dataset),
+        "indices": _own_indices(loader.sampler),
+    }
+
+
+def _part(saved: Any) -> Any:
+    if saved is None:
+        return None
+    return ItemsPart(*saved["items"]) if "items" in saved else tuple(saved["sources"])
+
+
+def _own_indices(sampler: Any) -> list[int] | None:
+    """(number, checksum) of the indices that one of torch's random samplers draws from, where it has them."""
+    if plainly(sampler, SubsetRandomSampler):
+        indices = torch.as_tensor(list(sampler.indices), dtype=torch.int64)
+    elif plainly(sampler, WeightedRandomSampler):
+        indices = torch.as_tensor(sampler.weights).nonzero().flatten()
+    else:
+        return None
+    return [indices.numel(), derive_seed(*indices.sort().values[:4096].tolist())]
+
+
+def _compare(loader: DataLoader[Any], found: list[dict[str, Any]], seed: int, comm: Comm, compares: bool) -> None:
+    """Raise on every rank when their loaders hold different data."""
+    indices = [one["indices"] for one in found]
+    if any(one != indices[0] for one in indices):
+        raise different_data(f"{type(loader.sampler).__name__} has other indices on every rank", comm.size)
+    alike = all(one[name] == found[0][name] for one in found for name in ("description", "part"))
+    if not compares or (alike and not any(one["asks"] for one in found)):
+        return
+    reads = comm.all_gather_object(read_head(loader, seed))
+    if samples_differ([None if one is None else [decoded(samples) for samples in one] for one in reads]):
+        raise different_data(f"the first samples of {type(loader.dataset).__name__} differ between ranks", comm.size)

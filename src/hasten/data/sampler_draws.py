@@ -1,0 +1,94 @@
+"""Draws from the samplers of all ranks, to find those that yield the indices of their own rank only."""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, Final
+
+from hasten.comm.base import Comm
+from hasten.data.memory import Memory
+from hasten.data.rank_differences import different_data
+from hasten.data.reader_rng import OwnRng, RandomStates, States, decode_states
+
+# Any in this file: samplers and units are the user's own.
+NUM_UNITS: Final = 64
+_MOST_UNITS: Final = 1_000_000
+_SKETCH: Final = 4096
+
+
+def plain_unit(unit: Any) -> Any:
+    """A unit as numbers and texts. Raises: TypeError for any other."""
+    if isinstance(unit, str):
+        return str(unit)
+    if isinstance(unit, list | tuple):
+        return [plain_unit(part) for part in unit]
+    return operator.index(unit)
+
+
+class Trial:
+    """Draws an epoch of this rank's own sampler from the first rank's random states; what the sampler holds is put back."""
+
+    def __init__(
+        self, sampler: Any, epoch: int, seed: int, start: dict[str, Any], keep: Callable[[], Callable[[], None]]
+    ) -> None:
+        self._sampler = sampler
+        self._epoch = epoch
+        self._seed = seed
+        self._generators = start["generators"]
+        self._states: States | None = None if start["process"] is None else decode_states(start["process"])
+        self._keep = keep
+        self._process = RandomStates()
+
+    def units(self, most: int) -> list[Any] | None:
+        """The first units; None where they cannot be drawn or are no plain numbers, and so cannot be compared."""
+        put_back = self._keep()
+        rng = OwnRng(self._seed, self._process)
+        rng.place(self._states)
+        try:
+            with self._process.kept(), rng.entered():
+                Memory(self._sampler, attributes=False).restore(self._generators)
+                if hasattr(self._sampler, "set_epoch"):
+                    self._sampler.set_epoch(self._epoch)
+                return [plain_unit(unit) for unit in islice(iter(self._sampler), most)]
+        except Exception:  # the user's sampler: its error is raised where the loop draws from it
+            return None
+        finally:
+            put_back()
+
+    def compare(self, told: list[list[Any] | None], comm: Comm) -> None:
+        """Raise on every rank when the samplers of ranks yield different indices; `told` holds the first ones of each.
+
+        Ranks: every rank.
+        """
+        if any(one is None or one != told[0] for one in told) and all(one is not None for one in told):
+            once, again = self.units(_MOST_UNITS), self.units(_MOST_UNITS)
+            steady = once is not None and again is not None and _sketch(once) == _sketch(again)
+            sketches = comm.all_gather_object(_sketch(once) if steady and once is not None else None)
+            if _are_different([None if one is None else (set(one[0]), one[1]) for one in sketches]):
+                raise different_data(f"{type(self._sampler).__name__} yields other indices on every rank", comm.size)
+
+
+def _sketch(units: list[Any]) -> tuple[list[int], int]:
+    """The smallest checksums of the indices, all of them where there are not many, and the most that a batch may leave out."""
+    batches = any(isinstance(unit, list) for unit in units)
+    indices = {repr(one) for unit in units for one in (unit if isinstance(unit, list) else [unit])}
+    smallest = sorted(zlib.crc32(index.encode()) for index in indices)[:_SKETCH]
+    return smallest, max((len(unit) for unit in units if isinstance(unit, list)), default=0) if batches else 0
+
+
+def _are_different(sketches: list[tuple[set[int], int] | None]) -> bool:
+    """Whether ranks have other indices; those of one order may miss what `drop_last` leaves out at its end."""
+    known = [one for one in sketches if one is not None]
+    if len(known) < len(sketches):  # one that draws at random from nothing we know: the first rank's order is used
+        return False
+    first, slack = known[0]
+    for other, _ in known[1:]:
+        # of larger sets, only checksums up to where both sketches reach can be compared
+        end = min(max(one) if len(one) == _SKETCH else 2**32 for one in (first, other))
+        missing = {one for one in first ^ other if one <= end}
+        if missing and (len(missing) > 2 * slack or not first & other):
+            return True
+    return False

@@ -1,0 +1,193 @@
+"""Epoch loops that resume by themselves: their counters, saved and restored with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hasten.data.epoch_position import leave, midway
+from hasten.optim.clock import StepClock
+
+
+class Objects(Protocol):
+    """The loaders and optimizers that an Accelerator has prepared."""
+
+    @property
+    def loaders(self) -> Sequence[Any]: ...
+    @property
+    def optimizers(self) -> Sequence[Any]: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Loop:
+    """One `for epoch in accelerator.epochs(...)`."""
+
+    epoch: int = 0
+    """The epoch of the body that runs, or the one to begin with."""
+    inside: bool = False
+    """A body of this loop runs, or was left by `break`."""
+    trained: bool = False
+    """Earlier processes have trained in this body."""
+    num_passes: int = 0
+    """Backward passes of the run when this body began."""
+    inner: _Level = field(default_factory=lambda: _Level())
+    loaded: _Loaded | None = None
+
+
+@dataclass(slots=True)
+class _Level:
+    """The loops of one body, or outside of any, in the order in which they begin."""
+
+    loops: list[_Loop] = field(default_factory=list)
+    num_begun: int = 0
+    """The loops that this process has begun; those behind them were loaded."""
+
+    def begin(self) -> _Loop:
+        if self.num_begun == len(self.loops):
+            self.loops.append(_Loop())
+        self.num_begun += 1
+        return self.loops[self.num_begun - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A state that a loop was given and has not acted on yet."""
+
+    body: int
+    """The epoch whose body ran meanwhile; -1 for none."""
+    times_back: int
+    num_ended: int
+    epochs: tuple[int, ...]
+    """The epochs of the loaders."""
+
+
+class EpochLoops:
+    """The epoch loops of a run. A loop goes on in the epoch in which its loaders stand.
+
+    Loops are told apart by the order in which they begin, inside the body of another loop or outside of any.
+    """
+
+    def __init__(self, objects: Objects, clock: StepClock) -> None:
+        self._objects = objects
+        self._clock = clock
+        self._outermost = _Level()
+        self._open: list[_Loop] = []
+        self._left: tuple[int, list[int]] = 0, []
+        """Backward passes of the run when a loop ended, and the passes over loaders that its last body had read to the end."""
+
+    def over(self, num_epochs: int) -> Iterator[int]:
+        """Yield the epochs from 0, or from where the run was resumed, to `num_epochs` - 1."""
+        loop = self._level().begin()
+        self._open.append(loop)
+        try:
+            while self._next(loop) < num_epochs:
+                yield loop.epoch
+            loop.inside = False
+        finally:
+            self._open.remove(loop)
+            self._left = self._clock.num_passes, [loader.cursor.num_ended for loader in self._objects.loaders]
+
+    def _level(self) -> _Level:
+        return self._open[-1].inner if self._open else self._outermost
+
+    def _next(self, loop: _Loop) -> int:
+        """Begin the next body of the loop; its epoch."""
+        loaded, loop.loaded = loop.loaded, None
+        if loaded is not None and not self._caught_up(loaded):  # as the state says
+            loop.inner.num_begun = 0
+        else:
+            if loop.inside or loaded is not None:
+                loop.epoch = (loop.epoch if loaded is None else loaded.body) + 1
+            loop.inner, loop.trained = _Level(), False
+            for loader in self._objects.loaders:
+                leave(loader)
+        loop.inside, loop.num_passes = True, self._clock.num_passes
+        return loop.epoch
+
+    def _caught_up(self, loaded: _Loaded) -> bool:
+        """Return True if the body in which the run has gone back has read its loader to the end since."""
+        cursors = self._clock.cursors
+        went_back = loaded.body >= 0 and cursors.times_back > loaded.times_back
+        return went_back and cursors.num_ended > loaded.num_ended and not self._midway()
+
+    def _midway(self) -> list[int]:
+        """The loaders that stand inside an epoch."""
+        return [index for index, loader in enumerate(self._objects.loaders) if midway(loader)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters as JSON values: where each loop begins when it is resumed, and the passes its body is over with."""
+        midway = self._midway()
+        return {"loops": self._states(self._outermost, midway), "ended": self._ended() if midway else []}
+
+    def _ended(self) -> list[int]:
+        """The passes over each loader that a resume of the body that runs, or was left last, must not give again."""
+        again = [loader.cursor.num_again for loader in self._objects.loaders]
+        num_passes, ended = self._left
+        if self._open:
+            ended = [loader.cursor.num_ended for loader in self._objects.loaders]
+        elif num_passes != self._clock.num_passes:  # no loop of ours has trained since
+            ended = []
+        return [a + b for a, b in zip(again, [*ended, *[0] * len(again)], strict=False)]
+
+    def _states(self, level: _Level, midway: list[int]) -> list[dict[str, Any]]:
+        return [self._state(loop, midway) for loop in level.loops]
+
+    def _state(self, loop: _Loop, midway: list[int]) -> dict[str, Any]:
+        epoch, trained, loaded = loop.epoch, loop.trained or self._clock.num_passes > loop.num_passes, loop.loaded
+        if loaded is not None and loaded.body >= 0 and self._caught_up(loaded):
+            return _begin_at(loaded.body + 1)
+        if loaded is not None and loaded.body >= 0 and midway:  # the loader catches up with the body that runs
+            epoch += max(self._objects.loaders[i].epoch - loaded.epochs[i] for i in midway)
+            return {"epoch": epoch, "inside": True, "trained": True, "inner": []}
+        if not loop.inside:
+            return _begin_at(epoch)
+        if loaded is None and self._over(loop, trained, midway):
+            return _begin_at(epoch + 1)
+        return {"epoch": epoch, "inside": True, "trained": trained, "inner": self._states(loop.inner, midway)}
+
+    def _over(self, loop: _Loop, trained: bool, midway: list[int]) -> bool:
+        """Return True if a resume begins behind the body that runs: it has trained, and no loader stands inside an epoch."""
+        if midway or loop in self._open[:-1]:
+            return False
+        return trained if self._objects.optimizers else any(x.cursor.num_ended for x in self._objects.loaders)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the loops go on where `state` was taken, once the loaders have their positions."""
+        self._load(self._outermost, state["loops"])
+        self._left = 0, []
+        ended = [*state["ended"], *[0] * len(self._objects.loaders)]
+        for loader, num_ended in zip(self._objects.loaders, ended, strict=False):
+            loader.cursor.num_ended, loader.cursor.num_again = 0, num_ended
+
+    def _load(self, level: _Level, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Give the loops of a level their states; the next one to begin is the first that is not running."""
+        level.num_begun = next((n for n, loop in enumerate(level.loops, 1) if loop in self._open), 0)
+        del level.loops[max(len(saved), level.num_begun) :]
+        level.loops += [_Loop() for _ in saved[len(level.loops) :]]
+        cursors, epochs = self._clock.cursors, tuple(loader.epoch for loader in self._objects.loaders)
+        for index, loop in enumerate(level.loops):
+            state = saved[index] if index < len(saved) else _begin_at(0)
+            body = loop.loaded.body if loop.loaded is not None else loop.epoch if loop in self._open else -1
+            loop.epoch, loop.inside, loop.trained = state["epoch"], state["inside"], state["trained"]
+            loop.num_passes = self._clock.num_passes
+            loop.loaded = _Loaded(body, cursors.times_back, cursors.num_ended, epochs)
+            self._load(loop.inner, state["inner"])
+
+
+def _begin_at(epoch: int) -> dict[str, Any]:
+    return {"epoch": epoch, "inside": False, "trained": False, "inner": []}
+
+
+def checked(saved: Any) -> dict[str, Any]:  # Any: whatever the file holds
+    """The counters of epoch loops as `state_dict` returns them. Raises: TypeError, KeyError or ValueError for anything else."""
+    return {"loops": [_checked_loop(loop) for loop in saved["loops"]], "ended": [int(x) for x in saved["ended"]]}
+
+
+def _checked_loop(loop: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "epoch": int(loop["epoch"]),
+        "inside": bool(loop["inside"]),
+        "trained": bool(loop["trained"]),
+        "inner": [_checked_loop(inner) for inner in loop["inner"]],
+    }

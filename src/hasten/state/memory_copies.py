@@ -1,0 +1,267 @@
+"""The newest state of a run in the memory of its machines: copied after updates, fetched from a neighbour after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode
+from hasten.checkpoint.rank_agreement import Agreement, agreeing
+from hasten.checkpoint.store.copies import Choice, Copy, group_by_folder, neighbour, newest_common, why_none
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import numbered
+from hasten.checkpoint.store.memory_folder import MemoryFolder
+from hasten.errors import ConfigError
+from hasten.optim.loader_progress import Cursors, LoaderCursor
+from hasten.runtime import env
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import get_logger
+
+log = get_logger(__name__)
+
+Write = Callable[[LocalStore, str, "Machine", Agreement, Callable[[int], None]], None]
+"""Writes the state of the run into a store under a name; the function given is told this rank's bytes before they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """This rank's machine among the machines of the job."""
+
+    index: int
+    all: tuple[tuple[int, ...], ...]
+    """The ranks of each machine."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this machine."""
+        return self.all[self.index]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the job has one machine."""
+        return len(self.all) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A state that goes from one machine to another; files `alike` are there already."""
+
+    source: int
+    target: int
+    copy: Copy
+    raw: bytes
+    manifest: Manifest
+    alike: tuple[FileRecord, ...] = ()
+
+    def travelling(self) -> list[FileRecord]:
+        """The files that are sent."""
+        return [file for file in self.manifest.files if file.size and file not in self.alike]
+
+
+class MemoryCopies:
+    """Keeps two steps in memory: the newest that every machine has, and the one that is being copied."""
+
+    def __init__(
+        self, ctx: ProcessContext, folder: Path, every: int, updates: Callable[[], int], write: Write, arrival_s: float
+    ) -> None:
+        self._ctx = ctx
+        self._folder = MemoryFolder.claimed(folder)
+        self._every = every
+        self._updates = updates
+        self._write = write
+        self._arrival_s = arrival_s
+        self._machine: Machine | None = None
+        self._kept: int | None = None
+        """The newest step of which every machine has a copy, and its neighbour another."""
+        self._told_room = False
+
+    # -- copying ----------------------------------------------------------------------------------------------------
+    def follow(self, cursors: Cursors) -> None:
+        """Copy when the training loop asks its loader for the next batch: nothing of an update is under way there."""
+
+        def before_batch(cursor: LoaderCursor) -> None:
+            outermost = cursors.watched and cursors.watched[0] is cursor
+            if outermost and self._updates() - (self._kept or 0) >= self._every:
+                self.copy()
+
+        cursors.before_next = before_batch
+
+    def copy(self) -> None:
+        """Keep the state as it is now, here and at the neighbour. Ranks: every rank."""
+        world, step = self._ctx.world, self._updates()
+        with agreeing(world, "checkpoint_in_memory", self._arrival_s) as together:
+            machine = self._meet(together)
+            if self._first(machine):
+                self._folder.keep_only({self._kept} if self._kept is not None else ())
+            self._write(
+                self._folder.store(machine.ranks),
+                numbered(step),
+                machine,
+                together,
+                lambda size: self._room(size, together),
+            )
+            if not machine.alone:
+                together.label = "sending the state to the neighbour"
+                self._send_all(machine, step, together)
+        if self._kept is None:
+            log.info("the state is kept in memory every %d updates%s", self._every, _reach(machine))
+        self._kept = step
+
+    def _meet(self, together: Agreement) -> Machine:
+        if self._machine is None:
+            machines = tuple(group_by_folder(together.share(str(self._folder.root))))
+            self._machine = Machine(next(i for i, ranks in enumerate(machines) if self._ctx.rank in ranks), machines)
+        return self._machine
+
+    def _first(self, machine: Machine) -> bool:
+        return self._ctx.rank == machine.ranks[0]
+
+    def _room(self, size: int, together: Agreement) -> None:
+        """Refuse what does not fit into memory, at the first copy, when all sizes are known."""
+        if self._told_room:
+            return
+        machine = self._meet(together)
+        sizes: list[int] = together.share(size)
+        totals = [sum(sizes[rank] for rank in ranks) for ranks in machine.all]
+        own, other = totals[machine.index], 0 if machine.alone else totals[machine.index - 1]
+        needed, free = 2 * (own + other), self._folder.free_bytes()
+        if needed > free:
+            raise ConfigError(
+                f"checkpoint_in_memory needs up to {needed / 1e6:,.1f} MB in {self._folder.root.parent.parent} on this machine (two steps of "
+                f"{own / 1e6:,.1f} MB of its own and {other / 1e6:,.1f} MB of its neighbour), where {free / 1e6:,.1f} MB are free. Give the "
+                "machine a larger /dev/shm (in a container, by its shm size), or leave checkpoint_in_memory out."
+            )
+        log.info("checkpoint_in_memory uses up to %.1f MB of memory on this machine", needed / 1e6)
+        self._told_room = True
+
+    def _send_all(self, machine: Machine, step: int, together: Agreement) -> None:
+        own = Copy(machine.ranks, self._ctx.world.size, step)
+        shared: list[bytes | None] = together.share(self._folder.manifest(own) if self._first(machine) else None)
+        raws = [raw for ranks in machine.all if (raw := shared[ranks[0]]) is not None]
+        manifests = [decode(raw, "the neighbour's manifest") for raw in raws]
+        orders = []
+        for source, ranks in enumerate(machine.all):
+            target = neighbour(source, len(machine.all))
+            there = {(file.name, file.size, file.sums) for file in manifests[target].files}
+            alike = tuple(f for f in manifests[source].files if f.size and (f.name, f.size, f.sums) in there)
+            copy = Copy(ranks, self._ctx.world.size, step)
+            orders.append(Order(source, target, copy, raws[source], manifests[source], alike))
+        self._carry_out(orders, machine, together, like=self._folder.folder(own))
+
+    # -- moving -----------------------------------------------------------------------------------------------------
+    def _carry_out(self, orders: Sequence[Order], machine: Machine, together: Agreement, like: Path) -> None:
+        """Move states between machines. Ranks: every rank."""
+        mine = [order for order in orders if order.target == machine.index] if self._first(machine) else []
+        with ExitStack() as arriving:
+            for order in mine:
+                arriving.enter_context(self._folder.receive(order.copy, order.raw, order.alike, like))
+            together.share()  # the folders are there
+            sends, receives = self._parcels(orders, machine)
+            together.share()  # whoever has failed has said so: nobody waits for a file that does not come
+            self._ctx.world.exchange(sends, receives)
+            del sends, receives  # unmap the files
+            together.share()
+        together.share()
+
+    def _parcels(
+        self, orders: Sequence[Order], machine: Machine
+    ) -> tuple[list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
+        """What this rank sends and receives: the files of a state are dealt out over the ranks of both machines."""
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        for order in orders:
+            senders, receivers = machine.all[order.source], machine.all[order.target]
+            for index, file in enumerate(order.travelling()):
+                sender, receiver = senders[index % len(senders)], receivers[index % len(receivers)]
+                if sender == self._ctx.rank:
+                    sends.append((receiver, _mapped(self._folder.folder(order.copy) / file.name, file.size, False)))
+                if receiver == self._ctx.rank:
+                    receives.append((sender, _mapped(self._folder.arriving(order.copy) / file.name, file.size, True)))
+        return sends, receives
+
+    # -- going on ---------------------------------------------------------------------------------------------------
+    def newest(self, together: Agreement) -> Choice | None:
+        """The newest step that all machines can go on from; None, with the reason in the log. Ranks: every rank."""
+        machine = self._meet(together)
+        found: list[list[Copy]] = together.share(self._folder.held() if self._first(machine) else [])
+        held = [found[ranks[0]] for ranks in machine.all]
+        choice = newest_common(held, machine.all)
+        if choice is None and (any(held) or self._ctx.topology.restart_count):
+            log.warning(
+                "the state is not taken from memory: %s. Looking for the newest checkpoint on the disk",
+                why_none(held, machine.all),
+            )
+        return choice
+
+    def fetch(self, choice: Choice, together: Agreement) -> tuple[LocalStore, str]:
+        """The store and name of the state on this machine, after machines without it have received theirs. Ranks: every rank."""
+        machine, size = self._meet(together), self._ctx.world.size
+        together.label = f"fetching the state of update {choice.step} from the memory of other machines"
+        moves = [(source, target) for target, source in enumerate(choice.sources) if source != target]
+        if moves:
+            mine: Mapping[int, bytes] = (
+                {
+                    t: self._folder.manifest(Copy(machine.all[t], size, choice.step))
+                    for s, t in moves
+                    if s == machine.index
+                }
+                if self._first(machine)
+                else {}
+            )
+            shared: list[Mapping[int, bytes]] = together.share(mine)
+            orders = []
+            for source, target in moves:
+                raw = shared[machine.all[source][0]][target]
+                copy = Copy(machine.all[target], size, choice.step)
+                orders.append(Order(source, target, copy, raw, decode(raw, "the neighbour's manifest")))
+            self._carry_out(orders, machine, together, like=Path())
+            log.info("machine %s got its state from a neighbour", ", ".join(str(target) for _, target in moves))
+        return self._folder.store(machine.ranks), numbered(choice.step)
+
+    def loaded(self, step: int | None) -> None:
+        """Forget every state but the one that was loaded (None: one from elsewhere): those behind it are another run's now."""
+        self._folder.keep_only(() if step is None else {step})
+        self._kept = step
+
+
+def memory_root(ctx: ProcessContext, every: int) -> Path:
+    """The folder in memory that outlives this process.
+
+    Raises: ConfigError when there is none, when nobody would start the run again, or when the mesh does not allow copies.
+    """
+    variables = env.snapshot()
+    said = f"checkpoint_in_memory={every}"
+    if ctx.mesh.size(Axis.PP) > 1:
+        raise ConfigError(
+            f"{said} cannot be combined with pipeline parallelism: the stages of a checkpoint are put together over machines. Leave it out, and "
+            "call save_state() every so many updates."
+        )
+    if (root := variables.get(env.MEMORY_FOLDER)) is None:
+        raise ConfigError(
+            f"{said} keeps the state in memory that belongs to the launcher, so that it outlives this process; this process was not started by "
+            "`hasten launch` (with its own agent, not by srun or mpirun), so nothing would be left after a failure. Start it that way, or leave "
+            "checkpoint_in_memory out."
+        )
+    if variables.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        raise ConfigError(
+            f"{said} has no effect without restarts: the launcher ends after the first failure, and the copies with it. Start with "
+            "`hasten launch --max_restarts N`, or leave checkpoint_in_memory out."
+        )
+    return Path(root)
+
+
+def _mapped(path: Path, size: int, writes: bool) -> Tensor:
+    """The bytes of a file, not copied; a new file when written to."""
+    return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
+
+
+def _reach(machine: Machine) -> str:
+    if machine.alone:
+        return ", on this machine only: the job has no other, so a copy survives lost processes but not a lost machine"
+    return f", on each of {len(machine.all)} machines and at its neighbour"

@@ -1,0 +1,127 @@
+"""State that differs between ranks: found by comparing digests, saved for each rank, equal state saved once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.base import Component, Slice, StateTree
+from hasten.checkpoint.rank_agreement import Agreement
+from hasten.checkpoint.reader import Checkpoint
+from hasten.checkpoint.transfer import as_bytes
+from hasten.errors import CorruptCheckpointError
+from hasten.runtime.logs import get_logger
+from hasten.state.run_state import RunParts, load_packed, named_buffers, packed
+
+log = get_logger(__name__)
+
+_COMPARED: Final = ("scheduler", "object")
+_OPTIONS: Final = "own_options"
+_BUFFERS: Final = "own_buffers"
+_STRIDE: Final = 1 << 22  # words that are hashed at a time: their products take eight times the memory
+
+
+def with_own_state(tree: StateTree, parts: RunParts, together: Agreement) -> StateTree:
+    """The tree with what differs between ranks kept for each rank: schedulers, registered objects, options, buffers.
+
+    Ranks: every rank. Schedulers and options that differ are logged: replicas then take different steps.
+    """
+    if together.comm.size == 1:
+        return tree
+    states = {name: _digest(c) for name, c in tree.components.items() if c.kind in _COMPARED and not c.sliced}
+    options = packed([_options(optimizer) for optimizer in parts.objects.optimizers], "options", per_rank=True)
+    buffers = dict(named_buffers(parts.plain_models()))
+    sums = {key: fingerprint(buffer) for key, buffer in buffers.items()}
+    everyone: list[tuple[dict[str, str], str, dict[str, str]]] = together.share((states, _digest(options), sums))
+    first_states, first_options, first_sums = everyone[0]
+    made = dict(tree.components)
+    own = [name for name in states if any(other.get(name) != first_states.get(name) for other, _, _ in everyone)]
+    for name in own:
+        made[name] = replace(made[name], per_rank=True)
+    if any(other != first_options for _, other, _ in everyone):
+        made[_OPTIONS] = options
+    if any(other != first_sums for _, _, other in everyone):
+        held = {key: buffer for key, buffer in buffers.items() if sums[key] != first_sums.get(key)}
+        made[_BUFFERS] = Component(held, None, "buffers", per_rank=True)
+    _tell([name for name in own if made[name].kind == "scheduler"], _OPTIONS in made)
+    return StateTree(made)
+
+
+def _tell(schedulers: Sequence[str], options: bool) -> None:
+    if not schedulers and not options:
+        return
+    what = ", ".join([*schedulers, *(["the options of the optimizers (learning rate, ...)"] if options else [])])
+    log.warning(
+        "ranks disagree on %s. Replicas that take different steps drift apart; a cause is a scheduler that is stepped with "
+        "a metric of each rank's own (ReduceLROnPlateau): reduce the metric first (accelerator.reduce). Saved as it is, "
+        "for each rank.",
+        what,
+    )
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # Any: the optimizer's own options
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def plan_options(
+    checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer], rank: int, world_size: int
+) -> list[list[Mapping[str, Any]]] | None:
+    """This rank's own options of every group of every optimizer; None where those of rank 0 are everybody's.
+
+    Raises: CorruptCheckpointError when they are no options of these optimizers.
+    """
+    if _OPTIONS not in checkpoint.manifest.components:
+        return None
+    saved_world = checkpoint.manifest.world_size
+    if saved_world != world_size:
+        log.warning(
+            "the options of the optimizers differed between the %d processes that saved %s; all %d now take those of rank 0",
+            saved_world,
+            checkpoint.folder,
+            world_size,
+        )
+        return None
+    saved = load_packed(checkpoint, _OPTIONS, rank)
+    wanted = [len(optimizer.param_groups) for optimizer in optimizers]
+    lists = isinstance(saved, list) and all(isinstance(groups, list) for groups in saved)
+    if not lists or [len(groups) for groups in saved] != wanted:
+        raise CorruptCheckpointError(
+            f"{checkpoint.folder}: {_OPTIONS} does not hold the options of {wanted} parameter groups. Nothing was loaded; "
+            "use another checkpoint."
+        )
+    if not all(isinstance(group, Mapping) and "params" not in group for groups in saved for group in groups):
+        raise CorruptCheckpointError(f"{checkpoint.folder}: {_OPTIONS} holds something else. Nothing was loaded.")
+    return list(saved)
+
+
+def _digest(component: Component) -> str:
+    tensors = {key: fingerprint(value) for key, value in component.tensors.items() if not isinstance(value, Slice)}
+    text = json.dumps([component.data, tensors], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> str:
+    """A digest of dtype, shape and every bit, computed where the tensor lies: only two numbers travel.
+
+    Two sums of all 32-bit words, one of them weighted by position, modulo 2**64: enough to tell states apart, not to
+    withstand somebody who wants them to look alike.
+    """
+    flat = as_bytes(tensor.detach().contiguous())
+    if flat.storage_offset() % 4:  # a slice of bytes, which cannot be seen as words where it lies
+        flat = flat.clone()
+    words = flat[: flat.numel() // 4 * 4].view(torch.int32)
+    plain = weighted = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), _STRIDE):
+        part = words[start : start + _STRIDE].to(torch.int64)
+        place = torch.arange(start, start + part.numel(), device=flat.device)
+        plain = plain + part.sum()
+        weighted = weighted + (part * (place * 0x9E3779B1 + 1)).sum()
+    tail = flat[flat.numel() // 4 * 4 :].tolist()
+    return f"{tensor.dtype}{tuple(tensor.shape)}{int(plain):x}/{int(weighted):x}/{tail}"

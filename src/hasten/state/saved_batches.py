@@ -1,0 +1,109 @@
+"""A batch of a saved run: its dataset indices from the checkpoint, and its samples from the user's dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.checkpoint.inspect import find as find_checkpoint
+from hasten.checkpoint.reader import open_checkpoint
+from hasten.comm.local import LocalComm
+from hasten.data import lookup
+from hasten.data.lookup import Found
+from hasten.errors import DataError
+from hasten.runtime.axes import BATCH, Axis, MeshSpec
+from hasten.state.named import find_named
+from hasten.state.run_state import load_packed, numbered_name
+
+_SHOWN: Final = 200
+
+
+def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> Found:
+    """The batch that this rank of the saved run was given.
+
+    Raises: CheckpointError when there is no such checkpoint; DataError when there is no such loader, rank or batch.
+    """
+    store, name = find_checkpoint(place)
+    component = numbered_name("loader", loader)
+    with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
+        manifest = checkpoint.manifest
+        if component not in manifest.components:
+            count = sum(one.partition("_")[0] == "loader" for one in manifest.components)
+            raise DataError(f"{name} has {count} loaders, numbered from 0, and none has number {loader}.")
+        if rank >= manifest.world_size:
+            raise DataError(
+                f"{name} was saved by ranks 0 to {manifest.world_size - 1}, and rank {rank} is not among them."
+            )
+        state = load_packed(checkpoint, component, rank)
+        mesh = MeshSpec(**{Axis(axis).value: size for axis, size in manifest.mesh.items()})
+    return lookup.find(state, mesh.index(rank, *BATCH), batch, epoch)
+
+
+def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's own samples
+    """The samples of the batch, from the dataset that `module:function` returns.
+
+    Raises: ConfigError when there is no such function.
+    """
+    dataset: Any = find_named(factory, "give --dataset module:function with the module in the current folder")()
+    return [dataset[index] for index in found.samples]
+
+
+def as_json(found: Found, samples: list[Any] | None) -> dict[str, Any]:  # Any: JSON values
+    """The batch as JSON values; samples as text."""
+    return {**asdict(found), **({} if samples is None else {"shown": [list(describe(one)) for one in samples]})}
+
+
+def in_words(found: Found, rank: int, samples: list[Any] | None) -> Iterator[str]:
+    """Lines for a terminal."""
+    notes = [
+        "" if found.given else "not yet given when the checkpoint was saved",
+        "left out by the run" * found.left_out,
+    ]
+    note = "".join(f", {one}" for one in notes if one)
+    yield f"epoch {found.epoch}, batch {found.batch} of {found.num_batches} on rank {rank}{note}"
+    yield f"dataset indices: {', '.join(map(str, found.samples)) or 'none: the batch is all padding'}"
+    for index, sample in zip(found.samples, samples or (), strict=False):
+        yield f"sample {index}:"
+        yield from (f"  {line}" for line in describe(sample))
+
+
+def describe(sample: Any, name: str = "") -> Iterator[str]:
+    """One line for each part of a sample: shape, range and what is not finite of tensors, the text of other values."""
+    label = f"{name}: " if name else ""
+    if isinstance(sample, Tensor):
+        yield f"{label}{_tensor(sample)}"
+    elif isinstance(sample, Mapping):
+        for key, value in sample.items():
+            yield from describe(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(sample, list | tuple) and any(isinstance(one, Tensor | Mapping) for one in sample):
+        for number, value in enumerate(sample):
+            yield from describe(value, f"{name}[{number}]")
+    elif isinstance(sample, np.ndarray) and sample.ndim and sample.dtype.kind in "fiub":
+        yield f"{label}{_tensor(torch.as_tensor(sample))}"
+    else:
+        text = repr(sample)
+        yield f"{label}{text if len(text) <= _SHOWN else text[: _SHOWN - 1] + '…'}"
+
+
+def _tensor(value: Tensor) -> str:
+    kind = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if not value.numel():
+        return f"{kind}, empty"
+    if value.ndim == 0:
+        return f"{kind} {value.item()}"
+    if value.is_complex() or value.dtype is torch.bool:
+        return kind
+    numbers = value.double()
+    fine = numbers[torch.isfinite(numbers)]
+    spread = f"from {fine.min():g} to {fine.max():g}, mean {fine.mean():g}" if fine.numel() else "nothing finite"
+    bad = [
+        f"{count} {word}"
+        for word, count in (("nan", int(numbers.isnan().sum())), ("inf", int(numbers.isinf().sum())))
+        if count
+    ]
+    return ", ".join([f"{kind} {spread}", *bad])

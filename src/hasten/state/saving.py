@@ -1,0 +1,397 @@
+"""Saving and loading the state of a run, as the Accelerator offers it."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hasten.checkpoint.async_writer import AsyncWriter
+from hasten.checkpoint.base import CheckpointStore, Format, StateTree
+from hasten.checkpoint.format.layout import Sizes
+from hasten.checkpoint.format.manifest import Manifest
+from hasten.checkpoint.gathering import gathered
+from hasten.checkpoint.model_state import LoadReport
+from hasten.checkpoint.rank_agreement import Agreement, agreeing
+from hasten.checkpoint.reader import open_checkpoint
+from hasten.checkpoint.reshard import owned_by_axes
+from hasten.checkpoint.stages import divided
+from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locate import (
+    check_naming,
+    join_place,
+    locate,
+    next_number,
+    number_of,
+    numbered,
+    open_store,
+)
+from hasten.checkpoint.store.machine_owners import MachineOwners
+from hasten.checkpoint.store.retention import Retention
+from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
+from hasten.comm.base import Comm
+from hasten.config.checkpoint import ProjectConfiguration
+from hasten.errors import ConfigError, MismatchError
+from hasten.runtime.axes import AXES, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
+from hasten.runtime.logs import get_logger
+from hasten.state.memory_copies import Machine, MemoryCopies, memory_root
+from hasten.state.preemption import FinishFirst, Preemption
+from hasten.state.rank_state import with_own_state
+from hasten.state.restore import plan_restore
+from hasten.state.run_state import RunParts, collect, num_updates, settle_loops
+from hasten.state.sources import automatic_root, find_source
+from hasten.state.state_hooks import HookHandle, LoadHook, SaveHook, run_load_hooks, run_save_hooks
+from hasten.state.undo import Undo
+from hasten.strategies.base import Strategy
+from hasten.version import __version__
+
+log = get_logger(__name__)
+
+
+class Saving:
+    """Writes and reads checkpoints of one run; an Accelerator's collaborator."""
+
+    def __init__(
+        self,
+        ctx: ProcessContext,
+        project: ProjectConfiguration,
+        parts: RunParts,
+        *,
+        notes: Mapping[str, Any] | None = None,  # Any: JSON shown by `hasten ckpt show`: settings of the run
+        sizes: Sizes | None = None,
+        whole: bool = False,
+    ) -> None:
+        self._ctx = ctx
+        self._project = project
+        self._parts = parts
+        self.registered = parts.registered
+        self._notes = dict(notes or {})
+        self._sizes = sizes
+        self.whole = whole
+        """Whether rank 0 writes whole weights instead of every rank its shards."""
+        self._iteration = project.iteration
+        self._save_hooks: dict[int, SaveHook] = {}
+        self.load_hooks: dict[int, LoadHook] = {}
+        self._hook_count = 0
+        self._writer = AsyncWriter()
+        self._guard = FinishFirst(lambda: self._writer.busy, self._join_quietly)
+        self.preemption = Preemption(ctx.world)
+        self._newest: str | None = None
+        """The checkpoint that was saved or loaded last."""
+        self.memory: MemoryCopies | None = None
+        """Copies of the newest state in the memory of machines, if they are kept."""
+        self._machine_owners = MachineOwners()
+
+    # -- what is saved --------------------------------------------------------------------------------------------
+    @property
+    def iteration(self) -> int:
+        """The number the next automatic checkpoint gets, unless higher ones exist."""
+        return self._iteration
+
+    def reserve(self) -> None:
+        """Take the host memory for background saves now, while training goes on, so that the first one is fast too.
+
+        To be called when the optimizers have their state: after the first step.
+        """
+        state = collect(self._parts, "safetensors", [None] * len(self._parts.objects.models))
+        size = sum(component.num_bytes for component in state.components.values())
+        device = self._ctx.device
+        self._writer.reserve(size, None if device.type == "cpu" or kind_of(device).lazy else device)
+
+    def wait_for_memory(self) -> None:
+        """Return when the memory that `reserve` asked for is there."""
+        self._writer.wait_for_memory()
+
+    def register_for_checkpointing(self, *objects: Any) -> None:  # Any: objects with state_dict and load_state_dict
+        """Save and load these objects too, in this order. Ranks: every rank, the same objects."""
+        for thing in objects:
+            if not callable(getattr(thing, "state_dict", None)) or not callable(
+                getattr(thing, "load_state_dict", None)
+            ):
+                raise ConfigError(
+                    f"a {type(thing).__name__} cannot be registered for checkpointing: it has no state_dict() and "
+                    "load_state_dict(), so there is nothing to save. Add both methods."
+                )
+        self._parts.registered.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call `hook(models, weights, folder)` before each save; it may edit or remove weights and add files."""
+        self._hook_count += 1
+        self._save_hooks[self._hook_count] = hook
+        return HookHandle(self._save_hooks, self._hook_count)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call `hook(models, folder)` before each load; models it removes from the list are left to it."""
+        self._hook_count += 1
+        self.load_hooks[self._hook_count] = hook
+        return HookHandle(self.load_hooks, self._hook_count)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        metrics: Mapping[str, float] | None = None,
+    ) -> str:
+        """Save the whole state of the run; where it lies (or will lie, when not blocking).
+
+        Without a folder, checkpoints are numbered under `project_dir/checkpoints`. With `blocking=False` training
+        goes on while it is written; a failure is raised by the next save, `wait_for_saves` or `close`.
+        Ranks: every rank. Raises: MissingRanksError when some ranks do not come; CheckpointError when one failed.
+        """
+        with agreeing(self._ctx.world, "save_state", self._project.checkpoint_arrival_s) as together:
+            self.wait_for_saves()
+            if len(modes := set(together.share((blocking, output_dir is None)))) > 1:
+                raise MismatchError(
+                    f"ranks called save_state with different arguments ((blocking, without a folder): {sorted(modes)}), so "
+                    "they would wait for each other at different places. Nothing was saved. Pass the same on every rank."
+                )
+            settle_loops(self._parts, together)
+            if not blocking and self._writer.comm is None:
+                together.share()
+                self._writer.comm = self._ctx.world.twin()
+            store, name = self._target(together, output_dir)
+            each_node, node = self._project.save_on_each_node, self._ctx.topology.node_rank
+            group = start(store, self._ctx.world, name, node=node, each_node=each_node)
+            with group.discarding(self._ctx.rank):
+                together.label = f"collecting the state for {name!r}"
+                header = self._header(name, metrics)
+                work = partial(self._write, group, header, self._retention(store, output_dir))
+                tree = self._tree(group, safe_serialization, together)
+                place = join_place(store.address, name)
+                if blocking:
+                    work(prepare(tree, group, self._ctx.world, self._sizes), self._ctx.world, place)
+                else:
+                    self._write_in_background(tree, group, work, place, together)
+                return place
+
+    def keep_in_memory(self, every: int) -> None:
+        """Copy the state into the memory of this machine and its neighbour, every so many updates."""
+        project, updates = self._project, partial(num_updates, self._parts)
+        root = memory_root(self._ctx, every)
+        self.memory = MemoryCopies(self._ctx, root, every, updates, self._write_copy, project.checkpoint_arrival_s)
+        self.memory.follow(self._parts.clock.cursors)
+
+    def _write_copy(
+        self, store: LocalStore, name: str, machine: Machine, together: Agreement, told: Callable[[int], None]
+    ) -> None:
+        """Write the state of this machine's ranks; `told` hears this rank's bytes before. Ranks: every rank."""
+        self.wait_for_saves()
+        settle_loops(self._parts, together)
+        group = start(store, self._ctx.world, name, node=machine.index, each_node=True)
+        with group.discarding(self._ctx.rank):
+            together.label = f"collecting the state for {name!r}"
+            tree = collect(self._parts, "safetensors", self._run_save_hooks(group, together))
+            tree = self._machine_owners.owned(tree, machine.ranks, together)
+            prepared = prepare(with_own_state(tree, self._parts, together), group, self._ctx.world, self._sizes)
+            told(sum(blob.size for blob in prepared.blobs.values()))
+            finish(prepared, group, self._ctx.world, self._header(name, None))
+
+    def _tree(self, group: DiskGroup, safe_serialization: bool, together: Agreement) -> StateTree:
+        weights = self._run_save_hooks(group, together)
+        fmt: Format = "safetensors" if safe_serialization else "torch"
+        tree = collect(self._parts, fmt, weights)
+        if group.ranks == self._ctx.world.ranks:
+            tree = owned_by_axes(tree, self._is_first)
+        else:  # disks of their own: each machine writes all that its ranks hold
+            tree = self._machine_owners.owned(tree, group.ranks, together)
+        tree = divided(tree, self._parts.plain_models(), self._ctx)
+        if self.whole:
+            tree = gathered(tree, self._ctx.world, group.is_main(self._ctx.rank))
+        return with_own_state(tree, self._parts, together)
+
+    def _is_first(self, own: tuple[str, ...]) -> bool:
+        """Whether this rank is the first along all axes but `own`; stages hold different parameters."""
+        among = {Axis(name) for name in own} | {Axis.PP}
+        if Axis.DP_SHARD in among:
+            among.add(Axis.CP)  # torch's mesh takes it in
+        return self._ctx.mesh.index(self._ctx.rank, *(axis for axis in AXES if axis not in among)) == 0
+
+    def _write(
+        self,
+        group: DiskGroup,
+        header: Manifest,
+        retain: Callable[[], Sequence[str]],
+        prepared: Prepared,
+        comm: Comm,
+        place: str,
+    ) -> Outcome:
+        return self._done(finish(prepared, group, comm, header, retain), place)
+
+    def _write_in_background(
+        self, tree: StateTree, group: DiskGroup, work: Callable[..., Outcome], place: str, together: Agreement
+    ) -> None:
+        prepared = prepare(tree, group, self._ctx.world, self._sizes, self._writer.begin)
+        prepared = replace(prepared, blobs=self._writer.stage(prepared.blobs))
+        self._guard.install()
+        try:
+            go = self._writer.submit(partial(work, prepared, self._writer.comm, place), group.draft.name)
+            together.share()  # every rank has its thread: none will wait for one that never comes
+        except BaseException:
+            self._writer.cancel()
+            raise
+        go.set()
+
+    def _done(self, outcome: Outcome, place: str) -> Outcome:
+        self._newest = place
+        number = outcome.info.manifest.number
+        if number is not None:
+            self._iteration = max(self._iteration, number + 1)
+        log.info("saved %s (%.1f MB)", place, outcome.info.manifest.num_bytes / 1e6)
+        return outcome
+
+    def _target(self, together: Agreement, output_dir: str | Path | None) -> tuple[CheckpointStore, str]:
+        check_naming(output_dir, self._project.automatic_checkpoint_naming)
+        if output_dir is not None:
+            return locate(output_dir)
+        store = open_store(automatic_root(self._project))
+        together.label = f"looking for checkpoints in {store.address}"
+        number = next_number(store.names(), self._iteration) if self._ctx.is_main else None
+        return store, numbered(together.share(number)[0])
+
+    def _run_save_hooks(self, group: DiskGroup, together: Agreement) -> list[Mapping[str, Any] | None]:
+        return run_save_hooks(self._save_hooks, self._parts, str(group.draft.folder), together)
+
+    def _header(self, name: str, metrics: Mapping[str, float] | None) -> Manifest:
+        return Manifest(
+            number=number_of(name),
+            step=num_updates(self._parts),
+            created_s=time.time(),
+            mesh=self._mesh_sizes(),
+            versions={
+                "hasten": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+            },
+            metrics={key: _finite(value) for key, value in (metrics or {}).items()},
+            notes=self._notes,
+        )
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        return {str(axis): self._ctx.mesh.size(axis) for axis in Axis}
+
+    def _retention(self, store: CheckpointStore, output_dir: str | Path | None) -> Callable[[], Sequence[str]]:
+        project = self._project
+        if output_dir is not None:
+            return lambda: ()
+        policy = Retention(
+            total_limit=project.total_limit,
+            keep_best=project.keep_best,
+            best_metric=project.best_metric,
+            best_mode=project.best_mode,
+            keep_every=project.keep_every,
+        )
+        return lambda: retire_expired(store, policy, number_of)
+
+    # -- saves in flight ------------------------------------------------------------------------------------------
+    def wait_for_saves(self) -> None:
+        """Return when no save is in flight. Raises: the error of a save that failed in the background."""
+        try:
+            self._writer.wait()
+        finally:
+            self._guard.remove()
+
+    def _join_quietly(self) -> None:
+        try:
+            self._writer.wait()
+        except Exception as error:  # the process is about to end; the error has no caller any more
+            log.error("the save in flight failed: %s", error, main_process_only=False)
+
+    def close(self) -> None:
+        """Finish the save in flight, give memory and signal handlers back. Raises: the error of that save."""
+        self.preemption.close()
+        try:
+            self.wait_for_saves()
+        finally:
+            self._writer.close()
+
+    # -- loading --------------------------------------------------------------------------------------------------
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        verify: bool = True,
+    ) -> list[LoadReport]:
+        """Put the run back to where a checkpoint was saved; what did not match, per model, when not strict.
+
+        Without a folder, the newest complete checkpoint under `project_dir/checkpoints` is taken, or the copy that
+        `checkpoint_in_memory` has kept if that is newer. All is verified on every rank before anything in memory changes.
+        Ranks: every rank. Raises: CheckpointError, by kind, naming the file and what is wrong.
+        """
+        return self._load(input_dir, strict, allow_pickle, verify) or []
+
+    def resume(self) -> bool:
+        """Load the newest state there is, in memory or on the disk, as load_state does; False when there is none yet.
+
+        Ranks: every rank. Raises: CheckpointError, as load_state.
+        """
+        return self._load(None, must=False) is not None
+
+    def _load(
+        self,
+        input_dir: str | Path | None,
+        strict: bool = True,
+        allow_pickle: bool = False,
+        verify: bool = True,
+        must: bool = True,
+    ) -> list[LoadReport] | None:
+        world, arrival_s = self._ctx.world, self._project.checkpoint_arrival_s
+        with ExitStack() as outside, agreeing(world, "load_state", arrival_s) as together:
+            undo = outside.enter_context(Undo())  # also when the ranks fail to leave the block together
+            self.wait_for_saves()
+            if (source := find_source(self._project, self.memory, together, input_dir, must)) is None:
+                return None
+            store, name, from_memory = source
+            verify = verify and not from_memory  # then it is verified already
+            with open_checkpoint(store, name, self._ctx.world, verify=verify, allow_pickle=allow_pickle) as checkpoint:
+                together.label = f"checking {name!r} against this run"
+                models = run_load_hooks(self.load_hooks, self._parts, str(checkpoint.folder))
+                ctx = self._ctx
+                mesh = self._mesh_sizes()
+                plan = plan_restore(self._parts, models, checkpoint, ctx.rank, ctx.world.size, strict, mesh)
+                together.share()
+                together.label = f"loading {name!r}"
+                plan.apply(together, undo)
+                number = checkpoint.manifest.number
+            log.info("loaded %s%s", place := join_place(store.address, name), " from memory" if from_memory else "")
+            reports, iteration = plan.reports, self._iteration
+        if self.memory is not None:
+            self.memory.loaded(number if from_memory else None)
+        if from_memory:
+            return reports
+        if number is not None and input_dir is None:
+            self._iteration = max(iteration, number + 1)
+        self._newest = place
+        return reports
+
+    def newest(self, wait: bool = False) -> str | None:
+        """The checkpoint this run has saved or loaded last; `wait` (on every rank) counts a save in flight."""
+        if wait:
+            self.wait_for_saves()
+        return self._newest
+
+    def reconfigure(self, strategy: Strategy) -> None:
+        """Save and load what another strategy prepares."""
+        self._parts.unwrap, self._parts.loops = strategy.unwrap, strategy
+
+    # -- preemption -----------------------------------------------------------------------------------------------
+    @property
+    def preempted(self) -> bool:
+        """Whether this run was told to stop (SIGTERM, SIGUSR1) on any rank. Ranks: every rank, once per step."""
+        return self.preemption.agreed()
+
+
+def _finite(value: float) -> float | None:
+    number = float(value)
+    return number if number == number and abs(number) != float("inf") else None

@@ -1,0 +1,238 @@
+"""The gradients of an accumulation window in progress: saved as they are, or shared out over another layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hasten.checkpoint.base import Component, Json, Slice
+from hasten.checkpoint.format.formats import Piece
+from hasten.checkpoint.reader import Checkpoint, Found
+from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
+from hasten.errors import CheckpointError
+from hasten.modules.dtensors import is_dtensor
+from hasten.runtime.axes import AXES, BATCH, LOSS
+from hasten.runtime.logs import get_logger
+from hasten.strategies.base import PARTIAL, UNSHARDED
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+log = get_logger(__name__)
+
+_SHARDED: Final = "sharded/"
+"""Prefix of gradients that are reduced already, of which each rank holds a slice. Without a prefix: whole, its own."""
+_FORMAT: Final = 2  # before, slices did not say where they lie
+
+
+def gradients_component(
+    models: Sequence[nn.Module], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
+) -> Component:
+    """What a window in progress has gathered on this rank; `held` is what wrapped models keep besides .grad."""
+    grads = {id(p): p.grad for model in models for p in model.parameters() if p.grad is not None}
+    return _component(grads, names, held, groups)
+
+
+def unowned_component(grads: Mapping[int, Tensor], names: Mapping[int, str]) -> Component:
+    """The gradients, by the identity of their parameters, that stay when a window ends, because no optimizer clears them."""
+    return _component(grads, names, {}, {})
+
+
+def _component(
+    grads: Mapping[int, Tensor], names: Mapping[int, str], held: Mapping[str, Tensor], groups: Mapping[str, list[str]]
+) -> Component:
+    found: dict[str, Tensor | Slice] = dict(held)
+    for number, grad in grads.items():
+        found[(_SHARDED if is_dtensor(grad) else "") + names[number]] = as_stored(grad)
+    listed: dict[str, Json] = {first: list(members) for first, members in groups.items()}
+    return Component(found, {"format": _FORMAT, "groups": listed}, "gradients", per_rank=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the run that loads is laid out: what decides whether saved gradients fit as they are."""
+
+    rank: int
+    world_size: int
+    mesh: Mapping[str, int]
+    groups: Mapping[str, list[str]]
+
+
+def loss_ranks(mesh: Mapping[str, int], world_size: int) -> int:
+    """The number of ranks whose losses are averaged; the other ranks of a mesh compute with the same samples."""
+    return math.prod(mesh.get(str(axis), 1) for axis in LOSS) if mesh else world_size
+
+
+def same_data(checkpoint: Checkpoint, here: Layout) -> bool:
+    """Whether each rank reads the samples that the rank of this number read in the run that saved."""
+    saved = checkpoint.manifest.mesh
+    apart = [str(axis) for axis in AXES if axis not in BATCH]
+    alike = not saved or not here.mesh or all(saved.get(axis, 1) == here.mesh.get(axis, 1) for axis in apart)
+    return alike and checkpoint.manifest.world_size == here.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What each parameter's .grad will be on this rank, by name, and what wrapped models will hold besides."""
+
+    of: dict[str, Tensor] = field(default_factory=dict)
+    held: dict[str, Tensor] = field(default_factory=dict)
+
+
+def plan_gradients(
+    checkpoint: Checkpoint,
+    models: Sequence[nn.Module],
+    names: Mapping[int, str],
+    here: Layout,
+    *,
+    weighted: bool,
+    strict: bool,
+    component: str = "gradients",
+) -> Gradients:
+    """The gradients of the saved window for this rank. Changes nothing; every rank for itself.
+
+    On the layout they were saved from they come back bit for bit. On any other, each parameter gets the mean over the
+    ranks that saved (slices of it are read as they are), whose mean over any number of ranks is the same: the update at
+    the end of the window is that of the uninterrupted one, up to the rounding of a mean.
+    Raises: CheckpointError when that cannot be done.
+    """
+    live = {names[id(p)]: p for model in models for p in model.parameters()}
+    saved_world = checkpoint.manifest.world_size
+    _refuse_other_stages(checkpoint.manifest.mesh, here.mesh)
+    if same_data(checkpoint, here):
+        mine = checkpoint.component(component, here.rank)
+        if _fits(mine, live, checkpoint, here):
+            return _as_they_are(mine)
+    everyone = [checkpoint.component(component, rank) for rank in range(saved_world)]
+    _refuse_unmovable(everyone, here)
+    if strict and (strangers := sorted({_plain(key) for found in everyone for key in found.pieces} - live.keys())):
+        raise CheckpointError(
+            f"{checkpoint.folder}: the accumulation window in progress has gradients of {strangers[:4]}, which no model "
+            "here holds. Nothing was loaded. Prepare the models that were saved, or load with strict=False."
+        )
+    # A weighted window is divided by the number of ranks at its end: the sum over ranks must stay, not the mean.
+    saved_ranks = loss_ranks(checkpoint.manifest.mesh, saved_world)
+    factor = saved_ranks / loss_ranks(here.mesh, here.world_size) if weighted else 1.0
+    moved = ((name, _moved(name, parameter, everyone, strict)) for name, parameter in live.items())
+    return Gradients({name: value * factor if factor != 1.0 else value for name, value in moved if value is not None})
+
+
+def _plain(key: str) -> str:
+    for prefix in (_SHARDED, PARTIAL, UNSHARDED):
+        key = key.removeprefix(prefix)
+    return key
+
+
+def _as_they_are(mine: Found) -> Gradients:
+    tensors = {key: pieces[0].data.clone() for key, pieces in mine.pieces.items()}
+    tensors |= {alias: tensors[key] for alias, key in mine.aliases.items()}
+    held = {key: value for key, value in tensors.items() if key.startswith((PARTIAL, UNSHARDED))}
+    return Gradients({_plain(key): value for key, value in tensors.items() if key not in held}, held)
+
+
+def _fits(mine: Found, live: Mapping[str, Tensor], checkpoint: Checkpoint, here: Layout) -> bool:
+    """Whether this rank's own gradients can be put back as they are."""
+    notes: Mapping[str, Any] = mine.data if isinstance(mine.data, dict) else {}
+    for key in mine.keys():  # noqa: SIM118 - names of the same tensor count too
+        pieces, parameter = mine.of(key) or [], live.get(_plain(key))
+        if parameter is None or len(pieces) != 1:
+            return False
+        shape, sharded = tuple(pieces[0].data.shape), is_dtensor(parameter)
+        if key.startswith(PARTIAL):
+            same = notes.get("groups") in (None, dict(here.groups)) and dict(checkpoint.manifest.mesh) == dict(
+                here.mesh
+            )
+        elif key.startswith(UNSHARDED):
+            same = sharded and shape == tuple(parameter.shape)
+        elif key.startswith(_SHARDED):
+            same = is_dtensor(parameter) and _same_slice(pieces[0], parameter)
+        else:
+            raw = sharded and notes.get("format") is None and shape == tuple(local_tensor(parameter).shape)
+            same = raw or (not sharded and shape == tuple(parameter.shape))
+        if not same:
+            return False
+    return True
+
+
+def _same_slice(piece: Piece, parameter: DTensor) -> bool:
+    own = dtensor_slice(parameter)
+    if own.data.numel() == 0:
+        return piece.data.numel() == 0
+    return (tuple(piece.shape), tuple(piece.offset)) == (own.shape, own.offset) and piece.data.shape == own.data.shape
+
+
+def _refuse_other_stages(saved: Mapping[str, int], here: Mapping[str, int]) -> None:
+    if max(saved.get("pp", 1), here.get("pp", 1)) > 1 and dict(saved) != dict(here):
+        raise CheckpointError(
+            f"the checkpoint was saved inside an accumulation window with pp_size={saved.get('pp', 1)}, and this run has "
+            f"pp_size={here.get('pp', 1)} or another mesh; gradients of a window in progress do not move between pipeline "
+            "stages. Nothing was loaded. Resume on the same mesh, or save where a window ends (accelerator.sync_gradients)."
+        )
+
+
+def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
+    if any(key.startswith(PARTIAL) for found in everyone for key in found.pieces):
+        raise CheckpointError(
+            f"the checkpoint was saved inside an accumulation window of {len(everyone)} processes that shard and replicate, "
+            f"whose gradients are reduced in part and cannot be split over {here.world_size} processes or another "
+            f"layout. Nothing was loaded. Resume on {len(everyone)} processes with the same strategy, mesh and wrapping, "
+            "or save where a window ends (accelerator.sync_gradients)."
+        )
+
+
+def _moved(name: str, parameter: Tensor, everyone: Sequence[Found], strict: bool) -> Tensor | None:
+    """This rank's part of the mean gradient of one parameter; None when no rank had one."""
+    own = as_stored(parameter)
+    target = own if isinstance(own, Slice) else Slice(own, tuple(own.shape), (0,) * own.dim())
+    reduced = _distinct(piece for found in everyone for piece in found.of(_SHARDED + name) or [])
+    local = [pieces for found in everyone for key in (name, UNSHARDED + name) if (pieces := found.of(key))]
+    if not reduced and not local:
+        return None
+    if not strict and any(tuple(piece.shape) != target.shape for piece in (*reduced, *(p for ps in local for p in ps))):
+        log.warning("the gradient of %s in the window in progress has another shape and is left out", name)
+        return None
+    total = _read(name, target, reduced) if reduced else torch.zeros(())
+    for pieces in local:
+        total = total + _read(name, target, pieces) / len(everyone)
+    return total
+
+
+def _distinct(pieces: Any) -> list[Piece]:  # Any: an iterator of pieces
+    """Pieces without the copies that replicas keep, and without empty ones."""
+    found: dict[tuple[int, ...], Piece] = {}
+    for piece in pieces:
+        if piece.data.numel():
+            found.setdefault((*piece.offset, *piece.data.shape), piece)
+    return list(found.values())
+
+
+def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
+    """The target's part of a gradient, read from the pieces that hold it; halves are summed in float32."""
+    dtype = pieces[0].data.dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    part = torch.empty(target.data.shape, dtype=wide)
+    for copy in plan_copies(f"gradient of {name}", Slice(part, target.shape, target.offset), pieces):
+        copy.target.copy_(copy.source)
+    return part
+
+
+def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: Mapping[str, Tensor]) -> None:
+    """Give parameters the gradients of the window in progress, and no others."""
+    for model in models:
+        for parameter in model.parameters():
+            gradient = saved.get(names[id(parameter)])
+            parameter.grad = None if gradient is None else spread_like(parameter, gradient)
+
+
+def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """This rank's part of a gradient as the gradient of the parameter."""
+    if not is_dtensor(parameter):
+        return part.to(parameter.device, parameter.dtype, copy=True)
+    room = torch.empty_like(parameter, requires_grad=False)
+    local_tensor(room).copy_(part)
+    return room

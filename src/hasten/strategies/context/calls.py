@@ -1,0 +1,240 @@
+"""Calls of prepared models under context parallelism: what only the whole sequence tells is added to their arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hasten.errors import StepError
+from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.masks import IGNORED
+from hasten.strategies.context.ops import held_part
+from hasten.strategies.context.probe import check_labels, check_positions
+from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.transformers import NAME
+
+# Any in this file: the arguments of the user's models, and transformers, which is untyped here.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_LABELS: Final = ("labels", "targets", "target", "y")
+"""Arguments that a model of somebody's own may compute its loss from."""
+_SEQUENCES: Final = ("attention_mask", "labels", "shift_labels", "position_ids", "token_type_ids", "inputs_embeds")
+"""Arguments of transformers' models that have one entry for each token."""
+_WRITE: Final = (
+    "Write: with accelerator.context_parallel([tokens, labels], [1, 1]): around the forward and backward() of each batch, "
+    "with every tensor that has a sequence dimension"
+)
+
+
+@dataclass(slots=True)
+class Opened:
+    """A block that is running: the buffers as they were, and what attention inside it does."""
+
+    layout: SequenceLayout
+    rank: int
+    buffers: list[tuple[Tensor, Tensor, int]]
+    """Each buffer, the whole it was, and its sequence dimension."""
+    attention: SequenceAttention
+    counting: Callable[[], tuple[bool, ...]]
+    """For each buffer, whether it counts the positions of the sequence."""
+    weigh: Callable[[Tensor, Tensor], None]
+    """Given this rank's labels and all of them, make the loss weigh by them."""
+
+    def whole(self, value: object) -> tuple[Tensor, int] | None:
+        """The whole of a buffer and its sequence dimension; None for anything else."""
+        return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor."""
+        return held_part(whole, dim, self.layout, self.rank)
+
+
+class CallHook:
+    """A forward pre-hook of a prepared model; copies of the model share it."""
+
+    def __init__(self, inner: nn.Module, trainable: bool, ranks: int, opened: Callable[[], Opened | None]) -> None:
+        self._inner = inner
+        self._trainable = trainable
+        self._ranks = ranks
+        self._opened = opened
+        inside: Any = getattr(inner, "get_base_model", None)  # a model wrapped by peft
+        self._base: Any = inside() if callable(inside) else inner
+        self._signature = inspect.signature(inner.forward)
+        self._accepts = inspect.signature(self._base.forward).parameters
+        told = [part.is_causal for part in inner.modules() if isinstance(getattr(part, "is_causal", None), bool)]
+        self._causal = bool(told) and all(told)
+        self._checked = False
+
+    def __deepcopy__(self, memo: object) -> CallHook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()  # a pickled model is used outside this run
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        block = self._opened()
+        if block is None:
+            self._refuse_outside(model)
+            return None
+        bound = self._signature.bind_partial(*args, **kwargs)
+        more = next((p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
+        given = {**bound.arguments, **bound.arguments.get(more or "", {})}
+        given.pop(more or "", None)
+        changed = self._completed(block, given)
+        if not self._checked:
+            self._checked = True
+            if "position_ids" not in changed and not self._told(block, given):
+                check_positions(model, self._inner, args, kwargs, block)
+            if not hasattr(self._base, "loss_function"):
+                self._check_labels(model, block, given)
+        if not changed:
+            return None
+        for name, value in changed.items():
+            if name in self._signature.parameters:
+                bound.arguments[name] = value
+            else:
+                bound.arguments.setdefault(more or name, {})[name] = value
+        return bound.args, bound.kwargs
+
+    def _check_labels(self, model: nn.Module, block: Opened, given: dict[str, Any]) -> None:
+        parameters = self._signature.parameters.values()
+        if all(p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
+            for name in _LABELS:
+                check_labels(model, self._inner, (), given, block, name)
+
+    def _refuse_outside(self, model: nn.Module) -> None:
+        spanned = getattr(getattr(self._base, "config", None), "_attn_implementation", None) == NAME
+        if self._trainable and model.training and torch.is_grad_enabled() and not spanned:
+            raise StepError(
+                f"{type(self._inner).__name__} was called for training outside accelerator.context_parallel(), although "
+                f"cp_size={self._ranks}: each of {self._ranks} ranks would compute whole sequences, and nothing would be split. "
+                f"{_WRITE}; call the model under torch.no_grad() or in eval mode for whole sequences, or set cp_size=1."
+            )
+
+    def _told(self, block: Opened, given: Mapping[str, Any]) -> bool:
+        """Whether an argument counts the positions of the sequence, or is none of the buffers, such as positions made inside."""
+        tensors = [value for value in given.values() if isinstance(value, Tensor)]
+        places = {id(tensor): n for n, (tensor, _, _) in enumerate(block.buffers)}
+        known = [places.get(id(tensor)) for tensor in tensors]
+        return None in known or any(block.counting()[number] for number in known if number is not None)
+
+    def _completed(self, block: Opened, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that are to be changed."""
+        changed: dict[str, Any] = {}
+        sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
+        if sequence is None:
+            return changed
+        length = sequence[0].shape[sequence[1]]
+        self._refuse_wholes(block, given, length)
+        self._refuse_windows(length)
+        if "position_ids" in self._accepts and given.get("position_ids") is None:
+            self._refuse_other_positions()
+            places = torch.arange(length, device=sequence[0].device)
+            changed["position_ids"] = block.part(places, 0).unsqueeze(0)
+        labels = self._shifted(block, given)
+        if labels is not None:
+            changed["shift_labels"] = labels[0]
+        if (mask := block.whole(given.get("attention_mask"))) is not None and self._causal:
+            self._complete_mask(block, mask, self._labels_of(block, given, labels), changed)
+        return changed
+
+    def _refuse_wholes(self, block: Opened, given: Mapping[str, Any], length: int) -> None:
+        """Raise for an argument over whole sequences beside parts of them, of which a model may take the wrong part."""
+        for name in _SEQUENCES:
+            value = given.get(name)
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length and block.whole(value) is None:
+                raise StepError(
+                    f"{type(self._base).__name__} was called with {name} of shape {tuple(value.shape)}, which is no buffer of the "
+                    "context-parallel block and spans whole sequences, beside parts of them. Add it to the buffers, "
+                    "with its sequence dimension."
+                )
+
+    def _refuse_windows(self, length: int) -> None:
+        """Raise for a model of transformers whose layers see a window of the sequence: a part of it does not show that."""
+        config: Any = getattr(self._base, "config", None)
+        kinds = getattr(config, "layer_types", None)
+        for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):
+            window = getattr(config, name, None)
+            if isinstance(window, int) and window < length and (kinds is None or kind in kinds):
+                raise StepError(
+                    f"{type(self._base).__name__} has config.{name}={window}, and sequences of {length} tokens that are split over "
+                    f"{self._ranks} ranks are attended to whole. Use sequences of at most {window} tokens, or cp_size=1."
+                )
+
+    def _refuse_other_positions(self) -> None:
+        """Raise for a model whose positions are not 0, 1, 2, … of each sequence."""
+        padded = [
+            name
+            for name, part in self._base.named_modules()
+            if isinstance(part, nn.Embedding) and part.padding_idx is not None and "position" in name
+        ]
+        if padded or hasattr(self._base, "get_rope_index"):
+            why = f"counts positions from {padded[0]!r}'s padding_idx" if padded else "computes them from its images"
+            raise StepError(
+                f"{type(self._base).__name__} was called without position_ids inside a context-parallel block, and {why}; from a "
+                "part of a sequence it would get others. Compute position_ids of whole sequences and pass them as a buffer."
+            )
+
+    def _shifted(self, block: Opened, given: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """This rank's labels one position ahead, and all of them, for a model that would shift its part of them by itself.
+
+        Raises: StepError for a model that shifts labels and takes none that are shifted.
+        """
+        labels = block.whole(given.get("labels"))
+        if labels is None or given.get("shift_labels") is not None or not hasattr(self._base, "loss_function"):
+            return None
+        if getattr(self._base.loss_function, "__name__", "") != "ForCausalLMLoss":
+            return None
+        if "loss_function" not in inspect.unwrap(type(self._base).forward).__code__.co_names:
+            raise StepError(
+                f"{type(self._base).__name__} shifts labels by itself, by code of its own, so that the tokens at the ends of each "
+                "rank's part would be lost. Shift the labels before the block and compute the loss from the logits."
+            )
+        whole = F.pad(labels[0].narrow(labels[1], 1, labels[0].shape[labels[1]] - 1), (0, 1), value=IGNORED)
+        mine = block.part(whole, labels[1])
+        block.attention.start()  # which weighs by the labels before they are shifted
+        if given.get("num_items_in_batch") is None:
+            block.weigh(mine, whole)
+        return mine, whole
+
+    def _labels_of(
+        self, block: Opened, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
+    ) -> Tensor | None:
+        """The whole labels that are in the place of the tokens they are predicted from."""
+        if shifted is not None:
+            return shifted[1]
+        found = block.whole(given.get("shift_labels"))
+        return None if found is None else found[0]
+
+    def _complete_mask(
+        self, block: Opened, mask: tuple[Tensor, int], labels: Tensor | None, changed: dict[str, Any]
+    ) -> None:
+        """Take the padding mask from the model, if padding is on the right, and hide the padding in attention where it counts."""
+        whole, dim = mask
+        if whole.ndim != 2 or dim != 1:
+            return
+        real = whole != 0
+        unused = torch.ones((), dtype=torch.bool, device=real.device)
+        if labels is not None:
+            unused = (real | (labels == IGNORED)).all()  # no label is predicted from padding
+        right, unused_padding = torch.stack([(real[:, :-1] | ~real[:, 1:]).all(), unused]).tolist()
+        if not right or (block.attention.way == "ring" and not (labels is not None and unused_padding)):
+            return  # attention says what is to be done
+        block.attention.start()
+        block.attention.padded = False
+        changed["attention_mask"] = None
+        if labels is None or not unused_padding:
+            block.attention.hidden = block.part(real, 1)[:, None, None, :]
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*_: object) -> None:
+    return None

@@ -1,0 +1,148 @@
+"""What an attention mask means when its sequence is spread over ranks: causal, a mask of keys, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from hasten.errors import StepError
+from hasten.strategies.context.layout import SequenceLayout
+
+IGNORED: Final = -100
+"""The label of tokens that take no part in the loss, as torch's cross entropy has it."""
+
+
+class MaskReader:
+    """Reads the masks of one block; layers share a mask, so each is read once.
+
+    A mask that a model makes from its part of a sequence knows nothing of the other parts. Two kinds can be
+    completed: the causal mask (its part has the pattern of one), and one that hides keys from all queries alike.
+    """
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        self._layout = layout
+        self._read: tuple[Tensor, Literal["causal"] | Tensor] | None = None
+
+    def read(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
+        """`causal`, or this rank's part of a mask of keys with one row.
+
+        Raises: StepError for every other mask.
+        """
+        if self._read is not None and self._read[0] is mask:
+            return self._read[1]
+        meaning = self._meaning(mask, queries, keys)
+        self._read = (mask, meaning)
+        return meaning
+
+    def _meaning(self, mask: Tensor, queries: int, keys: int) -> Literal["causal"] | Tensor:
+        if mask.shape[-1] == keys and mask.shape[-2] in (1, queries):
+            if mask.shape[-2] == 1 or mask.stride(-2) == 0 or bool((mask == mask[..., :1, :]).all()):
+                return mask[..., :1, :]
+            if queries == keys and (allowed := _allowed(mask)) is not None:
+                lower = torch.ones(queries, queries, dtype=torch.bool, device=mask.device).tril()
+                if bool((allowed == lower).all()):
+                    return "causal"
+                if self._layout.chunks_per_rank == 2 and bool((allowed == _two_chunks(lower)).all()):
+                    return "causal"  # made from positions that jump between the rank's two chunks
+        raise StepError(
+            f"attention was given a mask of shape {tuple(mask.shape)} for {queries} queries and {keys} keys of this "
+            "rank, made without the rest of the sequence; nothing tells what it hides on other ranks. Under context "
+            "parallelism use is_causal=True (with padding on the right it needs no mask: set the labels of padding to "
+            "-100 and leave attention_mask out), or a mask of keys that is the same for all queries."
+        )
+
+
+def _allowed(mask: Tensor) -> Tensor | None:
+    """Where the mask lets attention through, or None if it does more than hide."""
+    if mask.dtype == torch.bool:
+        return mask
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask == 0 if bool((hidden | (mask == 0)).all()) else None
+
+
+def _two_chunks(lower: Tensor) -> Tensor:
+    """Causal within each half, with no attention between the halves."""
+    half = lower.shape[0] // 2
+    made = lower.clone()
+    made[half:, :half] = False
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the buffers of a block hold, as far as it decides what the block does."""
+
+    padded: bool
+    """There is a mask of zeros and ones that hides something: models may make different masks on different ranks, or none where
+    nothing is hidden, and ranks have to agree."""
+    ignoring: tuple[bool, ...]
+    """For each buffer, whether it holds labels that the loss leaves out."""
+    counting: tuple[bool, ...] = ()
+    """For each buffer, whether it counts the positions of the sequence, from zero."""
+
+
+def look(wholes: list[tuple[Tensor, int]]) -> Callable[[], Contents]:
+    """Start reading what the buffers hold; the function returned waits for it, the one time a block waits for the device.
+
+    Between the two a device has work: waiting here would leave it idle until the first layers are on their way to it.
+    """
+    whole = [not t.is_floating_point() for t, _ in wholes]
+    if not any(whole):
+        return lambda: Contents(False, tuple(whole), tuple(whole))
+    pairs = zip(wholes, whole, strict=True)
+    seen = torch.stack(
+        [torch.stack([_restarts(t, d), _hides(t), _ignores(t), _counts(t, d)]) for (t, d), one in pairs if one]
+    )
+    if seen.is_cpu:
+        return lambda: _contents(whole, seen)
+    ready = torch.Event(seen.device)
+    copied = seen.to("cpu", non_blocking=True)
+    ready.record()
+
+    def arrived() -> Contents:
+        ready.synchronize()
+        return _contents(whole, copied)
+
+    return arrived
+
+
+def _contents(whole: list[bool], seen: Tensor) -> Contents:
+    """Raises: StepError for positions of packed sequences, whose parts would attend to each other."""
+    rows = iter(seen.tolist())
+    found = [next(rows) if one else (False, False, False, False) for one in whole]
+    if any(row[0] for row in found):
+        raise StepError(
+            "a buffer counts up from 0 and starts again, as the positions of several sequences do that are packed "
+            "into one; context parallelism would let them attend to each other. Use unpacked sequences, or cp_size=1."
+        )
+    return Contents(any(row[1] for row in found), tuple(row[2] for row in found), tuple(row[3] for row in found))
+
+
+def _ignores(whole: Tensor) -> Tensor:
+    """Whether there are labels that the loss leaves out."""
+    if whole.dtype == torch.bool:
+        return torch.zeros((), dtype=torch.bool, device=whole.device)
+    return (whole == IGNORED).any()
+
+
+def _hides(whole: Tensor) -> Tensor:
+    """Whether this is a mask of zeros and ones, with zeros."""
+    return ((whole == 0) | (whole == 1)).all() & (whole == 0).any()
+
+
+def _counts(whole: Tensor, dim: int) -> Tensor:
+    """Whether these are the positions 0, 1, 2, … of the sequence."""
+    values = whole.movedim(dim, -1).long()
+    return (values == torch.arange(values.shape[-1], device=values.device)).all()
+
+
+def _restarts(whole: Tensor, dim: int) -> Tensor:
+    """Whether these are positions, counted from zero, that begin anew somewhere."""
+    values = whole.movedim(dim, -1).long()
+    first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
+    counted = (first == 0).all() & ((rest == before + 1) | (rest == 0)).all()
+    return counted & (rest == 0).any() & (values.max() > 1)

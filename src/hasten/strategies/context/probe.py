@@ -1,0 +1,152 @@
+"""Checks of a model's first call, with a few tokens: that it computes the same in parts as in whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.errors import StepError
+from hasten.strategies.context.masks import MaskReader
+from hasten.strategies.context.ops import collect
+from hasten.strategies.context.patch import Attention, AttentionPatch
+from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.trees import map_tensors, tensors
+
+if TYPE_CHECKING:
+    from hasten.strategies.context.calls import Opened
+
+# Any in this file: the arguments of the user's models.
+_PER_CHUNK: Final = 2
+"""Tokens of each chunk that the check uses."""
+_TOLERANCE: Final = 0.05
+"""Relative difference that is more than rounding: in the first layer another position changes half of a query."""
+
+
+def check_positions(
+    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened
+) -> None:
+    """Run the first tokens of the sequences as wholes and in parts, and compare what attention gets. Ranks: every rank.
+
+    A model that makes positions from the length of its input, or mixes neighbouring tokens, computes something else from a
+    part of a sequence, and nothing would show it. Raises: StepError for such a model.
+    """
+    if not _may_run(model, inner, block):
+        return
+    whole = _shortened(args, kwargs, block, lambda start, dim: start)
+    parts = _shortened(args, kwargs, block, block.part)
+    plain, split = _Recorder(block.attention.original), _Recorder(_split_attention(block))
+    _run(inner, whole, plain, block)
+    _run(inner, parts, split, block)
+    worst = 0.0
+    for one, other in zip(plain.seen, split.seen, strict=True):
+        for expected, mine in zip(one, other, strict=True):
+            worst = max(worst, _difference(expected, mine, block))
+    if worst > _TOLERANCE:
+        raise StepError(
+            f"{type(inner).__name__} gets no positions in this context-parallel block, and attention sees other queries, keys or "
+            f"values in parts of a sequence than in the whole (they differ by {worst:.0%}): it makes positions from the length of "
+            "its input, or mixes neighbouring tokens outside attention. Give the model the positions as an argument and a buffer: "
+            "context_parallel([tokens, labels, positions], [1, 1, 1]) with positions = torch.arange(length).expand(batch, -1), or set "
+            "cp_size=1."
+        )
+
+
+def check_labels(
+    model: nn.Module, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened, name: str
+) -> None:
+    """Change the first label of each part, and look whether the loss that the model returns changes. Ranks: every rank.
+
+    A model that shifts its labels by itself leaves the first one of a part out, and takes the last tokens of another part for those
+    before it. Raises: StepError for such a model.
+    """
+    given = block.whole(kwargs.get(name))
+    if given is None or given[0].is_floating_point() or not _may_run(model, inner, block):
+        return
+    some, named = _shortened(args, kwargs, block, block.part)
+    labels, dim, most = named[name], given[1], int(given[0].max())
+    found: list[float] = []
+    for value in (0, most):
+        changed = labels.clone()
+        changed.narrow(dim, 0, 1).fill_(value)
+        out = _run(inner, (some, {**named, name: changed}), _split_attention(block), block)
+        found += [float(one) for one in tensors(out) if one.numel() == 1 and one.is_floating_point()][:1]
+    if most > 0 and len(found) == 2 and found[0] == found[1]:
+        raise StepError(
+            f"{type(inner).__name__} returns a loss that the first label of this rank's part of {name!r} does not change: it shifts "
+            "labels by itself, and would lose or mix up the tokens at the ends of parts. Shift the labels before the block "
+            "and compute the loss from the logits, with torch.nn.functional.cross_entropy()."
+        )
+
+
+def _may_run(model: nn.Module, inner: nn.Module, block: Opened) -> bool:
+    """Whether the model can be called more often than the user calls it, with fewer tokens."""
+    length = block.layout.num_chunks * _PER_CHUNK
+    engine = model is not inner and not isinstance(model, DistributedDataParallel)
+    return not engine and all(whole.shape[dim] >= length for _, whole, dim in block.buffers)
+
+
+def _split_attention(block: Opened) -> SequenceAttention:
+    lengths = frozenset({block.layout.num_chunks * _PER_CHUNK // block.layout.ranks})
+    return replace(
+        block.attention, lengths=lengths, masks=MaskReader(block.layout), begin=lambda: False, padded=None, hidden=None
+    )
+
+
+def _run(inner: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], attention: Attention, block: Opened) -> Any:
+    args, kwargs = given
+    with torch.no_grad(), _as_evaluated(inner, block), AttentionPatch().replaced(attention):
+        return inner.forward(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Recorder:
+    """An attention function that keeps what it is called with."""
+
+    attention: Callable[..., Tensor]
+    seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen.append((query, key, value))
+        return self.attention(query, key, value, *args, **kwargs)
+
+
+def _shortened(
+    args: tuple[Any, ...], kwargs: dict[str, Any], block: Opened, cut: Callable[[Tensor, int], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    length = block.layout.num_chunks * _PER_CHUNK
+
+    def short(tensor: Tensor) -> Tensor:
+        found = block.whole(tensor)
+        return tensor if found is None else cut(found[0].narrow(found[1], 0, length), found[1])
+
+    made: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(short, (args, kwargs))
+    return made
+
+
+def _difference(whole: Tensor, part: Tensor, block: Opened) -> float:
+    """The relative difference of whole sequences and the ranks' parts of them."""
+    dim = part.ndim - 2
+    joined = collect(part, dim, block.attention.sharing.group)
+    chunks = joined.chunk(block.layout.num_chunks, dim)
+    ordered = torch.cat([chunks[place] for place in block.layout.order()], dim).float()
+    return float((ordered - whole.float()).norm() / whole.float().norm().clamp(min=1e-20))
+
+
+@contextmanager
+def _as_evaluated(model: nn.Module, block: Opened) -> Iterator[None]:
+    """Context manager without dropout, in which random numbers and training modes stay as they are."""
+    device = block.buffers[0][0].device
+    modes = [(part, part.training) for part in model.modules()]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model.eval()
+        try:
+            yield
+        finally:
+            for part, training in modes:
+                part.training = training

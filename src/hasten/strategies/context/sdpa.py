@@ -1,0 +1,212 @@
+"""The function that stands in for scaled_dot_product_attention where each rank holds a part of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from hasten.errors import ConfigError, StepError
+from hasten.runtime.axes import divisors
+from hasten.strategies.context.attention import Manner, Sharing, blockwise
+from hasten.strategies.context.masks import MaskReader
+from hasten.strategies.context.ops import all_parts, collect, swap
+from hasten.strategies.context.patch import Attention
+
+Way = Literal["allgather", "ring", "ulysses"]
+_HEADS: Final = -3
+_LENGTH: Final = -2
+
+
+@dataclass(slots=True)
+class SequenceAttention:
+    """Attention over whole sequences, from this rank's parts of queries, keys and values.
+
+    allgather: every rank gets all keys and values. ring: they pass from rank to rank. ulysses: every rank gets whole
+    sequences of a part of the heads.
+    """
+
+    original: Attention
+    sharing: Sharing
+    way: Way
+    lengths: frozenset[int]
+    """The lengths of this rank's parts of the sequences that were sharded."""
+    masks: MaskReader
+    begin: Callable[[], bool]
+    """Called once, at the first attention at the latest; whether padding may give ranks different masks, or some of them none."""
+    padded: bool | None = None
+    hidden: Tensor | None = None
+    """This rank's part of the padding mask that a causal model was called without (batch, 1, 1, length)."""
+    calls: int = 0
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        self.start()
+        self.calls += 1
+        queries, keys = query.shape[_LENGTH], key.shape[_LENGTH]
+        self._check_lengths(queries, keys)
+        hidden, is_causal = self._read(attn_mask, is_causal, query, key)
+        if is_causal and queries != keys:
+            raise StepError(
+                f"causal attention of {queries} queries to {keys} keys was asked for inside a context-parallel block; "
+                "a causal mask needs queries and keys of one sequence. Use it for self-attention only."
+            )
+        if not enable_gqa and query.shape[_HEADS] != key.shape[_HEADS]:
+            key, value = (t.expand(*query.shape[: t.ndim - 2], *t.shape[-2:]) for t in (key, value))
+        query, key, value = _autocast(query, key, value)
+        manner = Manner(is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+        match self.way:
+            case _ if self.sharing.group.size() == 1:  # every head and the whole sequence are here
+                return self._by_heads(query, key, value, hidden, dropout_p, manner)
+            case "ulysses":
+                return self._by_heads(query, key, value, hidden, dropout_p, manner)
+            case "ring" if hidden is not None or dropout_p > 0:
+                raise ConfigError(
+                    f"cp_comm_strategy='ring' passes keys and values from rank to rank, without "
+                    f"{'a mask of keys' if hidden is not None else f'dropout (dropout_p={dropout_p})'} inside attention. "
+                    "Use cp_comm_strategy='allgather' or 'ulysses'."
+                )
+            case "allgather" if hidden is not None or dropout_p > 0 or not is_causal:
+                return self._with_all_keys(query, key, value, hidden, dropout_p, manner)
+        shape = query.shape
+        query, key, value = (t.reshape(-1, *t.shape[-3:]) if t.ndim != 3 else t[:, None] for t in (query, key, value))
+        return blockwise(query, key, value, self.sharing, manner).reshape(*shape[:-1], value.shape[-1])
+
+    def start(self) -> None:
+        """Wait for what the buffers hold, if nobody has yet."""
+        if self.padded is None:
+            self.padded = self.begin()
+
+    def _read(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
+        """This rank's part of a mask of keys, if any rank has one, and whether attention is causal."""
+        problem: StepError | None = None
+        meaning: Tensor | Literal["causal"] | None = None
+        if mask is not None:
+            try:
+                meaning = self.masks.read(mask, query.shape[_LENGTH], key.shape[_LENGTH])
+            except StepError as error:
+                if not self.padded:
+                    raise
+                problem = error
+        hidden = meaning if isinstance(meaning, Tensor) else self.hidden if causal and mask is None else None
+        causal = causal or isinstance(meaning, str)
+        if self.padded:
+            hidden = self._agreed(hidden, causal, problem, query, key)
+        return hidden, causal
+
+    def _agreed(
+        self, hidden: Tensor | None, causal: bool, problem: StepError | None, query: Tensor, key: Tensor
+    ) -> Tensor | None:
+        """The mask of keys with the same form on every rank: what hides nothing where a rank made none.
+
+        Raises: StepError on every rank if the masks of any two say different things.
+        """
+        sizes = [0] * 6 if hidden is None else [1, hidden.dtype == torch.bool, *[1] * (4 - hidden.ndim), *hidden.shape]
+        told = torch.tensor([problem is not None, *sizes[:4], causal], dtype=torch.int64, device=query.device)
+        everyone = torch.stack(all_parts(told, self.sharing.group)).tolist()
+        if any(row[0] for row in everyone):
+            raise problem or StepError(
+                "another rank of this sequence was given an attention mask that does not say what it hides here, so "
+                "this rank stops too; its message says what to do."
+            )
+        if any(row[5] != causal for row in everyone):
+            raise StepError(
+                "ranks of one sequence disagree whether attention is causal, because padding changes the mask the model "
+                "makes from their parts. With padding on the right a causal model needs no mask: leave attention_mask "
+                "out and set the labels of padding to -100."
+            )
+        rows = [row for row in everyone if row[1]]
+        if not rows or hidden is not None:
+            return hidden
+        shape = (max(row[3] for row in rows), max(row[4] for row in rows), 1, key.shape[_LENGTH])
+        if rows[0][2]:
+            return torch.ones(shape, dtype=torch.bool, device=query.device)
+        return torch.zeros(shape, dtype=query.dtype, device=query.device)
+
+    def _check_lengths(self, queries: int, keys: int) -> None:
+        wrong = next((length for length in (queries, keys) if length not in self.lengths), None)
+        if wrong is not None:
+            raise StepError(
+                f"attention inside a context-parallel block was called with a length of {wrong}, but the buffers' parts "
+                f"on this rank have {' or '.join(str(n) for n in sorted(self.lengths))} positions; it would mix whole "
+                "sequences with parts. Name every tensor with a sequence dimension that enters the model in the "
+                "block's buffers, and keep attention over other sequences outside it."
+            )
+
+    def _with_all_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
+    ) -> Tensor:
+        """One call over all keys, in the order of the ranks that hold them."""
+        group, layout = self.sharing.group, self.sharing.layout
+        mask = None if hidden is None else torch.cat(all_parts(hidden, group), -1)
+        if manner.causal:
+            length = key.shape[_LENGTH] * layout.ranks
+            places = [layout.positions(rank, length) for rank in range(layout.ranks)]
+            mine = torch.tensor(places[group.rank()], device=query.device).unsqueeze(-1)
+            mask = _both(mask, mine >= torch.tensor([p for part in places for p in part], device=query.device))
+        key, value = collect(key, key.ndim - 2, group), collect(value, value.ndim - 2, group)
+        gqa = query.shape[_HEADS] != key.shape[_HEADS]
+        return self.original(query, key, value, mask, dropout_p, False, scale=manner.scale, enable_gqa=gqa)
+
+    def _by_heads(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
+    ) -> Tensor:
+        """Whole sequences of a part of the heads: attention as in one process, between two exchanges."""
+        group, ranks = self.sharing.group, self.sharing.layout.ranks
+        heads = query.shape[_HEADS]
+        if heads % ranks:
+            raise ConfigError(
+                f"cp_size={ranks} does not divide the {heads} heads of this attention, and cp_comm_strategy='ulysses' "
+                f"gives every rank a part of them. Set cp_size to one of {divisors(heads)}, or use "
+                "cp_comm_strategy='ring' or 'allgather'."
+            )
+        if key.shape[_HEADS] % ranks:
+            repeats = heads // key.shape[_HEADS]
+            key, value = key.repeat_interleave(repeats, _HEADS), value.repeat_interleave(repeats, _HEADS)
+        across, along = query.ndim + _HEADS, query.ndim + _LENGTH
+        query, key, value = (swap(t, across, along, group) for t in (query, key, value))
+        mask = None if hidden is None else torch.cat(all_parts(hidden, group), -1)
+        causal = manner.causal
+        if mask is not None:
+            mask = self._own_heads(mask)
+            if causal:
+                length = query.shape[_LENGTH]
+                mask = _both(mask, torch.ones(length, length, dtype=torch.bool, device=query.device).tril())
+                causal = False
+        gqa = query.shape[_HEADS] != key.shape[_HEADS]
+        out = self.original(query, key, value, mask, dropout_p, causal, scale=manner.scale, enable_gqa=gqa)
+        return swap(out, along, across, group)
+
+    def _own_heads(self, mask: Tensor) -> Tensor:
+        """The rows of a mask that differs between heads which belong to this rank's heads."""
+        if mask.ndim < 3 or mask.shape[_HEADS] == 1:
+            return mask
+        return mask.chunk(self.sharing.layout.ranks, _HEADS)[self.sharing.group.rank()]
+
+
+def _both(mask: Tensor | None, visible: Tensor) -> Tensor:
+    """A mask that also hides what is not visible."""
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype in which autocast would compute attention, so that fewer bytes travel."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.dtype != torch.float64 else t for t in tensors)

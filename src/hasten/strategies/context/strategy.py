@@ -1,0 +1,237 @@
+"""Context parallelism: a block in which each rank holds a part of every sequence and attention spans the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.config.parallel import ParallelismConfig
+from hasten.errors import ConfigError, StepError
+from hasten.optim.clock import StepClock
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import is_trainable
+from hasten.strategies.context.attention import Sharing
+from hasten.strategies.context.calls import CallHook, Opened
+from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
+from hasten.strategies.context.ops import collect, held_part
+from hasten.strategies.context.patch import AttentionPatch
+from hasten.strategies.context.sdpa import SequenceAttention, Way
+
+
+class SequenceShards:
+    """How the sequences of a block are spread over ranks."""
+
+    def __init__(self, layout: SequenceLayout, rank: int, comm: ProcessGroupComm | None) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._comm = comm
+
+    def positions(self, length: int) -> Tensor:
+        """The positions of a sequence of this length that this rank holds, in the order in which it holds them."""
+        if self._comm is None:
+            return torch.arange(length)
+        self._layout.check(length, "the sequence")
+        return torch.tensor(self._layout.positions(self._rank, length), device=self._comm.device)
+
+    def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence in its own order, from the ranks' parts along `dim`; differentiable.
+
+        Ranks: the ranks of one sequence.
+        """
+        if self._comm is None:
+            return tensor
+        dim = dim % tensor.ndim
+        joined = collect(tensor, dim, self._comm.group)
+        chunks = joined.chunk(self._layout.num_chunks, dim)
+        return torch.cat([chunks[place] for place in self._layout.order()], dim)
+
+
+class ContextParallel:
+    """Shards the sequences of a block over the context-parallel axis, and makes attention span the shards."""
+
+    def __init__(
+        self,
+        config: ParallelismConfig,
+        ctx: ProcessContext,
+        clock: StepClock,
+        models: Callable[[], Iterable[nn.Module]],
+    ) -> None:
+        ranks = ctx.mesh.size(Axis.CP)
+        handler = config.cp_handler
+        strategy = "ulysses" if config.sp_size > 1 else handler.cp_comm_strategy
+        self._way: Way = "ring" if strategy == "alltoall" else strategy
+        self._clock = clock
+        self._models = models
+        self._layout = SequenceLayout(ranks, handler.load_balance and self._way != "ulysses")
+        self._rank = ctx.mesh.index(ctx.rank, Axis.CP)
+        comm = ctx.groups(Axis.CP) if ranks > 1 else None
+        self._comm = comm if isinstance(comm, ProcessGroupComm) else None
+        self._patch = AttentionPatch()
+        self._opened: Opened | None = None
+
+    def follow(self, model: nn.Module, inner: nn.Module) -> None:
+        """Complete the arguments of the model's calls inside blocks, and refuse to train it outside of them."""
+        if self._comm is not None:
+            hook = CallHook(inner, is_trainable(inner), self._layout.ranks, lambda: self._opened)
+            model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    @contextmanager
+    def block(
+        self,
+        buffers: Sequence[Tensor],
+        dims: Sequence[int],
+        keep_sharded: Iterable[Tensor] = (),
+        labels: Tensor | Literal["auto"] | None = "auto",
+    ) -> Iterator[SequenceShards]:
+        """A block in which each buffer holds this rank's part along its dimension. Ranks: every rank.
+
+        The loss that is sent backward inside weighs as much as this rank has labels, among the ranks of a sequence.
+        """
+        comm = self._comm
+        shards = SequenceShards(self._layout, self._rank, comm)
+        if comm is None:
+            yield shards
+            return
+        chosen = self._checked(list(buffers), list(dims))
+        group = comm.group
+        kept = {id(tensor) for tensor in keep_sharded}
+        wholes = [(tensor.data, dim) for tensor, dim in chosen]
+        read, counted = look(wholes), self._named(chosen, labels)
+
+        def begin() -> bool:
+            contents = read()
+            decisive = self._found(chosen, wholes, contents) if isinstance(labels, str) else counted
+            self._clock.share = None if decisive is None else self._share(decisive, comm)
+            return contents.padded
+
+        try:
+            for tensor, dim in chosen:
+                tensor.data = held_part(tensor.data, dim, self._layout, self._rank)
+            attention = SequenceAttention(
+                self._patch.original(),
+                Sharing(group, self._layout, "ring" if self._way == "ring" else "gather"),
+                self._way,
+                frozenset(tensor.shape[dim] for tensor, dim in chosen),
+                MaskReader(self._layout),
+                begin,
+            )
+            if all(whole.is_cpu for whole, _ in wholes):  # nothing to wait for
+                attention.start()
+            self._clock.joined = True
+            held = [(tensor, whole, dim) for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True)]
+            self._opened = Opened(self._layout, self._rank, held, attention, lambda: read().counting, self._weigh)
+            with self._patch.replaced(attention):
+                yield shards
+            self._check_used(attention)
+        finally:
+            self._clock.share, self._clock.joined, self._opened = None, False, None
+            for (tensor, dim), (whole, _) in zip(chosen, wholes, strict=True):
+                if id(tensor) not in kept:
+                    _restore(tensor, whole, dim)
+
+    def _checked(self, buffers: list[Tensor], dims: list[int]) -> list[tuple[Tensor, int]]:
+        """Each buffer once, with its dimension. Raises: ConfigError for what cannot be sharded."""
+        if not buffers or len(buffers) != len(dims):
+            raise ConfigError(
+                f"context_parallel() got {len(buffers)} buffers and {len(dims)} sequence dimensions; without a "
+                "dimension for each buffer nothing says how the sequence is split. Give the tensors that enter the "
+                "model (tokens, positions, labels) and their sequence dimensions, such as ([tokens, labels], [1, 1])."
+            )
+        known: dict[int, tuple[Tensor, int]] = {}
+        for number, (tensor, given) in enumerate(zip(buffers, dims, strict=True)):
+            if not -tensor.ndim <= given < tensor.ndim:
+                raise ConfigError(
+                    f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} has no dimension {given} to "
+                    "split; give the dimension that counts its tokens."
+                )
+            dim = given % tensor.ndim
+            if tensor.requires_grad:
+                raise ConfigError(
+                    f"context_parallel(): buffer {number} takes gradients, and replacing it by a part of itself would "
+                    "lose them. Give inputs and buffers only; look parameters up by sharded positions."
+                )
+            if known.setdefault(id(tensor), (tensor, dim))[1] != dim:
+                raise ConfigError(f"context_parallel(): buffer {number} is given twice, with two dimensions; keep one.")
+            self._layout.check(tensor.shape[dim], f"buffer {number} of shape {tuple(tensor.shape)}")
+            if tensor.shape[dim] // self._layout.ranks < 2:
+                raise ConfigError(
+                    f"context_parallel(): buffer {number} of shape {tuple(tensor.shape)} leaves each of "
+                    f"{self._layout.ranks} ranks a single token, which attention takes for the decoding of one; use "
+                    f"sequences of at least {2 * self._layout.ranks} tokens, or a smaller cp_size."
+                )
+        self._refuse_copied(known)
+        return list(known.values())
+
+    def _refuse_copied(self, known: dict[int, tuple[Tensor, int]]) -> None:
+        copying = [m for m in self._models() if isinstance(m, DistributedDataParallel) and m.broadcast_buffers]
+        for model in copying:
+            for name, buffer in model.module.named_buffers():
+                if id(buffer) in known:
+                    raise ConfigError(
+                        f"context_parallel(): {name!r} is a buffer of {type(model.module).__name__}, and ddp copies buffers "
+                        "from rank 0 before each forward, which would give every rank the first part. Pass "
+                        "DistributedDataParallelKwargs(broadcast_buffers=False)."
+                    )
+
+    def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
+        """The labels that were named, which decide what a rank's loss weighs."""
+        if not isinstance(labels, Tensor):
+            return None
+        if any(tensor is labels for tensor, _ in chosen):
+            return labels
+        raise ConfigError(
+            "context_parallel(labels=...) is not one of the buffers, so it would stay whole while the loss sees a "
+            "part; add it to the buffers with its sequence dimension."
+        )
+
+    def _found(
+        self, chosen: list[tuple[Tensor, int]], wholes: list[tuple[Tensor, int]], contents: Contents
+    ) -> Tensor | None:
+        """The buffer whose ignored entries decide what a rank's loss weighs."""
+        found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
+        if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
+            raise ConfigError(
+                f"{len(found)} buffers of context_parallel() hold labels of {IGNORED}, in different numbers, so nothing "
+                "says which of them the loss is the mean over. Name it: context_parallel(..., labels=shift_labels)."
+            )
+        return chosen[found[0]][0] if found else None
+
+    def _real(self, whole: Tensor, dim: int) -> Tensor:
+        """The number of labels in each chunk that take part in the loss."""
+        chunks = whole.chunk(self._layout.num_chunks, dim)
+        return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
+
+    def _share(self, counted: Tensor, comm: ProcessGroupComm) -> Tensor:
+        """This rank's share of the labels, times the number of ranks: what its mean loss weighs in the mean of all."""
+        mine = (counted != IGNORED).sum().to(comm.device, torch.float32)
+        total = comm.all_reduce(mine.clone())
+        return torch.where(total == 0, total, mine * self._layout.ranks / total)
+
+    def _weigh(self, mine: Tensor, every: Tensor) -> None:
+        """Make this rank's mean loss weigh by its share of the labels, which every rank of the sequence has whole."""
+        counts = torch.stack([(mine != IGNORED).sum(), (every != IGNORED).sum()]).to(torch.float32)
+        self._clock.share = torch.where(counts[1] == 0, counts[1], counts[0] * self._layout.ranks / counts[1])
+
+    def _check_used(self, attention: SequenceAttention) -> None:
+        if attention.calls == 0:
+            raise StepError(
+                "no scaled_dot_product_attention was called inside the context-parallel block; a model that computes "
+                "attention otherwise attends only within each rank's part of the sequence. Use "
+                "torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa'), or "
+                "cp_size=1."
+            )
+
+
+def _restore(tensor: Tensor, whole: Tensor, dim: int) -> None:
+    """Make the tensor whole again; a backward that needs its part fails from here on instead of using the whole."""
+    tensor.data = whole
+    with torch.no_grad():
+        tensor.narrow(dim, 0, 0).zero_()  # writes nothing, but counts as a change

@@ -1,0 +1,99 @@
+"""Attention of transformers' models over whole sequences, while each process holds a part of them (Ulysses)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.errors import PrepareError, StepError
+from hasten.optional import need
+from hasten.strategies.context.attention import Sharing
+from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.masks import MaskReader
+from hasten.strategies.context.sdpa import SequenceAttention
+
+# Any in this file: transformers is untyped here.
+NAME: Final = "sdpa_over_sequence_parts"
+"""The attention implementation that models of a run with sp_size are given."""
+
+
+class SpannedAttention:
+    """What transformers calls for attention: over the parts of all processes in training, and while parts are read."""
+
+    def __init__(self, comm: ProcessGroupComm, lengths: set[int], reading_parts: Callable[[], bool]) -> None:
+        layout = SequenceLayout(comm.size, balanced=False)
+        self._attention = SequenceAttention(
+            functional.scaled_dot_product_attention,
+            Sharing(comm.group, layout, "gather"),
+            "ulysses",
+            frozenset(),
+            MaskReader(layout),
+            begin=lambda: False,
+        )
+        self._ranks, self._lengths, self._reading_parts = comm.size, lengths, reading_parts
+
+    def attach(self, model: nn.Module, wanted: str | None) -> None:
+        """Let the model attend to whole sequences.
+
+        Raises: PrepareError for a model that does not call transformers' attention functions, or another of them than sdpa.
+        """
+        inner: Any = model
+        if not getattr(inner, "_supports_attention_backend", False):
+            raise PrepareError(
+                f"{type(model).__name__} does not take its attention from transformers' AttentionInterface, so nothing makes "
+                f"it attend to the other parts of a sequence (sp_size={self._ranks}). Use a model of transformers that does, "
+                "or import hasten, whose context_parallel() splits sequences for any module."
+            )
+        if (kind := wanted or inner.config._attn_implementation) not in ("sdpa", NAME):
+            raise PrepareError(
+                f"attention by {kind!r} was asked for with sp_size={self._ranks}, and sequences are attended to by torch's "
+                "scaled_dot_product_attention here, which has flash kernels of its own. Ask for "
+                "'sdpa': attn_implementation='sdpa' where the model is loaded, or sp_attn_implementation='sdpa' beside sp_size."
+            )
+        transformers = need("transformers", ">=5", "ParallelismConfig(sp_size=...)")
+        transformers.AttentionInterface.register(NAME, self)
+        transformers.AttentionMaskInterface.register(NAME, need("transformers.masking_utils").sdpa_mask)
+        inner.set_attn_implementation(NAME)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if not module.training and not self._reading_parts():  # whole sequences, as evaluation reads them
+            whole = need("transformers.integrations.sdpa_attention").sdpa_attention_forward
+            given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+            out: tuple[Tensor, None] = whole(module, query, key, value, attention_mask, **given)
+            return out
+        self._check(query.shape[-2], kwargs.get("sliding_window"))
+        causal = is_causal if is_causal is not None else bool(getattr(module, "is_causal", True))
+        gqa = query.shape[1] != key.shape[1]
+        mixed = self._attention(
+            query, key, value, attention_mask, dropout, causal and attention_mask is None, scaling, enable_gqa=gqa
+        )
+        return mixed.transpose(1, 2).contiguous(), None
+
+    def _check(self, length: int, window: int | None) -> None:
+        if length not in self._lengths:
+            raise StepError(
+                f"the model got sequences of {length} tokens, and no loader has handed out parts of that length "
+                f"(sp_size={self._ranks}): whole sequences of different processes would be joined into one. Pass the loader "
+                "to prepare() in the call that prepares the model."
+            )
+        if window is not None and window < length * self._ranks:
+            raise StepError(
+                f"this attention sees {window} tokens back, and sequences of {length * self._ranks} tokens that are cut "
+                f"over {self._ranks} processes are attended to whole. Use shorter sequences, or sp_size=1."
+            )
+        self._attention.lengths = frozenset(self._lengths)

@@ -1,0 +1,276 @@
+"""The transform that replicates a model over processes: torch's DistributedDataParallel with the user's model in reach."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from hasten import trees
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.config.base import given
+from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.errors import ConfigError, PrepareError, StepError
+from hasten.precision.base import Precision
+from hasten.runtime.axes import LOSS
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.logs import get_logger
+from hasten.strategies.base import LoopState, Stage, Wish, is_trainable
+from hasten.strategies.ddp.buckets import BucketOrders
+from hasten.strategies.ddp.retry import Replica
+from hasten.strategies.retry import Retry, Whole
+
+log = get_logger(__name__)
+
+_LEAST_MB, _MOST_MB = 25, 100  # torch's own size; more delays the first exchange
+_OURS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
+class Replicated(DistributedDataParallel):
+    """DistributedDataParallel through which the user's attributes and methods stay reachable."""
+
+    routed: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:  # Any: the user's own attribute
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        value = getattr(super().__getattr__("module"), name)
+        if not inspect.ismethod(value):
+            return value
+        return self._route(value) if name in self.routed else self._guard(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        except RuntimeError as error:
+            if "finished reduction" not in str(error):
+                raise
+            raise StepError(self._unused_message(str(error))) from error
+
+    def _route(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, called through this wrapper's forward so that its gradients are synchronised."""
+
+        @functools.wraps(method)
+        def routed(*args: Any, **kwargs: Any) -> Any:
+            inner, own = self.module, self.module.__dict__.get("forward")
+
+            def stand_in(*args: Any, **kwargs: Any) -> Any:
+                _put_forward(inner, own)  # inside the method, the model's forward is its own again
+                return method(*args, **kwargs)
+
+            inner.__dict__["forward"] = stand_in
+            try:
+                return self(*args, **kwargs)
+            finally:
+                _put_forward(inner, own)
+
+        return routed
+
+    def _guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method, refused when its result would carry gradients past the synchronisation."""
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if torch.is_grad_enabled() and any(x.grad_fn is not None for x in trees.tensors(result)):
+                raise StepError(
+                    f"{type(self.module).__name__}.{name}() returned tensors with gradients, but it was called past "
+                    "the model's forward, so those gradients would stay different on every process. Call "
+                    f"accelerator.mark_forward_method(model, {name!r}) once before training, call the model itself, or "
+                    f"use torch.no_grad() if no gradient is needed."
+                )
+            return result
+
+        return guarded
+
+    def _unused_message(self, text: str) -> str:
+        """torch's complaint about unused parameters, with their names."""
+        names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        listed = re.search(r"did not receive grad for rank \d+:((?: \d+)+)", text)
+        unused = [names[int(i)] for i in listed[1].split() if int(i) < len(names)] if listed else []
+        who = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "") or "some parameters"
+        return (
+            f"in the last step these parameters of {type(self.module).__name__} took no part in the loss: {who}. "
+            "The processes would wait for their gradients forever. Use every output in the loss, freeze the "
+            "parameters with requires_grad_(False), or pass "
+            "DistributedDataParallelKwargs(find_unused_parameters=True)."
+        )
+
+
+def _put_forward(module: nn.Module, own: Any) -> None:  # Any: the forward the instance had, or None
+    if own is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = own
+
+
+class Replicate:
+    """Wraps trainable models so that backward averages their gradients over the ranks of the loss."""
+
+    stage = Stage.SPREAD
+
+    def __init__(self, config: DistributedDataParallelKwargs, by_size: bool = False) -> None:
+        self._config = config
+        self._by_size = by_size
+        self._buckets = BucketOrders()
+        self._wrapped = WeakSet[Replicated]()
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if not wish.train or not is_trainable(model) or isinstance(model, DistributedDataParallel):
+            return model
+        comm = ctx.groups(*LOSS)
+        if not isinstance(comm, ProcessGroupComm):
+            return model
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+            raise PrepareError(
+                f"{type(model).__name__} has lazy parameters whose shapes are not known yet, so they cannot be "
+                "replicated; run one batch through the model before prepare()."
+            )
+        indexed = ctx.device.type != "cpu" and wish.place
+        wrapped = Replicated(
+            model,
+            device_ids=[ctx.device.index] if indexed else None,
+            process_group=comm.group,
+            **self._options(model),
+        )
+        _add_hook(wrapped, self._config, comm.group)
+        self._wrapped.add(wrapped)
+        return wrapped
+
+    def _options(self, model: nn.Module) -> dict[str, Any]:  # Any: torch's own keywords
+        chosen = _ddp_options(self._config)
+        if self._by_size and "bucket_cap_mb" not in given(self._config):
+            chosen["bucket_cap_mb"] = _bucket_mb(model)
+        return chosen
+
+    def gradients_s(self) -> float:
+        """The time the last measured backward waited for gradients of other ranks; torch measures about one of a hundred."""
+        taken = []
+        for model in self._wrapped:
+            if not hasattr(model, "_get_ddp_logging_data"):
+                return 0.0
+            times: dict[str, int] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            nanoseconds = times.get("backward_comm_time", 0) - times.get("backward_compute_comm_overlap_time", 0)
+            taken.append(max(nanoseconds, 0) / 1e9)
+        return sum(taken) / len(taken) if taken else 0.0
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return Replica(model) if isinstance(model, DistributedDataParallel) else Whole()
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        return dict(self.undo(model).state_dict())
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        if not isinstance(model, Replicated):
+            return
+        model.routed = model.routed | {name}
+
+    @contextmanager
+    def join(self, models: list[nn.Module]) -> Iterator[None]:
+        joinable: list[Joinable] = [model for model in models if isinstance(model, DistributedDataParallel)]
+        with Join(joinable) if joinable else nullcontext():
+            yield
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return self._buckets.unsettled(model)
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        """The order of the buckets, and whether the next forward synchronises buffers."""
+        flag = model.require_forward_param_sync if isinstance(model, DistributedDataParallel) else None
+        return LoopState({"bucket_order": self._buckets.order(model), "buffer_sync": flag})
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        if not isinstance(model, DistributedDataParallel):
+            return None
+        if (flag := state.notes.get("buffer_sync")) is not None:
+            model.require_forward_param_sync = bool(flag)
+        return self._buckets.restore(model, state.notes["bucket_order"]) if "bucket_order" in state.notes else None
+
+
+def _bucket_mb(model: nn.Module) -> int:
+    """The size of a bucket in MiB by that of all gradients: a tenth, so that nine tenths may travel while the backward goes on."""
+    total = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20
+    size = int(min(max(total / 10, _LEAST_MB), _MOST_MB))
+    log.info(
+        "performance: gradients of %s (%.0f MiB) are exchanged in buckets of %d MiB: ten or so, each large enough that its start "
+        "costs little; performance={'buckets': False} turns it off",
+        type(model).__name__,
+        total,
+        size,
+    )
+    return size
+
+
+def _ddp_options(config: DistributedDataParallelKwargs) -> dict[str, Any]:  # Any: torch's own keywords
+    """What the user has set, as keywords of this torch. Raises: ConfigError for one it does not know."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    chosen = {name: getattr(config, name) for name in sorted(given(config)) if name not in _OURS}
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"DistributedDataParallelKwargs({unknown[0]}=...) is not known to torch {torch.__version__}, so it would "
+            "be ignored; leave it out, or install a newer torch."
+        )
+    return {name: value for name, value in chosen.items() if value != known[name].default}
+
+
+def _add_hook(model: Replicated, config: DistributedDataParallelKwargs, group: dist.ProcessGroup) -> None:
+    """Register the chosen compression of gradients for communication."""
+    if config.comm_hook == "no":
+        return
+    if config.comm_hook == "bf16" and "nccl" not in str(dist.get_backend_config(group)):
+        raise ConfigError(
+            "comm_hook='bf16' averages in bfloat16, which only the NCCL backend can do; this run uses "
+            f"{dist.get_backend(group)}. Use comm_hook='fp16' or 'power_sgd', or no hook."
+        )
+    if config.comm_hook == "batched_power_sgd" and not _batched_power_sgd_works():
+        raise ConfigError(
+            f"comm_hook='batched_power_sgd' stops at an assertion inside torch {torch.__version__}, which hands its "
+            "orthogonalisation a matrix of the wrong rank; use comm_hook='power_sgd'."
+        )
+    state: object = group
+    hooks: dict[str, Callable[..., Any]] = {
+        "fp16": default_hooks.fp16_compress_hook,
+        "bf16": default_hooks.bf16_compress_hook,
+        "power_sgd": powerSGD_hook.powerSGD_hook,
+        "batched_power_sgd": powerSGD_hook.batched_powerSGD_hook,
+    }
+    hook = hooks[config.comm_hook]
+    if config.comm_hook in ("power_sgd", "batched_power_sgd"):
+        state = powerSGD_hook.PowerSGDState(process_group=group, **dict(config.comm_state_option))
+    wrappers: dict[str, Callable[..., Any]] = {
+        "fp16": default_hooks.fp16_compress_wrapper,
+        "bf16": default_hooks.bf16_compress_wrapper,
+    }
+    if config.comm_wrapper != "no":
+        hook = wrappers[config.comm_wrapper](hook)
+    model.register_comm_hook(state, hook)
+
+
+def _batched_power_sgd_works() -> bool:
+    """Whether this torch's orthogonalisation takes the 2-D matrix its batched hook gives it (2.11 to 2.13 do not)."""
+    try:
+        powerSGD_hook._orthogonalize(torch.ones(2, 1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    except AssertionError:
+        return False
+    return True

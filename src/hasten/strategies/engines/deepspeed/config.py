@@ -1,0 +1,376 @@
+"""DeepSpeed's configuration from ours: pure, with every "auto" filled and every choice noted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from hasten.config.engines import DeepSpeedPlugin
+from hasten.errors import ConfigError
+from hasten.strategies.engines.deepspeed import keys as deepspeed_keys
+from hasten.strategies.engines.deepspeed import nvme_config as deepspeed_nvme_config
+
+AUTO: Final = "auto"
+_HALVES: Final = ("fp16", "bf16")
+_DROPPED: Final = (
+    # without the model's hidden size, DeepSpeed's own defaults are better than a guess
+    ("zero_optimization", "reduce_bucket_size"),
+    ("zero_optimization", "allgather_bucket_size"),
+    ("zero_optimization", "stage3_prefetch_bucket_size"),
+    ("zero_optimization", "stage3_param_persistence_threshold"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the run knows when an engine starts."""
+
+    mixed_precision: str = "no"
+    accumulation: int = 1
+    world_size: int = 1
+    micro_batch: int | None = None
+    """The batch size of the loader prepared along; None when there is none."""
+    hidden_size: int | None = None
+    optimizer: Mapping[str, Any] | None = None
+    """Options of a placeholder optimizer; None when the script has a real one."""
+    scheduler: Mapping[str, Any] | None = None
+    """Options of a placeholder scheduler; None when there is none."""
+    on_cpu: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What DeepSpeed is given, what the loop keeps for itself, and what was decided on the way."""
+
+    config: dict[str, Any]  # Any: DeepSpeed's own keys and values
+    stage: int
+    clipping: float
+    """The norm gradients are clipped to when the loop does not clip; 0 is off."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The configuration while its gaps are filled."""
+
+    config: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The section, created when it is missing."""
+        made: dict[str, Any] = self.config.setdefault(name, {})
+        if not isinstance(made, dict):
+            raise ConfigError(
+                f"deepspeed.hf_ds_config has {name}={made!r}, but DeepSpeed expects a mapping there and would stop. "
+                f"Write {name} as a mapping of its options."
+            )
+        return made
+
+    def fill(self, section: str, key: str, value: Any, why: str) -> None:
+        """Put a value where the configuration says "auto" or nothing; note it when it said "auto"."""
+        place = self.section(section) if section else self.config
+        if place.get(key, AUTO) == AUTO:
+            if key in place:
+                self.notes.append(f"{section + '.' if section else ''}{key}: {value!r} ({why})")
+            place[key] = value
+
+
+def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """DeepSpeed's own configuration as a mapping of its own; a path is read as JSON.
+
+    Raises: ConfigError for a file that is missing or is no JSON object.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return {key: _unshared(value) for key, value in given.items()}
+    path = Path(given).expanduser()
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"deepspeed.hf_ds_config={given!r} cannot be read ({type(error).__name__}: {error}), so nothing is known of "
+            "the engine that was asked for. Give the path of a JSON file in DeepSpeed's format, or a mapping."
+        ) from error
+    if not isinstance(read, dict):
+        raise ConfigError(
+            f"deepspeed.hf_ds_config={given!r} holds a {type(read).__name__}, not a JSON object, so it has no settings. "
+            "Write DeepSpeed's settings as {...}."
+        )
+    return read
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which two sections that are one mapping become two, as in a file: each is filled in by itself."""
+    if isinstance(value, Mapping):
+        return {key: _unshared(inner) for key, inner in value.items()}
+    return [_unshared(inner) for inner in value] if isinstance(value, list) else value
+
+
+def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
+    """The configuration of one engine.
+
+    Raises: ConfigError where DeepSpeed's file and the run contradict each other, or "auto" has no value.
+    """
+    filling = _Filling(_given(plugin))
+    stage = _zero(filling, plugin)
+    _precision(filling, facts)
+    _batches(filling, plugin, facts)
+    clipping = _clipping(filling, plugin)
+    _optimizer(filling, facts)
+    _scheduler(filling, facts)
+    _hidden_size(filling, facts)
+    if _offload(filling.section("zero_optimization"), "param") == "nvme":
+        deepspeed_nvme_config.keep_small_whole(filling.config, filling.notes)
+    _refuse_autos(filling.config)
+    return EngineConfig(filling.config, stage, clipping, tuple(filling.notes))
+
+
+def stage_of(plugin: DeepSpeedPlugin) -> int:
+    """The ZeRO stage the settings ask for. Raises: ConfigError for one that does not exist."""
+    return _zero(_Filling(_given(plugin)), plugin)
+
+
+def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's own keys and values
+    """The part of the configuration by which ZeRO-3 partitions a model while it is built.
+
+    Raises: ConfigError as `translate` does, and for other stages.
+    """
+    filling = _Filling(_given(plugin))
+    if (stage := _zero(filling, plugin)) != 3:
+        raise ConfigError(
+            f"deepspeed.zero3_init_flag=True needs ZeRO stage 3, but the stage is {stage}, which keeps parameters whole on every "
+            "process. Set zero_optimization.stage to 3, or remove zero3_init_flag."
+        )
+    facts = Facts(mixed_precision=mixed_precision)
+    _precision(filling, facts)
+    _hidden_size(filling, facts)
+    parts = ("zero_optimization", "aio", *_HALVES)
+    config = {name: filling.config[name] for name in parts if name in filling.config}
+    zero = config["zero_optimization"]
+    zero["memory_efficient_linear"] = False  # torch's linear function stays in place until an engine computes
+    if _offload(zero, "param") == "nvme":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}  # an engine brings them to the drive
+    _refuse_autos(config)
+    return {**config, "train_micro_batch_size_per_gpu": 1}
+
+
+def _given(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    config = read_config(plugin.hf_ds_config)
+    if plugin.hf_ds_config is None:
+        _from_options(config, plugin)
+        return config
+    named = f"={plugin.hf_ds_config!r}" if isinstance(plugin.hf_ds_config, str) else ""
+    deepspeed_keys.check(config, f"deepspeed.hf_ds_config{named}")
+    return config
+
+
+def _refuse_autos(config: dict[str, Any]) -> None:
+    if left := sorted(_autos(config)):
+        raise ConfigError(
+            f'deepspeed.hf_ds_config says "auto" for {", ".join(left)}, which hasten has no value for, and DeepSpeed would '
+            "read it as a string. Write the value."
+        )
+
+
+def _from_options(config: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
+    zero: dict[str, Any] = {"stage": plugin.zero_stage}
+    for part, device, folder in (
+        ("optimizer", plugin.offload_optimizer_device, plugin.offload_optimizer_nvme_path),
+        ("param", plugin.offload_param_device, plugin.offload_param_nvme_path),
+    ):
+        if device != "none":
+            zero[f"offload_{part}"] = {"device": device} | ({} if folder is None else {"nvme_path": folder})
+    if plugin.zero_stage == 3:
+        zero["stage3_gather_16bit_weights_on_model_save"] = plugin.zero3_save_16bit_model
+    config["zero_optimization"] = zero
+
+
+def _zero(filling: _Filling, plugin: DeepSpeedPlugin) -> int:
+    zero = filling.section("zero_optimization")
+    stage = zero.setdefault("stage", 0)
+    if stage == AUTO:
+        filling.fill("zero_optimization", "stage", plugin.zero_stage, "deepspeed.zero_stage")
+        stage = zero["stage"]
+    if stage not in (0, 1, 2, 3):
+        raise ConfigError(
+            f"zero_optimization.stage={stage!r} is no ZeRO stage, so it is not clear what to shard. Set 0, 1, 2 or 3."
+        )
+    for part in ("optimizer", "param"):
+        device = _offload(zero, part)
+        if device == "nvme":
+            deepspeed_nvme_config.check(filling.config, part, int(stage), filling.notes)
+        if device == "cpu" and (stage == 0 or (part == "param" and stage < 3)):
+            needed = "stage 3" if part == "param" else "stage 1, 2 or 3"
+            raise ConfigError(
+                f"zero_optimization.offload_{part}.device='cpu' needs {needed}, but the stage is {stage}, so nothing would be "
+                f"offloaded. Set zero_optimization.stage, or remove offload_{part}."
+            )
+    if stage == 1 and zero.get("overlap_comm"):
+        zero["overlap_comm"] = False
+        filling.notes.append(
+            "zero_optimization.overlap_comm: False (at stage 1 gradients are reduced when the loop's window ends)"
+        )
+    # The script's optimizer is its own choice, and DeepSpeed's CPU optimizers need a compiler at run time.
+    filling.fill("", "zero_allow_untested_optimizer", True, "the script's optimizer is used as it is")
+    filling.fill("", "zero_force_ds_cpu_optimizer", False, "the script's optimizer is used as it is")
+    return int(stage)
+
+
+def _offload(zero: dict[str, Any], part: str) -> str:
+    section = zero.get(f"offload_{part}") or {}
+    if section.get("device") == AUTO:
+        section["device"] = "none"
+    device = str(section.get("device", "none"))
+    if device != "none":
+        section.setdefault("pin_memory", False)
+    return device
+
+
+def _precision(filling: _Filling, facts: Facts) -> None:
+    wanted = facts.mixed_precision
+    if wanted == "fp8":
+        raise ConfigError(
+            "mixed_precision='fp8' cannot be honoured under DeepSpeed, which has no fp8 training of its own; use 'bf16'."
+        )
+    for name in _HALVES:
+        if name not in filling.config:
+            if name == wanted:
+                filling.config[name] = {"enabled": True}
+            continue
+        filling.fill(name, "enabled", name == wanted, f"mixed_precision={wanted!r}")
+        enabled = filling.section(name)["enabled"]
+        if bool(enabled) != (name == wanted):
+            raise ConfigError(
+                f"DeepSpeed's configuration has {name}.enabled={enabled}, but the run has mixed_precision={wanted!r}; they "
+                f"would compute in different precisions. Set mixed_precision={name if enabled else 'no'!r}, or "
+                f'{name}.enabled to "auto".'
+            )
+    if wanted == "fp16":
+        scale = filling.section("fp16")
+        for key, value in (("loss_scale", 0), ("initial_scale_power", 16), ("loss_scale_window", 1000)):
+            if scale.get(key) == AUTO:
+                filling.fill("fp16", key, value, "dynamic scale")
+    if filling.config.get("torch_autocast", {}).get("enabled"):
+        raise ConfigError(
+            "torch_autocast.enabled=True cannot be honoured: hasten chooses the precision by mixed_precision, and DeepSpeed's "
+            "own autocast would come on top of it. Remove torch_autocast."
+        )
+
+
+def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
+    """The batch sizes DeepSpeed wants to know; its own accumulation is off, because the loop's clock accumulates."""
+    config, world = filling.config, facts.world_size
+    told = [plugin.gradient_accumulation_steps, config.get("gradient_accumulation_steps", AUTO)]
+    for steps in told:
+        if steps not in (None, AUTO, facts.accumulation):
+            raise ConfigError(
+                f"DeepSpeed's gradient_accumulation_steps={steps} and the loop's gradient_accumulation_steps="
+                f"{facts.accumulation} differ; the updates would come at other batches than on any other strategy. Give "
+                f'Accelerator(gradient_accumulation_steps={steps}), or write "auto".'
+            )
+    micro, total = config.get("train_micro_batch_size_per_gpu", AUTO), config.get("train_batch_size", AUTO)
+    if micro == AUTO and total != AUTO:
+        micro, rest = divmod(int(total), facts.accumulation * world)
+        if rest or not micro:
+            raise ConfigError(
+                f"train_batch_size={total} is not divisible by {facts.accumulation} accumulated micro-steps on {world} "
+                f"processes, so no micro-batch has a whole size. Set a multiple of {facts.accumulation * world}."
+            )
+        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro} (train_batch_size={total})")
+    if micro == AUTO:
+        micro = facts.micro_batch or 1
+        why = "the loader's batch size" if facts.micro_batch else "no loader was prepared along; it changes no number"
+        filling.notes.append(f"train_micro_batch_size_per_gpu: {micro} ({why})")
+    if total not in (AUTO, micro * facts.accumulation * world):
+        raise ConfigError(
+            f"train_batch_size={total}, but {micro} samples a micro-batch x {facts.accumulation} micro-steps x {world} processes "
+            f'are {micro * facts.accumulation * world}. Write "auto" for one of them.'
+        )
+    config |= {
+        "train_micro_batch_size_per_gpu": int(micro),
+        "gradient_accumulation_steps": 1,
+        "train_batch_size": int(micro) * world,
+    }
+    if facts.accumulation > 1:
+        filling.notes.append(
+            f"gradient_accumulation_steps: 1 in the engine (the loop's clock accumulates {facts.accumulation} micro-steps)"
+        )
+
+
+def _clipping(filling: _Filling, plugin: DeepSpeedPlugin) -> float:
+    """The norm to clip to; the engine's own clipping is off, so that there is one place that clips."""
+    value = filling.config.get("gradient_clipping", plugin.gradient_clipping)
+    if value == AUTO:
+        filling.notes.append("gradient_clipping: off (clip_grad_norm_ in the loop says how much)")
+    filling.config["gradient_clipping"] = 0.0
+    return 0.0 if value in (None, AUTO) else float(value)
+
+
+def _optimizer(filling: _Filling, facts: Facts) -> None:
+    section = filling.config.get("optimizer")
+    if section is None:
+        if facts.optimizer is not None:
+            raise ConfigError(
+                "a DummyOptim was prepared, but DeepSpeed's configuration has no optimizer section, so there is no optimizer. "
+                'Add {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, or prepare a real optimizer.'
+            )
+        return
+    if facts.optimizer is None:
+        raise ConfigError(
+            f"DeepSpeed's configuration has an optimizer section ({section.get('type')}) and the script prepares an optimizer of "
+            "its own; one of them would be ignored. Remove the section, or prepare hasten.DummyOptim(model.parameters())."
+        )
+    params = section.setdefault("params", {})
+    for key, value in list(params.items()):
+        if value == AUTO:
+            if key not in facts.optimizer:
+                raise ConfigError(
+                    f'optimizer.params.{key} is "auto", but DummyOptim was not given {key}. Pass it to DummyOptim, or write the value.'
+                )
+            params[key] = facts.optimizer[key]
+            filling.notes.append(f"optimizer.params.{key}: {params[key]!r} (DummyOptim)")
+    if facts.on_cpu and section.get("type") in ("Adam", "AdamW"):
+        params.setdefault("torch_adam", True)  # DeepSpeed's fused one compiles when it is first used
+
+
+def _scheduler(filling: _Filling, facts: Facts) -> None:
+    section = filling.config.get("scheduler")
+    if section is None:
+        return
+    params = section.setdefault("params", {})
+    given = {} if facts.scheduler is None else facts.scheduler
+    rate = (filling.config.get("optimizer") or {}).get("params", {}).get("lr")
+    known = {"warmup_min_lr": 0, "warmup_max_lr": rate, "lr": rate, "cycle_max_lr": rate, **given}
+    for key, value in list(params.items()):
+        if value == AUTO:
+            if known.get(key) is None:
+                raise ConfigError(
+                    f'scheduler.params.{key} is "auto", but nothing says what it is. Prepare hasten.DummyScheduler(optimizer, '
+                    f"{key}=...), or write the value."
+                )
+            params[key] = known[key]
+            filling.notes.append(f"scheduler.params.{key}: {params[key]!r} (DummyScheduler, or the optimizer's lr)")
+
+
+def _hidden_size(filling: _Filling, facts: Facts) -> None:
+    size = facts.hidden_size
+    for section, key in _DROPPED:
+        place = filling.config.get(section, {})
+        if place.get(key) != AUTO:
+            continue
+        if size is None or key == "allgather_bucket_size":
+            del place[key]
+            filling.notes.append(f"{section}.{key}: DeepSpeed's default (the model has no config.hidden_size)")
+        else:
+            value = {"reduce_bucket_size": size * size, "stage3_prefetch_bucket_size": int(0.9 * size * size)}
+            filling.fill(section, key, value.get(key, 10 * size), f"hidden_size={size}")
+
+
+def _autos(value: Any, path: Sequence[str] = ()) -> list[str]:  # Any: nested settings
+    if isinstance(value, Mapping):
+        return [found for key, item in value.items() for found in _autos(item, (*path, str(key)))]
+    return [".".join(path)] if value == AUTO else []

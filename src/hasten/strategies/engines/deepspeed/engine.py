@@ -1,0 +1,201 @@
+"""Starting a DeepSpeed engine: the package, its process group, and the few things it insists on."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from hasten.comm.agreement import agree
+from hasten.config.engines import DeepSpeedPlugin
+from hasten.errors import PrepareError
+from hasten.optim.engine import Placeholder
+from hasten.optional import need
+from hasten.runtime import env
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import stop
+from hasten.strategies.engines.deepspeed import files as deepspeed_files
+from hasten.strategies.engines.deepspeed import keys as deepspeed_keys
+from hasten.strategies.engines.deepspeed import nvme as deepspeed_nvme
+from hasten.strategies.engines.deepspeed.config import EngineConfig
+
+VERSIONS: Final = ">=0.19,<0.20"
+"""The versions whose engine this adapter knows from inside: gradients and shards have no public interface."""
+
+_SHARED_MEMORY: Final = "deepspeed_shm_comm"
+_ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zero.partition_parameters")
+
+
+def package() -> Any:  # Any: DeepSpeed is untyped
+    """The deepspeed module. Raises: MissingPackageError when it is absent or of another version."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports
+        found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
+        with env.restored():  # it compiles when it is imported, which takes seconds and serves the Muon optimizer alone
+            env.put_default("TORCHDYNAMO_DISABLE", "1")
+            need("deepspeed.runtime.zero.muon.muon_optimizer")
+    logging.getLogger("DeepSpeed").setLevel(
+        logging.ERROR
+    )  # it warns of optimizers it has not tested; ours are the loop's
+    return found
+
+
+class Linear:
+    """DeepSpeed's linear function, in place of torch's only while an engine computes.
+
+    ZeRO-3 replaces ``torch.nn.functional.linear`` for the rest of the process, so that models which no engine trains
+    would go through it too, and could not be compiled.
+    """
+
+    def __init__(self, own: Callable[..., Tensor]) -> None:
+        self._own = own
+        self._before: list[Callable[..., Tensor]] = []
+
+    def enter(self, *_: object) -> None:
+        self._before.append(functional.linear)
+        functional.linear = self._own
+
+    def leave(self, *_: object) -> None:
+        if self._before:  # a global hook may have raised before enter() was called
+            functional.linear = self._before.pop()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+def name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
+    """Let DeepSpeed name the group that shares a sequence, which libraries ask it for; it averages over all processes as before."""
+    groups = need("deepspeed").utils.groups
+    groups.mpu = None
+    everyone = groups._get_data_parallel_group()
+    groups.mpu = SimpleNamespace(
+        get_sequence_parallel_group=lambda: group,
+        get_data_parallel_group=lambda: everyone,
+        get_data_parallel_world_size=lambda: world_size,
+        get_data_parallel_group_ranks=lambda: range(world_size),
+        get_model_parallel_world_size=lambda: 1,
+    )
+
+
+def start(
+    model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
+) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
+    """An engine over the model and its optimizer, and the linear function it brought. Ranks: every rank."""
+    deepspeed = join(ctx)
+    _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
+    given: dict[str, Any] = {"optimizer": optimizer}
+    if isinstance(optimizer, Placeholder):
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        given = {"model_parameters": groups if len(groups) > 1 else groups[0]["params"]}
+    with env.restored(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations of torch that DeepSpeed has not followed yet
+        for name, value in _place(ctx).items():
+            env.put_default(name, value)
+        zero = made.config["zero_optimization"]
+        with agree(ctx.world, "folders on NVMe"):
+            deepspeed_nvme.load_library(zero)
+            state, weights = deepspeed_nvme.own_folder(zero, "optimizer"), deepspeed_nvme.own_folder(zero, "param")
+        with torchs_linear() as own, deepspeed_nvme.removed_on_error(state):
+            if weights is not None:
+                deepspeed_files.place(model, deepspeed.zero.Init, made.config, weights, ctx)
+            with deepspeed_keys.refused_values():
+                engine, *_ = deepspeed.initialize(model=model, config=made.config, dist_init_required=False, **given)
+    if state is not None:
+        deepspeed_nvme.remove_with(engine, state)
+    engine._support_torch_style_backward = True  # stage 0 reduces when the window ends, so any backward will do
+    return engine, Linear(own) if made.stage == 3 and made.config["zero_optimization"].get(
+        "memory_efficient_linear", True
+    ) else None
+
+
+@contextmanager
+def torchs_linear() -> Iterator[Callable[..., Tensor]]:
+    """A block after which torch's linear function is in place; gives DeepSpeed's."""
+    own: Callable[..., Tensor] = need("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    before = functional.linear
+    if before is own:  # a library has built a model partitioned
+        before = need("deepspeed.runtime.zero.partition_parameters").Init.linear_bk
+    try:
+        yield own
+    finally:
+        functional.linear = before
+
+
+def _place(ctx: ProcessContext) -> dict[str, str]:
+    place = ctx.topology
+    return {
+        "LOCAL_RANK": str(place.local_rank),
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "MASTER_ADDR": "127.0.0.1",  # the group is there already; DeepSpeed only looks whether these are set
+        "MASTER_PORT": "29500",
+    }
+
+
+def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
+    """The deepspeed module, which uses this process's group and has forgotten one that is gone. Ranks: every rank."""
+    deepspeed = package()
+    if not dist.is_initialized():  # DeepSpeed needs a group even for one process
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(stop)
+    # Compiling it takes a minute at first use, and only its inference calls it.
+    deepspeed.ops.__compatible_ops__[_SHARED_MEMORY] = False
+    if ctx.device.type == "cpu" and deepspeed.get_accelerator().device_name() != "cpu":
+        cpu = need("deepspeed.accelerator.cpu_accelerator")
+        deepspeed.accelerator.set_accelerator(cpu.CPU_Accelerator())
+    # ZeRO-3 looks its local rank up in the environment while it runs, which a process without a launcher does not have.
+    for name in _ASK_LOCAL_RANK:
+        need(name).os = SimpleNamespace(environ={"LOCAL_RANK": str(ctx.topology.local_rank)})
+    talk = deepspeed.comm.comm
+    if getattr(talk.cdb, "hasten_world", None) is not dist.group.WORLD:
+        talk.cdb = None
+        deepspeed.utils.groups._release_process_group_references()
+        _count_anew()
+        with env.restored():
+            for name, value in _place(ctx).items():
+                env.put_default(name, value)
+            deepspeed.init_distributed(deepspeed.get_accelerator().communication_backend_name(), verbose=False)
+        talk.cdb.hasten_world = dist.group.WORLD
+        for ours, name in (
+            ("all_gather_function", "all_gather_single"),
+            ("reduce_scatter_function", "reduce_scatter_single"),
+        ):
+            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 knows the old names only
+                setattr(talk.cdb, ours, renamed)
+    return deepspeed
+
+
+def _count_anew() -> None:
+    """Number ZeRO-3's modules and parameters from 0: ranks of a new group may have had different engines before."""
+    need("deepspeed.runtime.zero.partition_parameters").Init.param_id = 0
+    offload = need("deepspeed.runtime.zero.parameter_offload").DeepSpeedZeRoOffload
+    (counter,) = inspect.unwrap(offload._register_deepspeed_module).__defaults__
+    counter[0] = 0
+
+
+def _leaves(deepspeed: Any, model: nn.Module, names: tuple[str, ...]) -> None:
+    """Mark the classes whose parameters ZeRO-3 gathers together."""
+    if not names:
+        return
+    kinds = {type(module).__name__: type(module) for module in model.modules()}
+    if missing := [name for name in names if name not in kinds]:
+        raise PrepareError(
+            f"deepspeed.transformer_moe_cls_names names {missing}, which {type(model).__name__} has no module of, so their "
+            f"parameters would be gathered one by one. Name classes of the model, such as {sorted(kinds)[:3]}."
+        )
+    deepspeed.utils.set_z3_leaf_modules(model, [kinds[name] for name in names])

@@ -1,0 +1,276 @@
+"""Parameters on NVMe: this rank's part of each in a file, which is read when ZeRO-3 gathers the parameter."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hasten.comm.agreement import agree
+from hasten.errors import DeviceError, PrepareError
+from hasten.optional import need
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.engines.deepspeed.nvme import remove_with
+
+# Any in this file: DeepSpeed, and the attributes that it gives parameters, are untyped.
+_BLOCK: Final = 4096
+"""Addresses and lengths of unbuffered reads and writes are multiples of this."""
+_SMALLEST: Final = 1024**2
+"""Parts of fewer bytes stay in memory."""
+_THREADS: Final = 4
+_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_HALVES: Final = (("bf16", torch.bfloat16), ("fp16", torch.float16))
+_CASTABLE: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What an engine converts to its precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where this rank's part of a parameter is kept."""
+
+    name: str
+    path: Path
+
+
+class ParameterFiles:
+    """Keeps parts of at least 1 MiB in files and reads them when they are needed.
+
+    This is the `param_swapper` of `deepspeed.zero.Init`, which prescribes the names of most methods. The one that DeepSpeed
+    0.19 brings stops when a model gathers more parameters than it has buffers, writes bfloat16 whatever the model's
+    precision on processors without fp16 instructions, and keeps old weights that it has read ahead of an update.
+    """
+
+    def __init__(self, folder: Path, half: torch.dtype | None, *, read_ahead: int, pinned: bool) -> None:
+        self.half = half
+        """What the engine converts parameters to; None leaves them as they are."""
+        self._folder, self._read_ahead, self._pinned = folder, read_ahead, pinned
+        self._status = need("deepspeed.runtime.swap_tensor.partitioned_param_swapper").PartitionedParamStatus
+        self._parts: dict[int, _Part] = {}  # by the identity of the parameter
+        self._held: dict[int, Any] = {}  # parameters whose part is in memory or on its way, by the parameter's identity
+        self._rooms: dict[int, Tensor] = {}
+        self._reads: dict[int, Future[None]] = {}
+        self._shown: set[int] = set()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="hasten-parameters")
+
+    def reserve(self, named: Iterable[tuple[str, nn.Parameter]], world_size: int) -> None:
+        """Create the files with all the room they need, so that no later write finds the drive full. Raises: OSError."""
+        for number, (name, parameter) in enumerate(named):
+            part = self._parts[id(parameter)] = _Part(name, self._folder / f"{number}.bin")
+            share = -(-int(getattr(parameter, "ds_numel", parameter.numel())) // world_size)
+            if self.swappable_tensor(numel=share):
+                with part.path.open("wb") as file:
+                    os.posix_fallocate(file.fileno(), 0, _padded(share * self.dtype_of(parameter).itemsize))
+
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """What the engine keeps a parameter in."""
+        return self.half if self.half is not None and parameter.dtype in _CASTABLE else parameter.dtype
+
+    # -- for checkpoints and optimizers ---------------------------------------------------------------------------
+    def shown(self, parameter: Any) -> Tensor:
+        """This rank's part in memory, where the caller may change it; it goes back to the file with `settle`."""
+        self._fetch(parameter)
+        self._shown.add(id(parameter))
+        return _part_of(parameter)
+
+    def copied(self, parameter: Any) -> Tensor:
+        """This rank's part, for the caller to read."""
+        if id(parameter) in self._held:
+            self._fetch(parameter)
+            return _part_of(parameter)
+        part, room = self._room(parameter, parameter.ds_tensor.ds_numel)
+        self._read(parameter, room)
+        return part
+
+    def settle(self) -> None:
+        """Let go of parts that are in memory for no gathered parameter: shown ones, and those read ahead in vain.
+
+        DeepSpeed updates the copy in memory where there is one, and forgets it afterwards.
+        """
+        self.remove_partition_and_release_buffers(
+            [p for p in self._held.values() if p.ds_status.name == "NOT_AVAILABLE"]
+        )
+
+    def _fetch(self, parameter: Any) -> None:
+        if id(parameter) not in self._held:
+            self.swap_in([parameter], async_op=False)
+        elif id(parameter) in self._reads:
+            self.synchronize_reads()
+
+    # -- what DeepSpeed calls -------------------------------------------------------------------------------------
+    def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
+        """Whether a part is large enough for a file."""
+        elements = param.ds_tensor.ds_numel if numel is None else numel
+        return bool(elements * (self.half or torch.float32).itemsize >= _SMALLEST)
+
+    def get_buffer(self, param: Any, numel: int) -> Tensor:
+        """Memory for the first writing of a part."""
+        return self._take(param, numel)
+
+    def available_swap_in_buffers(self) -> int:
+        """How many more parts may be read ahead."""
+        return max(0, self._read_ahead - len(self._held))
+
+    def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: object = None) -> None:
+        """Read parts into memory; with `async_op` until `synchronize_reads`."""
+        for param in params:
+            self._take(param, param.ds_tensor.ds_numel)
+            param.ds_tensor.status = self._status.INFLIGHT
+            self._reads[id(param)] = self._threads.submit(self._read, param, self._rooms[id(param)])
+        if not async_op:
+            self.synchronize_reads()
+
+    def synchronize_reads(self) -> None:
+        """Wait for all reads. Raises: DeviceError when one failed."""
+        for key, read in list(self._reads.items()):
+            read.result()
+            del self._reads[key]
+            param = self._held[key]
+            param.ds_tensor.data = _typed(self._rooms[key], param.ds_tensor)
+            param.ds_tensor.status = self._status.AVAILABLE
+
+    def synchronize_writes(self) -> None:
+        """Nothing: a write has ended when its call returns."""
+
+    def swap_out_and_release(self, params: Sequence[Any], **_: object) -> None:
+        """Write parts that are in memory, and let go of them."""
+        self._shown.update(id(param) for param in params)
+        self.remove_partition_and_release_buffers(params)
+
+    def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
+        """Let go of parts; those that were shown are written first."""
+        for param in params:
+            key = id(param)
+            if key in self._reads:
+                self.synchronize_reads()
+            room = self._rooms.get(key)
+            if key in self._shown and room is not None:
+                self._write(param, room)
+            self._shown.discard(key)
+            self._held.pop(key, None)
+            self._rooms.pop(key, None)
+            param.ds_tensor.data = torch.empty(0, dtype=param.ds_tensor.dtype)
+            param.ds_tensor.status = self._status.NOT_AVAILABLE
+
+    def swap_into_buffer(self, param: Any, dest_buffer: Tensor) -> None:
+        """Copy a part into memory that DeepSpeed keeps (`max_in_cpu`)."""
+        dest_buffer.copy_(self.copied(param))
+
+    def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
+        """Nothing: memory for updated parts is allocated when they are written."""
+
+    def swap_out_partitioned_params(self, dst_fp16_params: Sequence[Any], src_fp32_params: Sequence[Tensor]) -> None:
+        """Write updated parts, converted to the precision of the parameters."""
+        for param, master in zip(dst_fp16_params, src_fp32_params, strict=True):
+            dtype = param.ds_tensor.dtype
+            size = master.numel() * dtype.itemsize
+            if self._scratch.numel() < _padded(size):
+                self._scratch = _aligned(_padded(size), self._pinned)
+            room = self._scratch.narrow(0, 0, _padded(size))
+            room.narrow(0, 0, size).view(dtype).copy_(master.detach())
+            self._write(param, room)
+
+    # -- files and memory -----------------------------------------------------------------------------------------
+    def _take(self, param: Any, numel: int) -> Tensor:
+        part, self._rooms[id(param)] = self._room(param, numel)
+        self._held[id(param)] = param
+        return part
+
+    def _room(self, param: Any, numel: int) -> tuple[Tensor, Tensor]:
+        """New memory for a part, and the blocks it lies in. It is never used again for another parameter: on a CPU, one process's
+        parameters and what autograd keeps of them share it."""
+        dtype = param.dtype if param.ds_tensor is None else param.ds_tensor.dtype
+        room = _aligned(_padded(numel * dtype.itemsize), self._pinned)
+        return room.narrow(0, 0, numel * dtype.itemsize).view(dtype), room
+
+    def _read(self, param: Any, room: Tensor) -> None:
+        self._move(param, room, os.O_RDONLY, os.preadv, "read")
+
+    def _write(self, param: Any, room: Tensor) -> None:
+        self._move(param, room, os.O_WRONLY, os.pwritev, "written")
+
+    def _move(self, param: Any, room: Tensor, flags: int, move: Callable[..., int], word: str) -> None:
+        part, blocks, done = self._parts[id(param)], memoryview(room.numpy().data), 0
+        try:
+            file = _open(part.path, flags)
+            try:
+                while done < len(blocks):
+                    moved = move(file, [blocks[done:]], done)
+                    if not moved:
+                        raise OSError(errno.EIO, f"{done} of {len(blocks)} bytes")
+                    done += moved
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise DeviceError(
+                f"this process's part of {part.name} could not be {word} on NVMe ({part.path}: {error}), so training cannot go on with the "
+                "right weights. Check the drive of zero_optimization.offload_param.nvme_path, and resume from the last checkpoint."
+            ) from error
+
+
+def place(
+    model: nn.Module, init: Callable[..., Any], config: dict[str, Any], folder: Path, ctx: ProcessContext
+) -> None:
+    """Partition a model with the parts in files of a folder, which goes with them. Ranks: every rank.
+
+    `init` is `deepspeed.zero.Init`. Parameters that were partitioned while the model was built come from host memory.
+    Raises: PrepareError when the drive has not enough room.
+    """
+    section = config["zero_optimization"]["offload_param"]
+    half = next((dtype for name, dtype in _HALVES if config.get(name, {}).get("enabled")), None)
+    pinned = bool(section.get("pin_memory")) and ctx.device.type != "cpu"
+    files = ParameterFiles(folder, half, read_ahead=int(section.get("buffer_count", 5)), pinned=pinned)
+    remove_with(files, folder)
+    with agree(ctx.world, "room for parameters on NVMe"):
+        try:
+            files.reserve(model.named_parameters(), ctx.world.size)
+        except OSError as error:
+            raise PrepareError(
+                f"the parameters of {type(model).__name__} do not fit into {str(folder)!r} ({error}), where "
+                "zero_optimization.offload_param puts this process's part of them. Free space there, use more processes, or give another "
+                "nvme_path."
+            ) from error
+    partition = init(config_dict_or_path=config, param_swapper=files)
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            parameter.all_gather()  # type: ignore[attr-defined]  # given to it by DeepSpeed
+        parameter.data = parameter.data.to(ctx.device, files.dtype_of(parameter))
+        partition._zero_init_param(parameter)
+
+
+def _part_of(parameter: Any) -> Tensor:
+    found: Tensor = parameter.ds_tensor
+    return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _aligned(size: int, pinned: bool) -> Tensor:
+    """Bytes in memory that begin at a multiple of the blocks' size."""
+    raw = torch.empty(size + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
+    room = raw.narrow(0, -raw.data_ptr() % _BLOCK, size)
+    room[-_BLOCK:] = 0  # what lies behind the part goes to the drive too
+    return room
+
+
+def _typed(room: Tensor, like: Any) -> Tensor:
+    return room.narrow(0, 0, like.ds_numel * like.dtype.itemsize).view(like.dtype)
+
+
+def _open(path: Path, flags: int) -> int:
+    """The file, without the system's cache where the file system can do that: it would hold every part a second time."""
+    try:
+        return os.open(path, flags | _DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags)

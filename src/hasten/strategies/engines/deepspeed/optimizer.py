@@ -1,0 +1,399 @@
+"""The optimizer of a DeepSpeed engine: one owner of the window's end, of clipping and of the state."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.checkpoint.base import Slice, local_data
+from hasten.comm.base import Comm
+from hasten.optim import clip
+from hasten.optim.engine import EngineOptimizer, put_where_used, refuse_late_backward
+from hasten.precision.base import APPLIED, StepResult
+from hasten.strategies.engines.deepspeed.config import EngineConfig
+from hasten.strategies.engines.deepspeed.files import ParameterFiles
+from hasten.strategies.engines.deepspeed.nvme import SwappedState
+from hasten.strategies.engines.deepspeed.order import GradientOrder
+from hasten.strategies.engines.deepspeed.shards import MASTER, Shard, gradients_of, own_weights, shards_of
+
+log = logging.getLogger(__name__)
+
+_SCALE: Final = "loss_scale"
+
+
+class DeepSpeedOptimizer(EngineOptimizer):
+    """Steps an engine when the loop's window ends.
+
+    The engine is told at every backward that the window goes on. Gradients are reduced to their final values once, by whoever
+    needs them first: clipping, a correction of the window's mean, or the step.
+    """
+
+    def __init__(
+        self, engine: Any, groups: list[dict[str, Any]], made: EngineConfig, comm: Comm
+    ) -> None:  # Any: DeepSpeed is untyped
+        # Optimizer.__init__ is not called: the groups are the user's, with options that were checked already.
+        self.engine = engine
+        self.stage = made.stage
+        self.param_groups = groups
+        self.state = defaultdict(dict)
+        self.defaults = dict(engine.basic_optimizer.defaults)
+        self.stale = False
+        """Weights were loaded that this engine's persistent parameters do not show yet (ZeRO-3)."""
+        self.entered = False
+        """The backward that runs has reached this engine."""
+        self.schedule: Any = None
+        """The scheduler that the loop steps for this engine."""
+        self._clipping = made.clipping
+        self._told = False
+        self._clipped = False
+        self._final = False
+        engine.set_gradient_accumulation_boundary(False)
+        if self.stage == 0 and engine.optimizer is not engine.basic_optimizer:
+            engine.basic_optimizer.state.clear()  # DeepSpeed has stepped once with zeros: bias corrections would be off
+        self._order = (
+            GradientOrder(dict(engine.module.named_parameters()), comm) if self.stage == 2 and comm.size > 1 else None
+        )
+        self._swapped = SwappedState(engine) if getattr(engine.optimizer, "swap_optimizer", False) else None
+        """Where masters and moments are while no step uses them: on NVMe, or None for memory."""
+        self._files: ParameterFiles | None = getattr(groups[0]["params"][0], "nvme_swapper", None)
+        """Where parameters are while nothing uses them; None for memory."""
+        self._count_passes()
+
+    def __repr__(self) -> str:
+        return f"DeepSpeedOptimizer(stage={self.stage}, {self.engine.basic_optimizer!r})"
+
+    def _count_passes(self) -> None:
+        before: Callable[[], None] = self.engine._backward_prologue
+
+        def counted() -> None:
+            if self.entered:  # a second output of this engine in the same loss
+                return
+            if self._final:
+                refuse_late_backward()
+            self.num_passes += 1
+            self.entered = True
+            before()
+
+        self.engine._backward_prologue = counted
+
+    # -- one update -----------------------------------------------------------------------------------------------
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by."""
+        return float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+
+    @contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """A block in which a loss is backpropagated that may come from this engine, and from others."""
+        engine, optimizer = self.engine, self.engine.optimizer
+        if callable(again := getattr(optimizer, "clear_backward_seen_flag", None)):
+            again()  # this may be the second backward after a forward
+        self.entered, engine._running_engine_backward = False, True
+        if self._order is not None:
+            self._order.begin()
+        try:
+            yield
+            if self.entered:
+                if self._order is not None:
+                    self._order.check()
+                engine._backward_epilogue()
+        except BaseException:
+            if self.entered and callable(leave := getattr(optimizer, "exit_backward", None)):
+                leave()
+            raise
+        finally:
+            self.entered = engine._running_engine_backward = False
+
+    def finalize(self) -> None:
+        """Reduce what the window has gathered to its final values, once. Ranks: every rank."""
+        if self._final or not self.num_passes:
+            return
+        self.engine.set_gradient_accumulation_boundary(True)
+        if self.stage < 2:
+            self.engine.allreduce_gradients()
+        elif self._swapped is None:
+            self.engine.optimizer.finalize_gradient_accumulation_boundary()
+        self._final = True
+
+    def apply(self) -> StepResult:
+        if not self.num_passes:  # as torch: without gradients nothing is updated
+            return APPLIED
+        self.finalize()
+        if self._clipping and not self._clipped:
+            self.clip(self._clipping)
+        self.give_options()
+        before = self.loss_scale
+        if self._swapped is not None:
+            self._swapped.move_gradients()
+        if self._files is not None:
+            self._files.settle()
+        self.engine.step()
+        self._opt_called = True  # what torch's schedulers look for
+        applied = bool(self.engine.was_step_applied())
+        if not applied and self._swapped is not None:
+            self._swapped.finish_writes()
+        if not applied:
+            log.warning(
+                "DeepSpeed skipped an update because gradients were inf or nan; the loss scale went from %g to %g",
+                before,
+                self.loss_scale,
+            )
+        self._reset()
+        return StepResult(applied=applied, scale=before if before != 1.0 else None)
+
+    def give_options(self) -> None:
+        """Write the options that schedulers and the script have set to the engine's groups. Local."""
+        for own, inner in self._paired_groups():
+            inner.update({key: value for key, value in own.items() if key != "params"})
+
+    def take_options(self) -> None:
+        """Read the options back from the engine's groups, which it has made or loaded. Local."""
+        for own, inner in self._paired_groups():
+            own.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _paired_groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        return zip(self.param_groups, self.engine.basic_optimizer.param_groups, strict=True)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the window's gradients to a norm; the norm they had. Ranks: every rank."""
+        self.finalize()
+        if self._clipping and not self._clipped and max_norm != self._clipping and not self._told:
+            self._told = True
+            log.info("the loop clips to %g; gradient_clipping=%g of DeepSpeed is not used", max_norm, self._clipping)
+        self._clipped = True
+        norm = self.norm(norm_type)
+        wrapper = self.engine.optimizer
+        if max_norm == 0:
+            self.multiply_gradients(0.0)
+        elif norm_type != 2.0:  # DeepSpeed's own clipping knows the 2-norm alone
+            self.multiply_gradients((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        elif hasattr(wrapper, "clip_grad"):
+            wrapper.clip_grad = float(max_norm)  # done in float32, with the unscaling
+        else:
+            clip.scale_down(gradients_of(self.engine, self.stage), max_norm, norm, None)
+        return norm
+
+    def clamp(self, limit: float) -> None:
+        """Clamp every element of the window's gradients. Ranks: every rank."""
+        self.finalize()
+        grads = gradients_of(self.engine, self.stage) if self.num_passes else []
+        bound = limit * self.loss_scale
+        for grad in grads:
+            grad.detach().clamp_(-bound, bound)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        for number, key in enumerate(kept):
+            kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
+        if not self.num_passes:
+            return torch.zeros((), device=self.engine.device)
+        largest = norm_type == float("inf")
+        local = _local_norm(gradients_of(self.engine, self.stage), norm_type)
+        total = local if largest else local**norm_type
+        if self.stage:
+            total = total.to(self.engine.device)
+            dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        return (total if largest else total ** (1 / norm_type)) / self.loss_scale
+
+    def multiply_gradients(self, factor: float | Tensor) -> None:
+        self.finalize()
+        with torch.no_grad():
+            for grad in gradients_of(self.engine, self.stage) if self.num_passes else ():
+                grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+        kept = getattr(self.engine.optimizer, "norm_for_param_grads", {})  # offload takes them while it copies
+        for key, value in kept.items():
+            kept[key] = value * abs(factor)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what the engine has gathered since its last update."""
+        if not self.num_passes:
+            return
+        optimizer = self.engine.optimizer
+        optimizer.zero_grad()
+        self.engine.zero_grad()
+        if self.stage in (1, 2):
+            optimizer.micro_step_id = -1
+            optimizer._release_preflattened_grad_buffers()
+            for number in list(optimizer.averaged_gradients):
+                optimizer.averaged_gradients[number] = None
+            for number in list(optimizer.all_grad_tensors):
+                optimizer.all_grad_tensors[number] = None
+            if optimizer.cpu_offload:
+                optimizer.reset_cpu_buffers()
+                optimizer._offload_accumulated_param_ids = set()
+        elif self.stage == 3:
+            optimizer.averaged_gradients = {}
+            optimizer._offload_boundary_param_ids = set()
+            if optimizer.offload_optimizer:
+                optimizer.reset_cpu_buffers()
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin a new window."""
+        self.num_passes = 0
+        self._final = self._clipped = False
+        optimizer = self.engine.optimizer
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = 0.0
+        if self.stage == 3 and (room := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+            room.zero_()  # a parameter that the next window does not use would be updated by this one's gradient
+        self.engine.set_gradient_accumulation_boundary(False)
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    @property
+    def on_nvme(self) -> bool:
+        """Whether parameters, or masters and moments, are on NVMe between steps."""
+        return self._swapped is not None or self._files is not None
+
+    def _shards(self) -> dict[int, Shard]:
+        return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
+
+    def _numbered(self) -> dict[int, Shard]:
+        """The shards by the number of their parameter in the groups."""
+        known = self._shards()
+        params = [p for group in self.param_groups for p in group["params"]]
+        return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
+
+    @contextmanager
+    def _in_memory(self, flat: Tensor, *, written: bool = False, replaced: bool = False) -> Iterator[bool]:
+        """A block in which a tensor of the inner optimizer has its numbers; gives whether they leave memory afterwards."""
+        if self._swapped is not None:
+            with self._swapped.here(flat, written=written, replaced=replaced) as moved:
+                yield moved
+            return
+        if replaced:
+            self.engine.basic_optimizer.state.pop(flat, None)
+        yield False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        inner = self.engine.basic_optimizer.state
+        state: dict[int, dict[str, Any]] = {}
+        for number, shard in self._numbered().items():
+            with self._in_memory(shard.flat) as leaves:
+                values = {MASTER: shard.stored(shard.flat)} if shard.has_master else {}
+                for key, value in inner.get(shard.flat, {}).items():
+                    laid_out = isinstance(value, Tensor) and value.shape == shard.flat.shape and value.ndim > 0
+                    values[key] = shard.stored(value) if laid_out else value
+                if values:
+                    state[number] = _copied(values) if leaves else values
+        scale = self._scaler()
+        return {
+            "state": state,
+            "param_groups": self.numbered_groups(),
+            _SCALE: {} if scale is None else {k: v for k, v in vars(scale).items() if type(v) in (bool, int, float)},
+        }
+
+    def state_room(self, parameter: Tensor, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | Slice:
+        """Memory for a stored tensor of a parameter: this rank's part, or all of it when it is not spread."""
+        shard = self._shards().get(id(parameter))
+        if shard is None or shape not in ((shard.total,), tuple(shard.flat.shape)) or shape == ():
+            return torch.empty(shape, dtype=dtype)
+        return shard.room(dtype)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` gave, from slices of this rank's layout. Local."""
+        inner = self.engine.basic_optimizer.state
+        options = [group for group in self.param_groups for _ in group["params"]]
+        together: dict[Tensor, list[tuple[int, Shard]]] = defaultdict(list)
+        for number, shard in self._numbered().items():
+            together[shard.flat].append((number, shard))
+        for flat, shards in together.items():
+            with self._in_memory(flat, replaced=True):
+                fresh: dict[str, Any] = {}
+                for number, shard in shards:
+                    kept = dict(state_dict["state"].get(number, {}))
+                    master = kept.pop(MASTER, None)
+                    if master is not None and shard.has_master:
+                        shard.part(flat).copy_(local_data(master))
+                    elif not shard.whole:
+                        shard.part(flat).copy_(self._weights(shard))
+                    for key, value in kept.items():
+                        _put(fresh, key, value, shard, options[number])
+                if fresh:
+                    inner[flat] = fresh
+        for own, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            own.update({key: value for key, value in saved.items() if key != "params"})
+        scale = self._scaler()
+        for key, value in state_dict.get(_SCALE, {}).items():
+            if scale is not None:
+                setattr(scale, key, value)
+        if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
+            self.engine.optimizer._hp_optimizer_states_linked = False  # what deepspeed.utils shows of the state
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self.stale = self.stage == 3
+
+    def take_over(self, carried: Mapping[int, dict[str, Any]]) -> None:
+        """Put the state of an optimizer that was stepped before, whole and by the number of its parameter, into the shards."""
+        state = {}
+        for number, shard in self._numbered().items():
+            state[number] = {key: shard.cut(value) for key, value in carried.get(number, {}).items()}
+        self.load_state_dict({"state": state, "param_groups": self.param_groups})
+
+    def keeping(self) -> Callable[[], None]:
+        """What puts the state back as it is now: for a load that fails. Local."""
+        before = _copied(self.state_dict())
+        return lambda: self.load_state_dict(before)
+
+    def refresh(self) -> None:
+        """Show loaded weights in the parameters that ZeRO-3 keeps whole, or has not let go of since. Ranks: every rank."""
+        if self._files is not None:
+            self._files.settle()
+        if not self.stale:
+            return
+        self.stale = False
+        for parameter in self.engine.module.parameters():
+            if parameter.ds_status.name == "AVAILABLE":  # gathered for a step that was not made, with the old weights
+                parameter.partition(has_been_updated=False)
+        if kept := list(self.engine.optimizer.persistent_parameters):
+            kept[0].all_gather(kept)
+
+    def take_weights(self) -> None:
+        """Put the model's own weights, which were written from outside, into the masters. Local."""
+        for shard in self._numbered().values():
+            with self._in_memory(shard.flat, written=True):
+                shard.part(shard.flat.detach()).copy_(self._weights(shard))
+
+    def _weights(self, shard: Shard) -> Tensor:
+        """The part of the model's own weights that the shard updates."""
+        if self.stage == 3:
+            return own_weights(shard.parameter)
+        return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)
+
+    def _scaler(self) -> Any:
+        optimizer = self.engine.optimizer
+        return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _local_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    norms = [torch.linalg.vector_norm(grad.detach(), norm_type, dtype=torch.float32) for grad in grads if grad.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def _put(
+    room: dict[str, Any], key: str, value: Any, shard: Shard, group: Mapping[str, Any]
+) -> None:  # Any: state is nested freely
+    """Put one stored value of a parameter into the state of the tensor its shard lies in."""
+    if isinstance(value, Slice) or (shard.whole and isinstance(value, Tensor) and value.ndim):
+        if key not in room:
+            room[key] = torch.zeros_like(shard.flat, dtype=local_data(value).dtype, requires_grad=False)
+        shard.part(room[key]).copy_(local_data(value))
+    else:
+        room[key] = put_where_used(key, value, group, shard.flat.device)
+
+
+def _copied(value: Any) -> Any:  # Any: a nested state
+    if isinstance(value, Slice):
+        return Slice(value.data.clone(), value.shape, value.offset, value.owned)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,110 @@
+"""Attention inside megatron-core's layers where its own has no answer without Transformer Engine: biases, divided sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hasten.strategies.context.attention import Manner, Sharing, blockwise
+from hasten.strategies.context.layout import SequenceLayout
+from hasten.strategies.context.ops import collect
+from hasten.strategies.engines.megatron.package import package
+
+
+def layout_of(ranks: int) -> SequenceLayout:
+    """Which tokens a context parallel rank holds, in the order in which megatron-core's rotary positions expect them."""
+    return SequenceLayout(ranks, balanced=True, late_first=False)
+
+
+class CoreAttention(nn.Module):
+    """Queries over keys and values; takes the place of megatron-core's DotProductAttention in a layer's description."""
+
+    def __init__(
+        self,
+        config: Any,  # Any: megatron-core is untyped
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # Tensor parallel ranks hold different heads, and draw for themselves.
+        self._forks = not config.sequence_parallel
+        group = pg_collection.cp
+        self._sharing = Sharing(group, layout_of(group.size()), "gather")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """The output (tokens, batch, heads x width) for queries of shape (tokens, batch, heads, width).
+
+        `attention_mask` is true where a key must not be seen; without one, keys of later tokens are not.
+        """
+        dropout = self._dropout if self.training else 0.0
+        divided = self._sharing.group.size() > 1
+        if divided and attention_mask is None and not dropout:
+            manner = Manner(causal=True, scale=self._scale)
+            made = blockwise(_heads_first(query), _heads_first(key), _heads_first(value), self._sharing, manner)
+            return made.permute(2, 0, 1, 3).flatten(2)
+        if divided:
+            key, value = self._whole(key), self._whole(value)
+        mask = _added(query, attention_mask, attention_bias)
+        if not dropout or not self._forks:
+            made = self._attend(query, key, value, mask, dropout)
+        else:
+            with package("tensor_parallel").get_cuda_rng_tracker().fork():
+                made = self._attend(query, key, value, mask, dropout)
+        return made.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        repeats = query.shape[2] // key.shape[2]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
+        return functional.scaled_dot_product_attention(
+            _heads_first(query),
+            _heads_first(key),
+            _heads_first(value),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+            scale=self._scale,
+        )
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Keys or values of every token, in the order of the sequence."""
+        return in_order(collect(x, 0, self._sharing.group), self._sharing.layout, 0)
+
+
+def in_order(joined: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
+    """The parts of all ranks, joined along `dim`, in the order of the sequence."""
+    chunks = joined.chunk(layout.num_chunks, dim)
+    return torch.cat([chunks[place] for place in layout.order()], dim)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    return x.permute(1, 2, 0, 3)
+
+
+def _added(query: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """What is added to the scores. Finite, because a token whose keys are all blocked must not become NaN."""
+    mask = None if bias is None else bias.to(query.dtype)
+    if blocked is None:
+        return mask
+    low = torch.zeros(blocked.shape, dtype=query.dtype, device=query.device)
+    low = low.masked_fill(blocked, torch.finfo(query.dtype).min)
+    return low if mask is None else mask + low

@@ -1,0 +1,133 @@
+"""Building a Megatron engine: its process groups, its layers and its own data parallel wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from hasten.config.engines import MegatronLMPlugin
+from hasten.errors import ConfigError
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import device_mesh
+from hasten.strategies.engines.megatron.chunk import chunk_of
+from hasten.strategies.engines.megatron.config import EngineArguments
+from hasten.strategies.engines.megatron.families import ModelFacts
+from hasten.strategies.engines.megatron.layers import ACTIVATION, InnerDropout
+from hasten.strategies.engines.megatron.package import package, quiet
+
+_PLAIN: Final = MappingProxyType(
+    {  # kernels of Apex and Transformer Engine, which need not be installed
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+)
+
+
+_SIZES: Final = MappingProxyType(
+    {
+        "tp_degree": "tensor_model_parallel_size",
+        "pp_degree": "pipeline_model_parallel_size",
+        "context_parallel_size": "context_parallel_size",
+        "expert_model_parallel_size": "expert_model_parallel_size",
+        "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    }
+)
+"""Fields of the plugin, and what megatron-core calls them."""
+
+
+def _shown(sizes: Mapping[str, int | None]) -> str:
+    """The sizes of a layout that are not 1, by the names of the plugin's fields."""
+    told = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
+    return ", ".join(told) or "data parallel ranks only"
+
+
+def refuse_other_devices(ctx: ProcessContext) -> None:
+    """Raise where megatron-core's calls of torch.cuda would not reach the device of this process."""
+    try:
+        reached = torch.device(torch.cuda.current_device()).type
+    except (RuntimeError, AssertionError):  # torch without CUDA, or no driver
+        reached = "none"
+    if reached != ctx.device.type:
+        raise ConfigError(
+            f"strategy='megatron' was asked for on {ctx.device.type!r}, and megatron-core calls CUDA throughout; train on NVIDIA GPUs, "
+            "or use strategy='fsdp' with tp_size and pp_size."
+        )
+
+
+def join(plugin: MegatronLMPlugin, ctx: ProcessContext) -> None:
+    """Make megatron-core's groups over this process's group, forgetting those of one that is gone. Ranks: every rank."""
+    state = package("parallel_state")
+    if not dist.is_initialized():
+        device_mesh(ctx.mesh, ctx.device)
+    sizes = {keyword: getattr(plugin, field) for field, keyword in _SIZES.items()}
+    world, known = getattr(state, "hasten_layout", (None, {}))
+    if state.model_parallel_is_initialized():
+        if world is dist.group.WORLD and known == sizes:
+            return
+        if world is dist.group.WORLD:
+            raise ConfigError(
+                f"an Accelerator with {_shown(sizes)} was made in a process that has one with {_shown(known)}, and megatron-core keeps one "
+                "layout per process. Start another process."
+            )
+        state.destroy_model_parallel()
+    with quiet():
+        state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    state.hasten_layout = (dist.group.WORLD, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """This rank's part of a model."""
+
+    wrapper: Any  # Any: megatron-core is untyped
+    """megatron-core's DistributedDataParallel, which holds the gradients."""
+    chunk: Any
+    """megatron-core's model inside."""
+    config: Any
+    first: bool
+    last: bool
+    layer_offset: int
+    """The number, in the whole model, of this rank's first layer."""
+
+
+def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int, shared: bool) -> Built:
+    """This rank's layers, with weights of megatron-core's own initialisation if asked for. Ranks: every rank."""
+    state, random = package("parallel_state"), package("tensor_parallel.random")
+    with quiet():
+        random.model_parallel_cuda_manual_seed(seed)
+        config, encoder = _configs(made, facts, initialise)
+        inner = chunk_of(made, facts, config, encoder)
+        inner.cuda(torch.cuda.current_device())
+        chunk = package("transformer.module").Float16Module(config, inner) if config.bf16 else inner
+        parallel = package("distributed")
+        options = parallel.DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=shared)
+        wrapper = parallel.DistributedDataParallel(config, options, chunk)
+        offset = package("transformer.transformer_layer").get_transformer_layer_offset(config)
+    first, last = state.is_pipeline_first_stage(), state.is_pipeline_last_stage()
+    return Built(wrapper, inner, config, first, last, offset)
+
+
+def _configs(
+    made: EngineArguments, facts: ModelFacts, initialise: bool
+) -> tuple[Any, Any]:  # Any: megatron-core is untyped
+    """The configuration of the decoder, or of the only stack, and of an encoder beside it."""
+    given = dict(made.transformer)
+    given["activation_func"] = ACTIVATION[given["activation_func"]]
+    if facts.family == "t5":
+        given["activation_func"] = InnerDropout(given["activation_func"], given["hidden_dropout"])
+    given["attention_backend"] = package("transformer.enums").AttnBackend[given["attention_backend"]]
+    for name in ("params_dtype", "pipeline_dtype", "autocast_dtype"):
+        given[name] = getattr(torch, given[name])
+    kind = package("transformer").TransformerConfig
+    settings = {**given, **_PLAIN, "perform_initialization": initialise}
+    encoder = kind(**{**settings, "num_layers": facts.encoder_layers}) if facts.encoder_layers else None
+    return kind(**settings), encoder

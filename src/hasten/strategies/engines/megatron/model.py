@@ -1,0 +1,194 @@
+"""A model on a Megatron engine: called like the transformers model it was made from, stored in parts of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hasten.config.engines import MegatronLMPlugin
+from hasten.modules.stages import StagePart
+from hasten.optional import need
+from hasten.strategies.engines.megatron.attention import layout_of
+from hasten.strategies.engines.megatron.call import IGNORED, OUTPUTS, Given, arguments, check_lengths, given_to, targets
+from hasten.strategies.engines.megatron.context import gathered
+from hasten.strategies.engines.megatron.engine import Built
+from hasten.strategies.engines.megatron.families import ModelFacts
+from hasten.strategies.engines.megatron.layout import WORDS, Place, entries, expert_of, place, renumbered
+from hasten.strategies.engines.megatron.package import hushed, package
+from hasten.strategies.engines.megatron.ranks import Ranks
+from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, slice_of
+
+
+class StageOutput(Exception):  # no error: it ends a loss function on a stage that has no logits
+    """Carries the hidden states of a stage that is not the last one out of the user's loss function."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the hidden states of a pipeline stage")
+        self.hidden = hidden
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What a call of the model needs from the strategy."""
+
+    through: Callable[..., Any]  # Any: an output of transformers
+    """Runs a batch through all pipeline stages."""
+    draw: Callable[[], None]
+    """Begins the random numbers of a batch anew."""
+
+
+class MegatronModel(nn.Module):
+    """This rank's part of a language model; its parameters have the names they have in the whole one."""
+
+    def __init__(
+        self,
+        built: Built,
+        facts: ModelFacts,
+        config: Any,  # Any: the configuration of transformers
+        ranks: Ranks,
+        plugin: MegatronLMPlugin,
+        calls: Calls,
+    ) -> None:
+        super().__init__()
+        self.engine = built.wrapper
+        self.built = built
+        self.facts = facts
+        self.config = config
+        self.ranks = ranks
+        self.stage_part: StagePart | None = None
+        self.hub: dict[str, Tensor] | None = None
+        """Whole weights in the Hub layout, while they may be written."""
+        self.in_schedule = False
+        self._output = getattr(need("transformers.modeling_outputs"), OUTPUTS[facts.family])
+        self._plugin, self._calls = plugin, calls
+        self._layout = layout_of(ranks.cp[1])
+        self.entries = {entry.name: entry for entry in entries(facts)}
+        self.held = dict(self._named())
+        """This rank's parameters by their names in the whole model."""
+        self._names = {id(parameter): name for name, parameter in self.held.items()}
+        for parameter in self.held.values():
+            at: Any = parameter  # Any: attributes of megatron-core's and ours
+            at.stored_slice = self.stored  # how checkpoints see it
+            at.tensor_model_parallel = self.split(parameter)  # megatron-core sets it only where it initialises weights
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.built.chunk.named_parameters():
+            if name.startswith(("decoder.layers.", "encoder.layers.")):
+                stack, layers, number, rest = name.split(".", 3)
+                name = f"{stack}.{layers}.{int(number) + self.built.layer_offset}.{rest}"
+                if (expert := expert_of(name)) is not None:
+                    name = renumbered(name, expert + self.first_expert(self.ranks.ep[0]))
+            elif name == "output_layer.weight" and self.facts.tied:
+                name = WORDS  # the copy on the last stage
+            yield name, parameter
+
+    def first_expert(self, rank: int) -> int:
+        """The number, in the whole model, of the first expert that expert parallel rank `rank` holds."""
+        return 0 if self.facts.experts is None else self.facts.experts.number // self.ranks.ep[1] * rank
+
+    # -- what checkpoints and optimizers ask ----------------------------------------------------------------------
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their names in the whole model; they have no duplicates and no submodules."""
+        lead = f"{prefix}." if prefix else ""
+        yield from ((lead + name, parameter) for name, parameter in self.held.items())
+
+    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """The parameters, or whole weights in the Hub layout while those may be written. Any: torch's own signature."""
+        state = dict(self.held) if self.hub is None else self.hub
+        return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
+
+    def is_expert(self, parameter: Tensor) -> bool:
+        """Whether a parameter belongs to one of the experts."""
+        return self.entries[self._names[id(parameter)]].expert is not None
+
+    def tp_of(self, parameter: Tensor) -> tuple[int, int]:
+        """This rank's number among the ranks that hold parts of a parameter, and how many there are."""
+        return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
+
+    def place_of(self, parameter: Tensor, rank: int | None = None) -> Place:
+        """Where this tensor parallel rank's part of a parameter, or that of another, lies in the whole tensor."""
+        own, ranks = self.tp_of(parameter)
+        split = self.entries[self._names[id(parameter)]].split
+        return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
+
+    def split(self, parameter: Tensor) -> bool:
+        """Whether tensor parallel ranks hold different parts of a parameter."""
+        return self.tp_of(parameter)[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
+
+    def counts(self, parameter: Tensor) -> bool:
+        """Whether this rank is the one of the tensor parallel ranks that speaks for its part of a parameter."""
+        return self.split(parameter) or self.tp_of(parameter)[0] == 0
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether this rank writes its part of a parameter into checkpoints."""
+        first = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
+        return first and self.counts(parameter)
+
+    def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints see it
+        """This rank's part of a parameter."""
+        return slice_of(parameter, self.place_of(parameter), self.owns(parameter))
+
+    @torch.no_grad()
+    def fill(self, hub: dict[str, Tensor]) -> None:
+        """Take this rank's parts of whole weights in the Hub layout. Local."""
+        for name, parameter in self.held.items():
+            entry, at = self.entries[name], self.place_of(parameter)
+            if at.size != at.view:
+                parameter.zero_()  # rows that pad the vocabulary: never read, and never trained
+            part_of(parameter.data, at).copy_(box_of(fuse(entry, hub, self.facts), at))
+
+    # -- calling it -----------------------------------------------------------------------------------------------
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **others: Any) -> Any:
+        """Loss and logits, as the transformers model gives them; with gradients and labels the loss alone.
+
+        Any: arguments and outputs of transformers.
+        Raises: StepError for arguments that the engine would ignore, and for sequences of another length.
+        """
+        given = given_to(self.facts, {"input_ids": input_ids, "attention_mask": attention_mask, **others})
+        check_lengths(given, self.facts, self._plugin)
+        if not self.in_schedule and self.built.config.pipeline_model_parallel_size > 1:
+            return self._calls.through(self, given)
+        if not self.in_schedule and torch.is_grad_enabled():
+            self._calls.draw()
+        return self.run(given)
+
+    def run(self, given: Given) -> Any:  # Any: an output of transformers
+        """Run this rank's layers. Raises: StageOutput on a stage that is not the last."""
+        labels = given.get("labels")
+        with hushed():
+            out = self.engine(*arguments(self.facts, given, self._layout, self.ranks.cp[0]))
+            if not self.built.last:
+                raise StageOutput(out)
+            out = out[0] if isinstance(out, tuple) else out
+            logits = self._without_padding(out.float() * self.facts.logit_scale)
+            loss = None if labels is None else self._loss(logits, labels)
+            shown = None
+            if loss is None or not torch.is_grad_enabled() or self._plugin.return_logits:
+                gather = package("tensor_parallel").gather_from_tensor_model_parallel_region
+                shown = gathered(gather(logits)[..., : self.facts.vocab], self._layout)
+        return self._output(loss=loss, logits=shown)
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Logits in which the columns that pad the vocabulary have no weight."""
+        width, start = logits.shape[-1], logits.shape[-1] * self.ranks.tp[0]
+        real = max(0, min(width, self.facts.vocab - start))
+        if real == width:
+            return logits
+        return functional.pad(logits[..., :real], (0, width - real), value=torch.finfo(logits.dtype).min)
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross entropy of the tokens to predict, over vocabularies divided by rank."""
+        wanted = targets(self.facts, labels)
+        counted = wanted != IGNORED
+        own = wanted.clamp(min=0)
+        if self._layout.ranks > 1:
+            own = own[:, self._layout.positions(self.ranks.cp[0], own.shape[1])]
+        each: Tensor = package("tensor_parallel").vocab_parallel_cross_entropy(logits, own)
+        return (gathered(each, self._layout) * counted).sum() / counted.sum()

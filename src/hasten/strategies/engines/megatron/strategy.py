@@ -1,0 +1,377 @@
+"""MegatronStrategy: language models on megatron-core's layers and schedules, behind the same interface as torch's own parallelism."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hasten import trees
+from hasten.comm.base import Comm
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.config.root import Config
+from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
+from hasten.modules.stages import StagePart
+from hasten.optim.dividing import backpropagate
+from hasten.precision.base import Precision
+from hasten.prepare_args import Bundle, Item
+from hasten.runtime.axes import LOSS, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Caps, LoopState, Weigh, Wish
+from hasten.strategies.engines.megatron import engine as megatron_engine
+from hasten.strategies.engines.megatron.binding import bind, groups_by_name, owner_of
+from hasten.strategies.engines.megatron.call import Given
+from hasten.strategies.engines.megatron.config import translate
+from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
+from hasten.strategies.engines.megatron.model import Calls, MegatronModel, StageOutput
+from hasten.strategies.engines.megatron.optimizer import MegatronOptimizer
+from hasten.strategies.engines.megatron.package import hushed, package
+from hasten.strategies.engines.megatron.ranks import own_ranks
+from hasten.strategies.engines.megatron.weights import to_hub
+from hasten.strategies.engines.megatron.whole import whole_weights
+from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.native import make_optimizers
+from hasten.strategies.pipeline.split import check_rows
+from hasten.strategies.pipeline.travel import share
+from hasten.strategies.placing import Convert, Place
+from hasten.trees import Tree
+
+LossOf = Callable[[nn.Module, Tree], Tensor]
+
+
+class MegatronStrategy:
+    """Trains one language model on an engine; models without an optimizer are placed and left whole."""
+
+    name = "megatron"
+
+    def __init__(self, config: Config, ctx: ProcessContext) -> None:
+        package()
+        megatron_engine.refuse_other_devices(ctx)
+        for name, set_ in (
+            ("gradient_accumulation.sync_each_batch", config.gradient_accumulation.sync_each_batch),
+            ("dynamo.backend", config.dynamo.backend != "no"),
+            ("recompute", bool(config.recompute)),
+        ):
+            if set_:
+                raise ConfigError(
+                    f"{name} cannot be honoured with strategy='megatron', whose engine has layers and gradients of its own; leave it "
+                    "out (the engine recomputes with megatron.recompute_activations)."
+                )
+        if config.checkpoint_in_memory and config.megatron.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"checkpoint_in_memory={config.checkpoint_in_memory} does not go with megatron.expert_model_parallel_size="
+                f"{config.megatron.expert_model_parallel_size}: the experts of a checkpoint are put together over machines. Leave it out, "
+                "and call save_state() every so many updates."
+            )
+        self._config, self._plugin, self._ctx = config, config.megatron, ctx
+        self._place, self._convert = Place(), Convert(config.master_weights)
+        self.caps = Caps(
+            owns_precision=True, sharded_state=True, synchronises=False, hides_gradients=True, splits_sequences=True
+        )
+        self.model: MegatronModel | None = None
+        self.optimizer: MegatronOptimizer | None = None
+        self._given: Optimizer | None = None
+        self._pp = ctx.groups(Axis.PP)
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def building(self, ctx: ProcessContext) -> AbstractContextManager[None]:
+        return nullcontext()  # models are spread by prepare()
+
+    def prepare(self, bundle: Bundle, ctx: ProcessContext, precision: Precision, train: bool = True) -> None:
+        models, optimizers = bundle.of("model"), bundle.of("optimizer")
+        make_optimizers(optimizers, [item.value for item in models])
+        owner = owner_of(models, optimizers, self.model is not None) if train else None
+        for item in models:
+            if item is owner:
+                self._start(item, optimizers[0])
+                continue
+            wish = Wish(place=item.place, train=False)
+            placed = self._place.apply(item.value, wish, ctx, precision)
+            item.value = self._convert.apply(placed, wish, ctx, precision)
+        for item in bundle.of("scheduler"):
+            if self._given is not None and getattr(item.value, "optimizer", None) is self._given:
+                item.value.optimizer = self.optimizer
+
+    def _start(self, item: Item, optimizer: Item) -> None:
+        given: Optimizer = optimizer.value
+        module: Any = item.value  # Any: a model of transformers
+        if given.state:
+            raise PrepareError(
+                f"{type(given).__name__} has state of earlier steps, which an engine would lose when it lays out its parameters. "
+                "Prepare a new optimizer, and load the state with load_state()."
+            )
+        facts = _facts_of(module)
+        made = translate(self._plugin, facts, self._config.mixed_precision)
+        groups = groups_by_name(module, given)
+        source = source_of(module, self._config.fsdp, self._ctx, buffers=False)
+        if source is Source.RANK_0:
+            _materialise(module, self._ctx.device)
+        if source is not Source.NOBODY:
+            copy_from_rank_0(module, self._ctx)
+        megatron_engine.join(self._plugin, self._ctx)
+        seed = int(self._ctx.world.broadcast_object(torch.initial_seed() % 2**31))
+        shared = self._plugin.use_distributed_optimizer
+        built = megatron_engine.build(made, facts, source is Source.NOBODY, seed, shared)
+        calls = Calls(self._evaluate, self._draw)
+        model = MegatronModel(built, facts, module.config, own_ranks(), self._plugin, calls)
+        if source is not Source.NOBODY:
+            model.fill(dict(module.state_dict()))
+        bind(given, model, groups)
+        self._cut(model)
+        model.train(module.training)
+        self.model, self._given = model, given
+        self.optimizer = MegatronOptimizer(model, given, self._plugin.gradient_clipping, seed, shared)
+        item.value, optimizer.value = model, self.optimizer
+
+    def _cut(self, model: MegatronModel) -> None:
+        """Tell checkpoints what the other ranks hold: other stages, and other experts. Ranks: every rank."""
+        divided = model.ranks.ep[1] > 1
+        if self._pp.size == 1 and not divided:
+            return
+        everyone: list[list[str]] = self._pp.all_gather_object(list(model.held))
+        copies = {name for names in everyone[: self._pp.rank] for name in names}
+        if model.ranks.ep[0] > 0:
+            copies |= {name for name, parameter in model.held.items() if not model.is_expert(parameter)}
+        model.stage_part = StagePart(
+            state_keys=tuple(model.entries),
+            parameters=frozenset(model.entries),
+            own_keys=frozenset(model.held) - copies,
+            copies=frozenset(model.held) & copies,
+            axes=frozenset({Axis.PP, *(LOSS if divided else ())}),
+            first=model.ranks.first_of_experts if divided else True,
+        )
+
+    # -- one step -------------------------------------------------------------------------------------------------
+    def _draw(self) -> None:
+        """Begin the random numbers of a batch anew, from the seed and the number of batches: nothing else need be kept."""
+        model, optimizer = self._trained()
+        config = model.built.config
+        if not (config.hidden_dropout or config.attention_dropout) or not model.training:
+            return
+        seed, number = optimizer.draws
+        optimizer.draws[1] += 1
+        place = self._ctx.mesh.index(self._ctx.rank, *LOSS), self._pp.rank
+        digest = hashlib.sha256(f"{seed}/{number}/{place}".encode()).digest()
+        random = package("tensor_parallel.random")
+        random.model_parallel_cuda_manual_seed(int.from_bytes(digest[:5], "little"), force_reset_rng=True)
+
+    def _trained(self) -> tuple[MegatronModel, MegatronOptimizer]:
+        if self.model is None or self.optimizer is None:
+            raise StepError(
+                "a loss was given before a model was prepared together with its optimizer, so there is nothing to train; call "
+                "prepare(model, optimizer) first."
+            )
+        return self.model, self.optimizer
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()  # gradients are reduced when the window ends
+
+    def backward(self, loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
+        if self._pp.size > 1:
+            raise StepError(
+                "accelerator.backward() cannot reach the layers that lie on other pipeline ranks (megatron.pp_degree > 1). Replace the "
+                "forward and the backward of the loop by loss = accelerator.forward_backward(model, batch, loss_of), where "
+                "loss_of takes the model and a batch and returns the loss."
+            )
+        self._trained()[1].passed()
+        with hushed():
+            backpropagate(loss, parts, **kwargs)
+
+    def forward_backward(
+        self,
+        model: nn.Module,
+        batch: Tree,
+        loss_of: LossOf,
+        weigh: Weigh,
+        weight: Callable[[Tree], float | Tensor] | None = None,
+    ) -> Tensor:
+        trained, optimizer = self._trained()
+        if weight is not None:
+            raise StepError(
+                "forward_backward(weight=...) is not possible under Megatron-LM, whose schedule averages micro-batches alike. Leave it "
+                "out and use batches with equal numbers of labels, or strategy='auto' with pp_size."
+            )
+        if model is not trained:
+            raise StepError(
+                f"forward_backward() was given a {type(model).__name__} that is not the one prepared with an optimizer; pass what "
+                "prepare() returned."
+            )
+        count = self._plugin.num_micro_batches
+        rows = check_rows(trees.batch_size(batch), count)
+        micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), rows * count) for i in range(count)]
+        factor = (
+            weigh(torch.ones((), device=self._ctx.device)) / trained.ranks.cp[1]
+        )  # which the schedule multiplies with
+        optimizer.passed()
+        self._draw()
+
+        def step(micro: Tree) -> tuple[Tensor, Callable[..., Any]]:
+            loss = loss_of(trained, micro)
+            return loss, lambda out: (out * factor, {"loss": out.detach()})
+
+        losses = self._schedule(trained, micros, step, forward_only=False)
+        mine = torch.stack([one["loss"].float() for one in losses]).mean() if trained.built.last else None
+        return _from_last(mine, self._pp, self._ctx.device)
+
+    def _evaluate(self, model: MegatronModel, given: Given) -> Any:  # Any: an output of transformers
+        """The output of the whole model, on every stage. Ranks: every rank of the pipeline."""
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"the model was called with gradients enabled, but its layers lie on {self._pp.size} pipeline ranks, and a backward "
+                "would end at the stage's first layer. Train with accelerator.forward_backward(model, batch, loss_of), and call the "
+                "model under torch.no_grad()."
+            )
+
+        def step(given: Given) -> tuple[Tensor, Callable[..., Any]]:
+            out: Any = model.run(given)
+            return out.logits, lambda _, non_loss_data: out
+
+        outputs = self._schedule(model, [given], step, forward_only=True)
+        result = outputs[0] if model.built.last else None
+        assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
+        return share(result, self._pp, self._pp.size - 1)
+
+    def _schedule(
+        self, model: MegatronModel, micros: Sequence[Any], step: Callable[[Any], Any], forward_only: bool
+    ) -> list[Any]:  # Any: what the engine collects on the last stage
+        """Run micro-batches through megatron-core's own schedule. Ranks: every rank."""
+
+        def forward_step(iterator: Iterator[Any], _: nn.Module) -> tuple[Tensor, Callable[..., Any] | None]:
+            try:
+                return step(next(iterator))  # type: ignore[no-any-return]
+            except StageOutput as reached:
+                return reached.hidden, None
+
+        tokens = _tokens(micros[0])
+        run = package("pipeline_parallel").get_forward_backward_func()
+        model.in_schedule = True
+        try:
+            with hushed():
+                found = run(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(micros),
+                    model=[model.engine],
+                    num_microbatches=len(micros),
+                    seq_length=tokens.shape[1],
+                    micro_batch_size=tokens.shape[0],
+                    forward_only=forward_only,
+                    collect_non_loss_data=forward_only,
+                )
+        finally:
+            model.in_schedule = False
+        return list(found)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        model, optimizer = self._trained()
+        if norm_type != 2.0:
+            raise StepError(
+                f"clip_grad_norm_(norm_type={norm_type}) is not possible under megatron, whose engine takes the 2-norm over its ranks; "
+                "leave norm_type out."
+            )
+        held, wanted = {id(p) for p in model.held.values()}, {id(p) for p in parameters}
+        if held != wanted:
+            raise StepError(
+                f"clip_grad_norm_() got {len(wanted)} parameters, and this rank's part of the model has {len(held)}; the engine clips by "
+                "the norm of all it trains, so that a part would be clipped by the wrong one. Pass model.parameters()."
+            )
+        return optimizer.clip(max_norm)
+
+    def clip_value(self, parameters: Sequence[Tensor], limit: float) -> None:
+        raise StepError(
+            "clip_grad_value_() is not possible under megatron, which keeps gradients where they cannot be clamped one by one; use "
+            "clip_grad_norm_()."
+        )
+
+    # -- the user's module ----------------------------------------------------------------------------------------
+    def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
+        return model if keep_precision or model is self.model else self._convert.undo(model)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        if not isinstance(model, MegatronModel):
+            return dict(self.unwrap(model).state_dict())
+        found: dict[str, Tensor] = {}
+        for name, parameter in model.held.items():
+            found |= dict(whole_weights(model, name, parameter))
+        if self._pp.size > 1:
+            assert isinstance(self._pp, ProcessGroupComm), "a pipeline has several ranks"
+            for stage in range(self._pp.size):
+                found |= share(dict(found) if stage == self._pp.rank else None, self._pp, stage)
+        return to_hub(model.entries.values(), {name: tensor.cpu() for name, tensor in found.items()}, model.facts)
+
+    @contextmanager
+    def whole_weights(self, model: nn.Module) -> Iterator[None]:
+        if not isinstance(model, MegatronModel) or self.optimizer is None:
+            yield
+            return
+        hub = {name: value.clone() for name, value in self.full_state_dict(model).items()}
+        model.hub = hub
+        try:
+            yield
+        finally:
+            model.hub = None
+        model.fill(hub)
+        self.optimizer.reload()
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        if isinstance(model, MegatronModel):
+            raise PrepareError(
+                f"{name!r} cannot be marked under megatron: the engine runs its own layers, and only when the model itself is called. Call "
+                "the model."
+            )
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        raise StepError(
+            "join_uneven_inputs() is not possible under megatron: every rank must take part in every exchange. Use "
+            "even_batches=True (the default), which gives every rank the same number of batches."
+        )
+
+    # -- what a checkpoint asks -----------------------------------------------------------------------------------
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return None
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        if open_window and isinstance(model, MegatronModel):
+            raise CheckpointError(
+                "the state was asked for in the middle of an accumulation window, whose gradients the engine has added up where a "
+                "checkpoint cannot put them back. Save where accelerator.sync_gradients is true, after the optimizer's step."
+            )
+        return LoopState()
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        return None
+
+
+def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
+    """The numbers of the model. Raises: PrepareError for one that the engine cannot be built for."""
+    config = getattr(module, "config", None)
+    model_facts(config)  # what it is, before its parts are looked at
+    words, head = module.get_input_embeddings(), module.get_output_embeddings()
+    facts = model_facts(config, None if head is None else head.weight is words.weight)
+    check_class([kind.__name__ for kind in type(module).__mro__], facts)
+    return facts
+
+
+def _materialise(module: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+    module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+
+
+def _tokens(micro: Any) -> Tensor:  # Any: a micro-batch of the user
+    """The token numbers of a micro-batch: `input_ids`, or its first matrix."""
+    given = micro.get("input_ids") if isinstance(micro, Mapping) else None
+    for tensor in (given, *trees.tensors(micro)):
+        if isinstance(tensor, Tensor) and tensor.ndim == 2:
+            return tensor
+    raise StepError(
+        "a batch holds no tensor of shape (samples, tokens), so that stages cannot know what they will receive; give input_ids in it."
+    )
+
+
+def _from_last(value: Tensor | None, pipeline: Comm, device: torch.device) -> Tensor:
+    mine = torch.zeros((), device=device) if value is None else value
+    return pipeline.broadcast(mine, pipeline.size - 1) if pipeline.size > 1 else mine

@@ -1,0 +1,158 @@
+"""Training on TPUs through torch_xla: one process for all devices of a host, which share each of its batches (SPMD)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from hasten.config.base import given
+from hasten.config.root import Config
+from hasten.errors import ConfigError, DeviceError, MissingPackageError
+from hasten.optional import check_installed, need
+from hasten.runtime import env, tpu_hosts
+from hasten.runtime.axes import LOSS, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.topology import Topology
+from hasten.strategies.alone import Alone
+from hasten.strategies.base import Caps
+from hasten.strategies.engines.xla.devices import Devices
+from hasten.strategies.engines.xla.hosts import AcrossHosts, FromFirstHost
+from hasten.strategies.engines.xla.placing import PlaceOnDevices
+from hasten.strategies.engines.xla.transfer import Transfer
+from hasten.strategies.native import NativeStrategy
+from hasten.strategies.placing import Convert
+
+log = logging.getLogger(__name__)
+
+VERSIONS: Final = ">=2.9,<2.10"
+"""The releases of torch_xla that hasten runs on. Each runs on the torch of its own number alone."""
+_WHY: Final = "strategy='xla'"
+
+
+def start(config: Config, topology: Topology) -> torch.device:
+    """The device that stands for all devices of this host, with SPMD switched on.
+
+    Its random numbers follow from torch's seed.
+    Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started on this host,
+    XLA would join it with others, or a setting cannot be honoured; DeviceError after a backward pass on the CPU.
+    """
+    refuse(config)
+    refuse_processes(topology)
+    refuse_other_torch(torch.__version__)
+    check_installed("torch_xla", VERSIONS, _WHY)
+    runtime = need("torch_xla.runtime")
+    refuse_hosts(runtime.device_type(), env.snapshot())
+    if not runtime.is_spmd():
+        runtime.use_spmd()
+        need("torch_xla").manual_seed(torch.initial_seed())
+    if runtime.process_count() > 1:
+        raise ConfigError(tpu_hosts.joined(int(runtime.process_count())))
+    device: torch.device = need("torch_xla").device()
+    _try_backward(device)
+    return device
+
+
+def _try_backward(device: torch.device) -> None:
+    """Record a backward pass. torch makes its threads for all devices at the first one, and never again."""
+    try:
+        torch.ones(1, device=device, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise DeviceError(
+            "backward() ran on the CPU before XLA was started, and torch then never backpropagates on XLA devices in this process. Make "
+            "the Accelerator before the first backward()."
+        ) from error
+
+
+def refuse_processes(topology: Topology) -> None:
+    """Raise where several processes were started on a host, whose devices belong to one, or the hosts have no place to meet."""
+    if topology.local_world_size > 1:
+        raise ConfigError(
+            f"{topology.local_world_size} processes were started on this machine with strategy='xla', where one process drives all devices "
+            "of a host and they share each batch. Start the script once on each: `hasten launch --tpu script.py`, or `python script.py`."
+        )
+    if topology.source == "xla" and topology.world_size > 1:
+        raise ConfigError(tpu_hosts.refusal(topology.world_size))
+
+
+def refuse_hosts(kind: str | None, variables: Mapping[str, str]) -> None:
+    """Raise on a host of a TPU slice that was not told to be an XLA world of its own, before XLA waits for the others."""
+    hosts = tpu_hosts.count(variables) if kind == "TPU" else None
+    if hosts is not None and hosts > 1:
+        raise ConfigError(tpu_hosts.refusal(hosts))
+
+
+def refuse_other_torch(version: str) -> None:
+    """Raise for a torch that torch_xla was not built for, which would crash when it is imported."""
+    if version.split(".")[:2] != ["2", "9"]:
+        raise MissingPackageError(
+            f"torch {version} is installed, but torch_xla{VERSIONS} runs on torch 2.9 alone. Make an environment of its own for TPUs; "
+            "docs/engines.md has the commands."
+        )
+
+
+def refuse(config: Config) -> None:
+    """Raise for settings that would have no effect under torch_xla."""
+    for name, set_, instead in (
+        (
+            "cpu",
+            config.cpu,
+            "XLA chooses the device; leave it out, and set the variable PJRT_DEVICE=CPU to try XLA on the CPU",
+        ),
+        ("dynamo.backend", config.dynamo.backend != "no", "XLA compiles every step by itself; leave it out"),
+        ("recompute", bool(config.recompute), "it was not tried with XLA; leave it out, or set xla.fsdp_v2"),
+        ("the section ddp", bool(given(config.ddp)), "XLA reduces gradients by itself; leave it out"),
+        ("performance", bool(given(config.performance)), "its choices are for other devices; leave it out"),
+    ):
+        if set_:
+            raise ConfigError(f"{name} was given with strategy='xla' and cannot be honoured: {instead}.")
+
+
+def strategy(config: Config, ctx: ProcessContext) -> NativeStrategy:
+    """Whole parameters on every device, or sharded with `xla.fsdp_v2`; the compiler reduces gradients over the devices of a host.
+
+    Raises: ConfigError for settings that it cannot honour.
+    """
+    refuse(config)
+    if ctx.mesh.size(Axis.DP_SHARD) > 1:
+        raise ConfigError(
+            f"dp_shard_size={ctx.mesh.size(Axis.DP_SHARD)} asks to shard parameters over hosts, and strategy='xla' shards them over the devices "
+            "of each host alone. Leave it out, and set xla.fsdp_v2."
+        )
+    devices = Devices.all()
+    log.info(
+        "xla: %d %s device(s) share each batch of this process; parameters are %s",
+        devices.count,
+        devices.kind,
+        "sharded over them (FSDPv2)" if config.xla.fsdp_v2 else "whole on each",
+    )
+    placing = PlaceOnDevices(devices, config.xla.fsdp_v2)
+    hosts = ctx.groups(*LOSS)
+    several = hosts.size > 1
+    return NativeStrategy(
+        "xla",
+        AcrossHosts(hosts, placing) if several else Alone(retries=False),
+        [*([FromFirstHost(hosts)] if several else []), placing, Convert(config.master_weights)],
+        Caps(synchronises=several, transfer=lambda depth, skip_keys: Transfer(devices, depth, skip_keys)),
+        on_optimizer=lambda optimizer: _follow(optimizer, placing),
+    )
+
+
+def _follow(optimizer: Optimizer, placing: PlaceOnDevices) -> None:
+    """Run what was recorded whenever the optimizer has updated its parameters, and lay out the state it loads.
+
+    One step is one program. The first one makes the optimizer's state sharded as its parameters are; state that was loaded whole
+    would lead to another program, whose sums differ by rounding.
+    """
+    sync = need("torch_xla").sync
+
+    def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # Any: torch's signature of a hook
+        sync()
+
+    optimizer.register_step_post_hook(end)
+    optimizer.register_load_state_dict_post_hook(placing.place_state)

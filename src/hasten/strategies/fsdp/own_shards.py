@@ -1,0 +1,146 @@
+"""Optimizers that work element by element update this rank's shards as plain tensors, past the cost of DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from hasten.errors import PrepareError
+from hasten.modules.dtensors import is_dtensor, placements
+from hasten.strategies.fsdp.whole_updates import needs_wholes, update_wholes
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+ELEMENTWISE: Final = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop)
+"""No number of theirs depends on another element, so a shard updated alone is the shard of the whole update."""
+_IN_SHARDS: Final = "AdamW, SGD or another optimizer that updates each element by itself"
+Collect = Callable[..., Any]  # Any: torch's own, by optimizer
+
+
+def refuse_unshardable(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that cannot update these shards, before training begins.
+
+    Raises: PrepareError with the optimizer, the parameter that is in its way, and what to use instead.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = [parameter for parameter in parameters if is_dtensor(parameter)]
+    if not shards:
+        return
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if isinstance(optimizer, LBFGS):
+        uneven = next((p for p in parameters if not is_dtensor(p) or not _evenly_cut(p)), None)
+        if uneven is not None:
+            raise PrepareError(
+                f"{name} joins all parameters into one vector, which torch cannot do when a parameter of shape "
+                f"{tuple(uneven.shape)} is not shared evenly by {shards[0].device_mesh.size()} ranks. Use {_IN_SHARDS}, "
+                "or strategy='ddp'."
+            )
+
+
+def _evenly_cut(parameter: DTensor) -> bool:
+    """Whether every rank has the same share of the parameter."""
+    return all(
+        parameter.shape[placement.dim] % parameter.device_mesh.size(axis) == 0
+        for axis, placement in enumerate(parameter.placements)
+        if isinstance(placement, placements().Shard)
+    )
+
+
+def update_own_shards(optimizer: Optimizer) -> None:
+    """Let the optimizer's kernels see shards as plain tensors; harmless to repeat.
+
+    A DTensor checks and wraps in Python at every operation, which on small shards takes longer than the operation; and
+    torch's kernels for many tensors at once take shards or whole tensors, not both (a scalar stays whole). Parameters,
+    gradients and state stay DTensors for everybody else. Optimizers of other classes update shards and whole tensors one
+    by one where they have both; those without a DTensor among their parameters are left alone.
+    """
+    kinds = {is_dtensor(p) for group in optimizer.param_groups for p in group["params"]}
+    if True not in kinds:
+        return
+    if needs_wholes(optimizer):
+        update_wholes(optimizer)
+        return
+    if type(optimizer) not in ELEMENTWISE and len(kinds) > 1:
+        for group in optimizer.param_groups:
+            if group.get("foreach", True) is None:
+                group["foreach"] = False
+    collect: Collect | None = getattr(optimizer, "_init_group", None)
+    if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
+        makes_state = type(optimizer) is SGD
+        optimizer._init_group = partial(_collect_shards, collect, makes_state)  # type: ignore[attr-defined]  # torch's inner seam
+        if makes_state:
+            optimizer.register_step_post_hook(_file_momenta)
+
+
+def _file_momenta(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """SGD files its momentum under what it updated: file it under the parameter, spread like it."""
+    owners = {id(p._local_tensor): p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)}
+    for part in [part for part in optimizer.state if id(part) in owners]:
+        made = optimizer.state.pop(part).get("momentum_buffer")
+        owner = owners[id(part)]
+        if made is not None and optimizer.state[owner].get("momentum_buffer") is None:
+            optimizer.state[owner]["momentum_buffer"] = placements().DTensor.from_local(
+                made,
+                owner.device_mesh,
+                owner.placements,
+                run_check=False,
+                shape=owner.shape,
+                stride=owner.stride(),
+            )
+
+
+def _collect_shards(
+    collect: Collect, makes_state: bool, group: dict[str, Any], *lists: list[Any]
+) -> Any:  # Any: torch's own
+    """What one update takes (parameters, gradients, state), with this rank's part in place of every shard."""
+    told = collect(group, *lists)
+    if group.get("differentiable") or not _all_shards_alike(lists, makes_state):
+        return told
+    for values in lists:
+        values[:] = [value._local_tensor if is_dtensor(value) else value for value in values]
+    return told
+
+
+def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
+    """Whether parameters, gradients and state of each parameter are cut alike, or are all whole.
+
+    State that the update itself makes (None until then) would not be spread, unless it is filed afterwards.
+    """
+    filled = [values for values in lists if values]
+    if len({len(values) for values in filled}) != 1:
+        return False
+    shards = False
+    for values in zip(*filled, strict=True):
+        first = values[0]
+        shards = shards or is_dtensor(first)
+        for value in values[1:]:
+            if value is None and not makes_state:
+                return False
+            if isinstance(value, Tensor) and value.ndim and not _cut_alike(value, first):
+                return False
+    return shards
+
+
+def _cut_alike(value: Tensor, other: Tensor) -> bool:
+    if not is_dtensor(value) or not is_dtensor(other):
+        return not is_dtensor(value) and not is_dtensor(other)
+    return value.placements == other.placements and value.shape == other.shape

@@ -1,0 +1,352 @@
+"""The transform that shards a model over processes: torch's fully_shard, for any module and any number of models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Placed
+
+from hasten.comm.agreement import agree
+from hasten.config.precision import PrecisionType
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import PrepareError, StepError
+from hasten.precision.base import Precision
+from hasten.runtime.axes import LOSS, SHARD, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import WorldMesh
+from hasten.strategies.averages import guard_averages
+from hasten.strategies.base import LoopState, Stage, Wish
+from hasten.strategies.experts.strategy import expert_groups, sharded_dim
+from hasten.strategies.fsdp.filling import (
+    Source,
+    allocate_meta,
+    copy_from_rank_0,
+    fill_by_function,
+    keep_rest_on_device,
+    named_tensors,
+    scatter_from_rank_0,
+    source_of,
+)
+from hasten.strategies.fsdp.gradients import HeldGradients
+from hasten.strategies.fsdp.retry import Sharded
+from hasten.strategies.fsdp.wrapping import (
+    CONTAINERS,
+    blocks_to_shard,
+    ignored_parameters,
+    keep_ties_together,
+    owned_parameters,
+)
+from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks, refuse_later_hooks
+from hasten.strategies.retry import Retry, Whole
+from hasten.strategies.whole import average_gradients, scalars, whole_on_main
+
+log = logging.getLogger(__name__)
+
+_DTYPES: Final = (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one model will be sharded, decided before anything is touched."""
+
+    name: str
+    blocks: list[nn.Module]
+    whole: set[nn.Parameter]
+    policy: MixedPrecisionPolicy
+    notes: list[str]
+    experts: list[nn.Module]
+    """Blocks whose experts are divided among ranks: sharded over those that hold the same ones."""
+    inside: list[nn.Module]
+    """Blocks that have no group of their own here, but would have in a larger world."""
+
+
+class Shard:
+    """Shards parameters, gradients and optimizer state over the shard axis; replicates over the replicate axis."""
+
+    stage = Stage.SPREAD
+
+    def __init__(self, config: FullyShardedDataParallelPlugin, mesh: WorldMesh, keep_outputs: bool = False) -> None:
+        self._config = config
+        self._world_mesh = mesh
+        self._keep_outputs = keep_outputs
+        self._mesh: DeviceMesh | None = None
+        self._replicated = False
+        self._is_main = True
+        self._held = HeldGradients()
+        self._sharded = WeakValueDictionary[int, nn.Parameter]()  # by identity: what was sharded, while it lives
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if isinstance(model, FSDPModule):
+            return model
+        if not wish.train:
+            return model.to(ctx.device) if wish.place and not hasattr(model, "hf_device_map") else model
+        mesh = self._mesh_for(ctx)
+        with agree(ctx.world, f"sharding {type(model).__name__}"):
+            layout = self._decide(model, precision, ctx)
+        source = source_of(model, self._config, ctx)
+        self._remember(model)
+        hooks = hooks_to_carry(model, layout.whole)
+        _make_dense(model, layout.whole)
+        if source is not Source.RANK_0 and self._config.sync_module_states:
+            copy_from_rank_0(model, ctx)
+        wholes = {name: t.data for name, t in named_tensors(model)} if source is Source.RANK_0 and ctx.is_main else {}
+        self._shard(model, layout, mesh, ctx)
+        allocate_meta(model, torch.device("cpu") if self._config.cpu_offload else ctx.device)
+        keep_rest_on_device(model, ctx)
+        if source is Source.RANK_0:
+            scatter_from_rank_0(model, wholes, ctx)
+        elif source is Source.NOBODY:
+            fill_by_function(model, self._config)
+        self._remember(model)
+        carry_hooks(model, hooks)
+        refuse_later_hooks(model)
+        guard_averages()
+        average_gradients(list(scalars(model).values()), ctx.groups(*LOSS))
+        if ctx.is_main:
+            for note in (*layout.notes, _banner(model, mesh, layout, self._config, source)):
+                log.info(note)
+        return model
+
+    def _remember(self, model: nn.Module) -> None:
+        """Know the parameters again when another model has them too: those before sharding, and their shards."""
+        self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
+
+    def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> Layout:
+        """The layout of a model. Raises: ConfigError or PrepareError for what cannot be sharded."""
+        _refuse_unshardable(model, self._sharded)
+        ignored = ignored_parameters(model, self._config)
+        zero_dims = scalars(model)
+        whole = ignored | set(zero_dims.values())
+        chosen = blocks_to_shard(model, self._config)
+        inside: list[nn.Module] = []
+        if self._better_in_one_group(model, whole, ctx):
+            chosen, inside = [], chosen
+        experts = expert_groups(model)
+        chosen = [*experts, *(block for block in chosen if not any(block is own for own in experts))]
+        blocks, tied = keep_ties_together(model, chosen, whole)
+        _refuse_mixed_masters(model, blocks, whole)
+        refuse_gradient_hooks(model, whole)
+        notes = []
+        if len(blocks) < len(chosen):
+            notes.append(
+                f"{len(chosen) - len(blocks)} of {len(chosen)} blocks are not sharded on their own, because they share "
+                f"{tied[0]!r} with another block: they join the group around them"
+            )
+        if zero_dims:
+            notes.append(f"{', '.join(zero_dims)} cannot be sharded (no dimension) and stay whole on every rank")
+        policy = mixed_precision(self._config, precision.spec, self._keep_outputs)
+        return Layout(type(model).__name__, blocks, whole, policy, notes, experts, inside)
+
+    def _better_in_one_group(self, model: nn.Module, whole: set[nn.Parameter], ctx: ProcessContext) -> bool:
+        """Whether groups would only cost: one process frees nothing between them, unless parameters lie elsewhere."""
+        config = self._config
+        automatic = config.auto_wrap_policy == "auto" and not config.transformer_cls_names_to_wrap
+        if not automatic or config.cpu_offload or ctx.mesh.size(*LOSS) > 1:
+            return False
+        trained = [p for p in model.parameters() if p.requires_grad and p not in whole]
+        return len({parameter.dtype for parameter in trained}) <= 1
+
+    def _shard(self, model: nn.Module, layout: Layout, mesh: DeviceMesh, ctx: ProcessContext) -> None:
+        inside = replace(layout.policy, output_dtype=None)  # between blocks activations stay in the computing dtype
+        options: dict[str, Any] = {  # Any: keywords of fully_shard
+            "mesh": mesh,
+            "offload_policy": self._offload(ctx),
+            "ignored_params": layout.whole,
+            # shards of one rank are whole already: freeing and gathering them again would only copy
+            "reshard_after_forward": ctx.mesh.size(*SHARD) > 1 and self._config.reshard_after_forward,
+        }
+        apart = self._for_experts(ctx, options) if layout.experts else {}
+        for block in layout.blocks:
+            fully_shard(block, mp_policy=inside, **(apart if block in layout.experts else options))
+        for block in layout.inside:
+            block.register_forward_pre_hook(_called_inside)
+        fully_shard(model, mp_policy=layout.policy, **options)
+        self._prefetch(layout.blocks)
+
+    def _for_experts(self, ctx: ProcessContext, options: dict[str, Any]) -> dict[str, Any]:  # Any: as above
+        """Options for experts, which fewer ranks hold copies or shards of."""
+        copies, shards, _ = ctx.mesh.expert_sizes
+        names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if copies > 1 else (Axis.DP_SHARD,)
+        return {
+            **options,
+            "mesh": self._world_mesh.experts(ctx)[tuple(str(name) for name in names)],
+            "shard_placement_fn": lambda part: Placed(sharded_dim(part, shards) or 0),
+            "reshard_after_forward": shards > 1 and self._config.reshard_after_forward,
+        }
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Gradients stay sharded: shards are reduced in every micro-step, replicas only where the window ends."""
+        if not self._replicated or not isinstance(model, FSDPModule):
+            return nullcontext()
+        return _without_all_reduce(model)
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        if not isinstance(model, FSDPModule):
+            return Whole()
+        return Sharded(model, self._held, partial(self.no_sync, model), syncs=boundary)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        return whole_on_main(model, self._is_main)
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        register_fsdp_forward_method(model, name)
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        raise StepError(
+            "join_uneven_inputs() is not possible under fsdp: every rank must take part in every gather of "
+            "parameters. Use even_batches=True (the default), which gives every rank the same number of batches."
+        )
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return None
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        """Gradients that torch holds besides .grad, and the groups they belong to."""
+        held = self._held.find(model, names, self._replicated, open_window)
+        return LoopState({"groups": self._held.groups(model, names) if self._replicated else {}}, held)
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        self._held.put(model, names, state.tensors)
+        return None
+
+    def _mesh_for(self, ctx: ProcessContext) -> DeviceMesh:
+        if self._mesh is None:
+            self._is_main = ctx.is_main
+            self._replicated = ctx.mesh.size(Axis.DP_REPLICATE) > 1
+            names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if self._replicated else (Axis.DP_SHARD,)
+            self._mesh = self._world_mesh.along(ctx, *names)
+        return self._mesh
+
+    def _offload(self, ctx: ProcessContext) -> OffloadPolicy:
+        if not self._config.cpu_offload:
+            return OffloadPolicy()
+        pin = self._config.cpu_offload_pin_memory and ctx.device.type != "cpu"
+        return CPUOffloadPolicy(pin_memory=pin)
+
+    def _prefetch(self, blocks: Sequence[nn.Module]) -> None:
+        ahead, behind = self._config.forward_prefetch_depth, self._config.backward_prefetch_depth
+        sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+        for index, block in enumerate(sharded):
+            if ahead:
+                block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
+            if behind:
+                block.set_modules_to_backward_prefetch(sharded[max(0, index - behind) : index][::-1])
+
+
+def _called_inside(block: nn.Module, inputs: object) -> None:
+    """Raise when the block is called by itself: only the whole model gathers its parameters."""
+    first: Tensor | None = next(block.parameters(), None)
+    # the gathered parameters of split layers are DTensors too, along the tensor-parallel axis alone
+    if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):
+        raise StepError(
+            f"a {type(block).__name__} was called outside its model's forward. In a world of one all parameters are in "
+            "one shard group, which only a call of the model gathers. Call the model, or give blocks groups of their "
+            f"own: fsdp.transformer_cls_names_to_wrap={type(block).__name__!r}."
+        )
+
+
+@contextmanager
+def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
+    model.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        model.set_requires_all_reduce(True)
+
+
+def mixed_precision(
+    config: FullyShardedDataParallelPlugin, spec: PrecisionType, keep_outputs: bool
+) -> MixedPrecisionPolicy:
+    """The dtypes of gathered parameters, of the reduction and of outputs."""
+    if isinstance(config.mixed_precision_policy, MixedPrecisionPolicy):
+        return config.mixed_precision_policy
+    asked = config.dtypes
+    names = dict(_DTYPES)
+    half = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(spec)
+    output = None if half is None or keep_outputs else torch.float32
+    return MixedPrecisionPolicy(
+        param_dtype=names[asked.param_dtype] if asked.param_dtype else half,
+        reduce_dtype=names[asked.reduce_dtype] if asked.reduce_dtype else (torch.float32 if half else None),
+        output_dtype=names[asked.output_dtype] if asked.output_dtype else output,
+        cast_forward_inputs=asked.cast_forward_inputs,
+    )
+
+
+def _make_dense(model: nn.Module, whole: set[nn.Parameter]) -> None:
+    """Lay parameters out densely: torch shards no other memory format (channels_last, for example)."""
+    for parameter in model.parameters():
+        if parameter not in whole and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def _refuse_unshardable(model: nn.Module, sharded: Mapping[int, nn.Parameter]) -> None:
+    name = type(model).__name__
+    if isinstance(model, CONTAINERS):
+        raise PrepareError(
+            f"a {name} is never called itself, so nothing would gather its parameters. Put its modules into a module "
+            "with a forward, or prepare each of them."
+        )
+    known = [part for part, p in model.named_parameters() if sharded.get(id(p)) is p]
+    inner = [part for part, module in model.named_modules() if isinstance(module, FSDPModule)]
+    if known or inner:
+        raise PrepareError(
+            f"{(known or inner)[0]!r} of {name} is also part of a model that is sharded already, and a parameter can "
+            "be in one shard group only. Prepare one module that holds both models, and call its parts through "
+            "methods marked with mark_forward_method()."
+        )
+
+
+def _refuse_mixed_masters(model: nn.Module, blocks: Sequence[nn.Module], whole: set[nn.Parameter]) -> None:
+    """Raise when trained parameters of one group have different dtypes: torch reduces their gradients as one."""
+    found: dict[int, dict[torch.dtype, str]] = {}
+    for owner, name, parameter in owned_parameters(model, blocks):
+        if parameter.requires_grad and parameter not in whole:
+            found.setdefault(id(owner), {}).setdefault(parameter.dtype, name)
+    for group in found.values():
+        if len(group) > 1:
+            (one, first), (other, second) = list(group.items())[:2]
+            raise PrepareError(
+                f"{first!r} is {one} and {second!r} is {other}; both are trained in one shard group, whose gradients "
+                "are reduced together in one dtype. Bring the trained parameters to one dtype (model.float()), or use "
+                "mixed_precision='bf16' with master_weights='fp32'."
+            )
+
+
+def _banner(
+    model: nn.Module, mesh: DeviceMesh, layout: Layout, config: FullyShardedDataParallelPlugin, source: Source
+) -> str:
+    trained = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+    compute = layout.policy.param_dtype or "the same"
+    where = "in host memory" if config.cpu_offload else "on the device"
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    text = (
+        f"{layout.name} is sharded over {sizes} in {len(layout.blocks) + 1} groups: master weights "
+        f"{' and '.join(sorted(trained)) or 'none (frozen)'} {where}, computing in "
+        f"{str(compute).removeprefix('torch.')}, reducing in "
+        f"{str(layout.policy.reduce_dtype or compute).removeprefix('torch.')}"
+    )
+    if config.cpu_ram_efficient_loading and source is Source.EVERYONE:
+        text += "; cpu_ram_efficient_loading saved nothing, because every rank built the model with weights"
+    return text

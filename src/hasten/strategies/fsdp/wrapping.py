@@ -1,0 +1,140 @@
+"""Which modules of a model are sharded on their own, and which are left whole."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from torch import nn
+
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import ConfigError
+from hasten.strategies.blocks import blocks_by_class, repeated_blocks
+from hasten.strategies.fsdp.wrap_policies import as_choice
+
+log = logging.getLogger(__name__)
+
+_DEFAULT_MIN_PARAMS: Final = 100_000_000
+CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called, so that nothing would gather the parameters of a group of theirs."""
+
+
+def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules that get a shard group of their own, innermost first; the root's group takes what is left."""
+    policy = as_choice(config.auto_wrap_policy)
+    if callable(policy):
+        return _deepest_first(model, _by_callable(model, policy))
+    match policy:
+        case "no_wrap":
+            return []
+        case "size_based_wrap":
+            return _deepest_first(model, _by_size(model, config.min_num_params or _DEFAULT_MIN_PARAMS))
+        case "transformer_based_wrap" | "auto":
+            if names := config.transformer_cls_names_to_wrap:
+                chosen = blocks_by_class(model, names, "fsdp.transformer_cls_names_to_wrap")
+            else:
+                known = tuple(getattr(model, "_no_split_modules", None) or ())  # what transformers' models declare
+                chosen = [module for module in model.modules() if type(module).__name__ in known]
+                chosen = chosen or [block for _, block in repeated_blocks(model)]
+            return _deepest_first(model, chosen)
+    raise ConfigError(f"fsdp.auto_wrap_policy={policy!r} is unknown; see docs/sharding.md for the policies.")
+
+
+def blocks_to_recompute(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules that are sharded on their own, or else the repeated block."""
+    return blocks_to_shard(model, config) or [block for _, block in repeated_blocks(model)]
+
+
+def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
+    """Modules for which `policy(module)` is true."""
+    chosen = [(name, module) for name, module in model.named_modules() if module is not model and policy(module)]
+    for name, module in chosen:
+        if isinstance(module, CONTAINERS):
+            raise ConfigError(
+                f"fsdp.auto_wrap_policy chose {name!r}, a {type(module).__name__}, which is never called itself, so "
+                "nothing would gather its parameters. Let the policy choose the modules inside it."
+            )
+    return [module for _, module in chosen]
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules that have at least `least` parameters beyond those already in a group of their own."""
+    chosen: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        rest = sum(p.numel() for p in module.parameters(recurse=False)) + sum(map(visit, module.children()))
+        if module is not model and rest >= least and not isinstance(module, CONTAINERS):
+            chosen.append(module)
+            return 0
+        return rest
+
+    visit(model)
+    return chosen
+
+
+def _deepest_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    wanted = {id(module) for module in chosen}
+    order = [module for module in model.modules() if id(module) in wanted and module is not model]
+    depth = {id(module): name.count(".") for name, module in model.named_modules()}
+    return sorted(order, key=lambda module: -depth[id(module)])
+
+
+def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Every parameter under every name, led by the block whose shard group it is in (the model for what is left)."""
+    wrapped = {id(block) for block in blocks}
+
+    def visit(module: nn.Module, prefix: str, owner: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        owner = module if id(module) in wrapped else owner
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield owner, prefix + name, parameter
+        for name, child in module.named_children():
+            yield from visit(child, f"{prefix}{name}.", owner)
+
+    return visit(model, "", model)
+
+
+def keep_ties_together(
+    model: nn.Module, blocks: Sequence[nn.Module], ignored: set[nn.Parameter]
+) -> tuple[list[nn.Module], list[str]]:
+    """The blocks without those that share a parameter with another group, and one name of each such parameter.
+
+    A parameter lives in one shard group. The blocks left out join the group around them, where ties hold.
+    """
+    kept, tied = list(blocks), dict[int, str]()
+    while True:
+        owners: dict[int, dict[int, nn.Module]] = {}
+        for owner, name, parameter in owned_parameters(model, kept):
+            if parameter not in ignored:
+                owners.setdefault(id(parameter), {})[id(owner)] = owner
+                if len(owners[id(parameter)]) > 1:
+                    tied.setdefault(id(parameter), name)
+        torn = {key for several in owners.values() if len(several) > 1 for key in several}
+        if not torn:
+            return kept, list(tied.values())
+        kept = [block for block in kept if id(block) not in torn]
+
+
+def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
+    """The parameters of ignored modules, which stay whole on every rank.
+
+    Raises: ConfigError when one of them is trained, because nobody would synchronise it.
+    """
+    given = config.ignored_modules
+    if given is None:
+        return set()
+    if isinstance(given, str):
+        modules = [module for name, module in model.named_modules() if name and re.fullmatch(given, name)]
+    else:
+        modules = list(given)
+    inside = {id(parameter) for module in modules for parameter in module.parameters()}
+    found = [(name, p) for name, p in model.named_parameters() if id(p) in inside]
+    trained = [name for name, p in found if p.requires_grad]
+    if trained:
+        raise ConfigError(
+            f"fsdp.ignored_modules covers {trained[0]!r} and {len(trained) - 1} more trainable parameters; they would "
+            "be neither sharded nor synchronised and drift apart between processes. Freeze them with "
+            "requires_grad_(False), or leave their modules out of ignored_modules."
+        )
+    return {p for _, p in found}

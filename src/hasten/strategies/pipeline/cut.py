@@ -1,0 +1,214 @@
+"""Where a model is cut into pipeline stages: its list of blocks, what runs before and after them, who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from hasten.config.parallel import PipelineParallelConfig
+from hasten.errors import ConfigError, PrepareError
+from hasten.modules.stages import StagePart
+from hasten.strategies.blocks import repeated_blocks
+from hasten.strategies.pipeline.split import Placement, Range, balanced
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one model is divided, decided before anything is touched."""
+
+    container: str
+    """The name of the list of blocks."""
+    blocks: tuple[str, ...]
+    """The names of the blocks in that list."""
+    ranges: tuple[Range, ...]
+    """The blocks of each stage."""
+    first: tuple[str, ...]
+    """Modules with state that run before the blocks."""
+    last: tuple[str, ...]
+    """Modules with state that run after the blocks."""
+    place: Placement
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage of a parameter, buffer or module; None for what every stage keeps."""
+        inside = name.removeprefix(f"{self.container}.") if self.container else name
+        if not self.container or inside != name:
+            index = self.blocks.index(inside.partition(".")[0])
+            return next(stage for stage, (start, stop) in enumerate(self.ranges) if start <= index < stop)
+        if any(_within(name, unit) for unit in self.first):
+            return 0
+        return len(self.ranges) - 1 if any(_within(name, unit) for unit in self.last) else None
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The positions along the pipeline of the ranks that hold a name."""
+        stage = self.stage_of(name)
+        return tuple(range(self.place.ranks)) if stage is None else (self.place.rank_of(stage),)
+
+
+def decide(model: nn.Module, config: PipelineParallelConfig, place: Placement) -> Cut:
+    """Where the model is cut. Raises: ConfigError or PrepareError for one that cannot be, with what to do."""
+    container = _container(model, config, place.stages)
+    blocks = dict(model.get_submodule(container).named_children())
+    _check_length(container, len(blocks), place)
+    first, last = _outside(model, container, config)
+    ranges = _given(config.split_points, list(blocks), place.stages) or _even(
+        model, list(blocks.values()), first, last, place
+    )
+    return Cut(container, tuple(blocks), ranges, first, last, place)
+
+
+def _container(model: nn.Module, config: PipelineParallelConfig, stages: int) -> str:
+    name = type(model).__name__
+    if config.split_points:
+        parents = {point.rpartition(".")[0] for point in config.split_points}
+        for point in config.split_points:
+            parent = dict(model.named_modules()).get(point.rpartition(".")[0])
+            if not isinstance(parent, _LISTS) or point.rpartition(".")[2] not in dict(parent.named_children()):
+                raise ConfigError(
+                    f"pp_handler.split_points names {point!r}, which is not a member of a ModuleList or Sequential of "
+                    f"{name}; a stage begins with a block of such a list. Its lists are: {_few(list(_lists(model)))}."
+                )
+        if len(parents) > 1:
+            raise ConfigError(
+                f"pp_handler.split_points names blocks of {len(parents)} lists ({', '.join(sorted(parents))}), but what "
+                "passes from stage to stage is the output of one list's block. Name blocks of one list."
+            )
+        return parents.pop()
+    found = dict.fromkeys(path.rpartition(".")[0] for path, _ in repeated_blocks(model))
+    lists = [path for path in found if not any(path != other and _within(path, other) for other in found)]
+    if isinstance(model, nn.Sequential) and (not lists or len(model) >= stages):
+        return ""
+    if len(lists) == 1:
+        return lists[0]
+    why = "no list of repeated blocks" if not lists else f"several lists of blocks ({', '.join(lists)})"
+    raise PrepareError(
+        f"{name} has {why}, so it is not clear where to cut it into {stages} stages. A pipeline needs one ModuleList or "
+        "Sequential whose blocks hand one tensor on; name the blocks that begin a stage in pp_handler.split_points, or "
+        "use tp_size or dp_shard_size for this model."
+    )
+
+
+def _check_length(container: str, number: int, place: Placement) -> None:
+    if number < place.stages:
+        raise ConfigError(
+            f"{container or 'the model'!r} has {number} blocks, fewer than the {place.stages} stages that pp_size="
+            f"{place.ranks} with {place.per_rank} on each rank makes; a stage needs at least one block. Use pp_size up to "
+            f"{number // place.per_rank}."
+        )
+
+
+def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -> tuple[tuple[str, ...], ...]:
+    """The modules with state beside the blocks, sorted into those before and those after them."""
+    first: list[str] = []
+    last: list[str] = []
+    for unit, before in _units(model, container):
+        if unit in config.first_stage:
+            before = True
+        elif unit in config.last_stage:
+            before = False
+        (first if before else last).append(unit)
+    for setting, names in (("first_stage", config.first_stage), ("last_stage", config.last_stage)):
+        if unknown := sorted(set(names) - {*first, *last}):
+            raise ConfigError(
+                f"pp_handler.{setting} names {unknown[0]!r}, which is not a module with weights beside the blocks of "
+                f"{type(model).__name__}; those are: {_few([*first, *last])}."
+            )
+    return tuple(first), tuple(last)
+
+
+def _units(model: nn.Module, container: str) -> Iterator[tuple[str, bool]]:
+    """The outermost modules with state beside the way to the container, and whether they are registered before it."""
+    parts = container.split(".") if container else []
+    here = model
+    for depth, part in enumerate(parts):
+        prefix = ".".join(parts[:depth])
+        before = True
+        for name, child in here.named_children():
+            if name == part:
+                before = False
+            elif child.state_dict():
+                yield (f"{prefix}.{name}" if prefix else name), before
+        here = here.get_submodule(part)
+
+
+def _given(points: Sequence[str] | None, blocks: Sequence[str], stages: int) -> tuple[Range, ...]:
+    if not points:
+        return ()
+    starts = sorted({0, *(blocks.index(point.rpartition(".")[2]) for point in points)})
+    if len(starts) != stages:
+        raise ConfigError(
+            f"pp_handler.split_points makes {len(starts)} stages, but pp_size and the schedule need {stages}. Give "
+            f"{stages - 1} blocks that begin a stage; the first stage begins by itself."
+        )
+    return tuple(zip(starts, [*starts[1:], len(blocks)], strict=True))
+
+
+def _even(
+    model: nn.Module, blocks: Sequence[nn.Module], first: Sequence[str], last: Sequence[str], place: Placement
+) -> tuple[Range, ...]:
+    before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (first, last))
+    costs = [work(block) for block in blocks]
+    if not any(costs):
+        costs = [1.0] * len(blocks)
+    return balanced(costs, place.stages, before, after)
+
+
+def work(module: nn.Module) -> float:
+    """An estimate of what a module costs: the weights it multiplies with. Looking up rows of a table costs nothing."""
+    own = 0.0
+    for part in module.modules():
+        if not isinstance(part, nn.Embedding):
+            own += sum(p.numel() for p in part.parameters(recurse=False) if p.ndim > 1)
+    return own
+
+
+def part_of(model: nn.Module, cut: Cut, rank: int) -> StagePart:
+    """What the rank at a position along the pipeline holds of the whole model. Called before it is cut."""
+    keys = list(model.state_dict())
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    whole_names, copies = {}, set()
+    for known in names.values():
+        holders = dict.fromkeys(holder for name in known for holder in cut.ranks_of(name))
+        owner = cut.ranks_of(known[0])[0]
+        if rank not in holders or rank == owner:
+            continue
+        copies.add(known[0])
+        here = next(name for name in known if rank in cut.ranks_of(name))
+        if here != known[0]:
+            whole_names[here] = known[0]
+    return StagePart(
+        tuple(keys),
+        frozenset(known[0] for known in names.values()),
+        frozenset(key for key in keys if cut.ranks_of(key)[0] == rank),
+        tuple(tuple(known) for known in names.values() if len(known) > 1),
+        whole_names,
+        frozenset(copies),
+    )
+
+
+def shared(model: nn.Module, cut: Cut) -> dict[str, tuple[int, ...]]:
+    """Parameters (by their first name) that several ranks hold, with the positions of those ranks."""
+    found: dict[int, tuple[str, dict[int, None]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _, holders = found.setdefault(id(parameter), (name, {}))
+        holders.update(dict.fromkeys(cut.ranks_of(name)))
+    return {name: tuple(sorted(holders)) for name, holders in found.values() if len(holders) > 1}
+
+
+def _lists(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, _LISTS) and len(module):
+            yield name or type(model).__name__
+
+
+def _within(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(f"{unit}.")
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") or "none"

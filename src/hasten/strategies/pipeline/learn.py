@@ -1,0 +1,123 @@
+"""Learning the shapes of a kind of batch: one forward of one micro-batch through all stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hasten import trees
+from hasten.comm.agreement import vote
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.errors import PrepareError
+from hasten.strategies.pipeline.passes import Line, Pass, Seen, as_plain, from_plain
+from hasten.strategies.pipeline.schedule import Learnt
+from hasten.strategies.pipeline.split import Placement
+from hasten.strategies.pipeline.travel import Wire
+from hasten.trees import Tree
+
+Signature = tuple[Any, ...]  # Any: shapes and dtypes
+
+
+class Learner:
+    """What is known of each kind of batch of each model, learnt on first sight."""
+
+    def __init__(self, comm: ProcessGroupComm, place: Placement, device: torch.device) -> None:
+        self._comm = comm
+        self._place = place
+        self._device = device
+        self._known = WeakKeyDictionary[nn.Module, dict[Signature, Learnt]]()
+
+    def learn(self, model: nn.Module, line: Line, kind: Signature, call: Callable[[], Any]) -> Learnt:
+        """What is known of this kind of micro-batch, of which `call` runs one. Ranks: the whole pipeline.
+
+        What fails here fails on every rank of the pipeline. Buffers and random numbers stay as they were.
+        """
+        known = self._known.setdefault(model, {})
+        if kind in known:
+            return known[kind]
+        devices = [self._device] if self._device.type == "cuda" else []
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            learnt = self._first_pass(line, call)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        known[kind] = learnt
+        return learnt
+
+    def _first_pass(self, line: Line, call: Callable[[], Any]) -> Learnt:
+        rank_of, here, wire = self._place.rank_of, self._comm.rank, Wire(self._comm)
+        error: Exception | None = None
+        hidden: Tensor | None = None
+        learnt = Learnt(Seen())
+        if 0 in line.stages:
+            line.recording = True
+            try:
+                hidden = self._checked(line, line.begin(0, None, learnt.seen), call)
+            except Exception as problem:  # every rank of the pipeline has to hear of it; it is raised below
+                error = problem
+            line.recording = False
+        told = self._comm.broadcast_object(None if error else as_plain(learnt.seen), rank_of(0))
+        if told is not None:
+            learnt.seen = from_plain(told)
+            for stage in line.stages:
+                if stage:
+                    hidden = hidden if rank_of(stage - 1) == here else wire.receive(rank_of(stage - 1))
+                    error, hidden = self._try_stage(line, stage, hidden, learnt, call, error)
+                elif hidden is not None:
+                    learnt.outputs[0] = _shape_only(hidden)
+                if stage + 1 < self._place.stages and rank_of(stage + 1) != here:
+                    wire.send(hidden, rank_of(stage + 1))
+            wire.settle()
+        vote(self._comm, error, "the first batch through the pipeline")
+        return learnt
+
+    def _try_stage(
+        self,
+        line: Line,
+        stage: int,
+        received: Tensor | None,
+        learnt: Learnt,
+        call: Callable[[], Any],
+        error: Exception | None,
+    ) -> tuple[Exception | None, Any]:
+        if received is None or error is not None:
+            return error, None
+        learnt.inputs[stage] = _shape_only(received)
+        try:
+            out = self._checked(line, line.begin(stage, received, learnt.seen), call)
+        except Exception as problem:  # every rank of the pipeline has to hear of it; the caller raises it
+            return problem, None
+        learnt.outputs[stage] = _shape_only(out) if isinstance(out, Tensor) else torch.empty((), device="meta")
+        return None, out
+
+    def _checked(self, line: Line, at: Pass, call: Callable[[], Any]) -> Any:
+        """What a stage hands on. Raises: PrepareError when it depends on what only another stage computes."""
+        out = line.run(at, call)
+        if at.stage and _has_nan(out):
+            again = line.begin(at.stage, at.received, at.seen)
+            again.fill = 0.0
+            if not _has_nan(line.run(again, call)):
+                raise PrepareError(
+                    f"pipeline stage {at.stage} uses a value that modules of another stage compute before the blocks, and only "
+                    "the hidden state of the blocks passes between stages. Give blocks what they need through the hidden "
+                    "state, compute it from the batch, or do not cut this model (pp_size=1)."
+                )
+        return out
+
+
+def signature(micro: Tree) -> Signature:
+    """The shapes and dtypes of a micro-batch."""
+    return tuple((tuple(x.shape), x.dtype) for x in trees.tensors(micro))
+
+
+def _shape_only(tensor: Tensor) -> Tensor:
+    floating = tensor.is_floating_point()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=floating)
+
+
+def _has_nan(out: Tree) -> bool:
+    return any(x.is_floating_point() and bool(torch.isnan(x).any()) for x in trees.tensors(out))

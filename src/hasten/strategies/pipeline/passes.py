@@ -1,0 +1,377 @@
+"""Running one stage of a model: the user's own forward, entered at the stage's first block and left after its last.
+
+Every stage runs the whole forward, because what a model computes around its blocks (masks, positions, which block gets
+which argument) is its own business. Modules of other stages are stand-ins: those before the first block return
+placeholders of the right shape, blocks in between hand their input on. At the stage's first block the hidden state of the
+previous stage takes the placeholder's place; after the last one the forward is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hasten import trees
+from hasten.errors import PrepareError, StepError
+from hasten.modules import forwarding
+from hasten.modules.stages import TAG, StagePart
+from hasten.modules.surgery import swap
+from hasten.strategies.pipeline.cut import Cut
+from hasten.strategies.tensor.random import ApartStream
+
+
+class _BlocksDone(BaseException):
+    """Leaves a forward after the stage's last block. No Exception: the user's code must not catch it."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class StageDone(BaseException):
+    """Leaves the code around a model's call with what the stage hands on."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the first stage saw of a kind of batch, for the stand-ins of the others."""
+
+    units: dict[str, list[Any]] = field(default_factory=dict)  # Any: nested containers of shapes
+    """What each module before the blocks returned, call by call, with shapes in the place of tensors."""
+    returns: int = 0
+    """How many values a block returns as a tuple; 0 for a tensor by itself."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One run of one stage."""
+
+    stage: int
+    start: int
+    stop: int
+    final: bool
+    received: Tensor | None = None
+    seen: Seen = field(default_factory=Seen)
+    fill: float = math.nan
+    """What placeholders hold: nan, so that a value that goes astray shows."""
+    entered: bool = False
+    done: bool = False
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module of another stage; its plain attributes can be read, its weights only by shape."""
+
+    def __init__(self, name: str, index: int | None, original: nn.Module, line: Line) -> None:
+        super().__init__()
+        kept = {key: value for key, value in vars(original).items() if not key.startswith("_") and key != "training"}
+        kept |= {key: _without_memory(p) for key, p in original.named_parameters(recurse=False)}
+        self.__dict__["kept"] = kept
+        self.__dict__["line"] = line
+        self.name = name
+        self.index = index
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever the module had
+        kept = self.__dict__.get("kept", {})
+        return kept[name] if name in kept else super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+        """A placeholder, or the input where a block is skipped."""
+        at: Pass | None = self.__dict__["line"].at
+        if at is None:
+            raise StepError(
+                f"{self.name!r} was called on a rank whose pipeline stage does not hold it, outside a call of the whole "
+                "model. Call the model itself, under torch.no_grad(), or train with accelerator.forward_backward()."
+            )
+        return self._skip(at, args, kwargs) if self.index is not None else self._placeholder(at)
+
+    def _skip(self, at: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _hidden_of(args, kwargs, self.name)
+        return (hidden, *[None] * (at.seen.returns - 1)) if at.seen.returns else hidden
+
+    def _placeholder(self, at: Pass) -> Any:
+        if (at.stage == 0 and not at.entered) or (at.final and at.done):
+            side, other = ("after", "first_stage") if at.stage == 0 and not at.entered else ("before", "last_stage")
+            raise PrepareError(
+                f"{self.name!r} was taken for a module that runs {side} the blocks, by the order in which the model "
+                f"registers its parts, but it is called on the other side. Name it: pp_handler.{other}=({self.name!r},)."
+            )
+        calls = at.seen.units.get(self.name, [])
+        number = at.calls[self.name]
+        at.calls[self.name] += 1
+        if number >= len(calls):
+            raise PrepareError(
+                f"{self.name!r} is called before the blocks on one pipeline stage and not on another, so its output is "
+                "not known here. A forward must take the same way on every stage."
+            )
+        device = self.__dict__["line"].device
+        return trees.map_leaves(lambda leaf: _filled(leaf, at.fill, device), calls[number])
+
+
+class _Hole:
+    """The shape of a tensor that another stage computed. No dataclass: trees would walk into it."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+
+def _filled(leaf: Any, value: float, device: torch.device) -> Any:
+    if not isinstance(leaf, _Hole):
+        return leaf
+    dtype: torch.dtype = getattr(torch, leaf.dtype)
+    made = torch.empty(leaf.shape, dtype=dtype, device=device)
+    return made.fill_(value) if dtype.is_floating_point else made.zero_()
+
+
+def holes(tree: Any) -> Any:  # Any: what a module returned
+    """The tree with its shapes in the place of tensors. Raises: PrepareError for containers that cannot be sent."""
+    if isinstance(tree, Tensor):
+        return _Hole(tuple(tree.shape), str(tree.dtype).removeprefix("torch."))
+    if tree is None or isinstance(tree, (bool, int, float, str)):
+        return tree
+    if type(tree) in (list, tuple):
+        return type(tree)(holes(part) for part in tree)
+    if type(tree) is dict:
+        return {key: holes(part) for key, part in tree.items()}
+    raise PrepareError(
+        f"a module before the blocks returned a {type(tree).__name__}, which cannot stand for itself on other pipeline "
+        "stages. Return tensors, or tuples, lists and dicts of them."
+    )
+
+
+def as_plain(seen: Seen) -> dict[str, Any]:
+    """What was seen, as plain values that can be sent."""
+
+    def plain(tree: Any) -> Any:
+        if isinstance(tree, _Hole):
+            return {"$": "hole", "of": [list(tree.shape), tree.dtype]}
+        if isinstance(tree, (list, tuple)):
+            return {"$": type(tree).__name__, "of": [plain(part) for part in tree]}
+        return {"$": "dict", "of": {k: plain(v) for k, v in tree.items()}} if isinstance(tree, dict) else tree
+
+    return {
+        "units": {name: [plain(call) for call in calls] for name, calls in seen.units.items()},
+        "returns": seen.returns,
+    }
+
+
+def from_plain(data: dict[str, Any]) -> Seen:
+    """What `as_plain` was given."""
+
+    def tree(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        of = value["of"]
+        match value["$"]:
+            case "hole":
+                return _Hole(tuple(of[0]), of[1])
+            case "tuple":
+                return tuple(tree(part) for part in of)
+            case "list":
+                return [tree(part) for part in of]
+        return {key: tree(part) for key, part in of.items()}
+
+    units = {name: [tree(call) for call in calls] for name, calls in data["units"].items()}
+    return Seen(units, int(data["returns"]))
+
+
+class StageForward(forwarding.Forward):
+    """The forward of a model that was cut: runs the stage that is due, or the whole pipeline when the user calls."""
+
+    tag = TAG
+
+    def __init__(self, line: Line, call: Callable[..., Any]) -> None:
+        self.line = line
+        self.call = call
+        self.gathers_output = True
+        """Whether a call gives its output to every rank, or only to the one of the last stage."""
+
+    @property
+    def part(self) -> StagePart:
+        """What this rank holds."""
+        return self.line.part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.line.at is None:
+            return self.call(self, args, kwargs)
+        return self.through(args, kwargs)
+
+    def through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the stage of the current pass hands on; of the last stage, the model's output."""
+        at = self.line.at
+        assert at is not None, "a pass is running"
+        try:
+            out = self.inner(*args, **kwargs)
+        except _BlocksDone as done:
+            return done.hidden
+        if not at.entered or not at.done:
+            raise StepError(
+                f"the forward of {type(self.module).__name__} ended without calling block {self.line.cut.blocks[at.start]!r} "
+                f"of {self.line.cut.container!r}, where pipeline stage {at.stage} begins. A forward must call every block."
+            )
+        return out
+
+
+class Line:
+    """One model on one rank of a pipeline: its stages, the stand-ins for the others, and the pass that is running."""
+
+    def __init__(self, model: nn.Module, cut: Cut, part: StagePart, rank: int, device: torch.device) -> None:
+        self.cut = cut
+        self.part = part
+        self.device = device
+        self.stages = cut.place.stages_of(rank)
+        self.at: Pass | None = None
+        self.recording = False
+        self._container = model.get_submodule(cut.container)
+        self._blocks: dict[int, nn.Module] = {}
+        self._stand_ins: dict[int, Elsewhere] = {}
+        self._streams = {stage: ApartStream(model, stage) for stage in self.stages}
+        self._take_out(model, rank)
+
+    def _take_out(self, model: nn.Module, rank: int) -> None:
+        """Put stand-ins in the place of what other ranks hold."""
+        prefix = f"{self.cut.container}." if self.cut.container else ""
+        for index, name in enumerate(self.cut.blocks):
+            block = self._container.get_submodule(name)
+            self._stand_ins[index] = Elsewhere(prefix + name, index, block, self)
+            if rank in self.cut.ranks_of(prefix + name):
+                self._blocks[index] = block
+            else:
+                self._container.register_module(name, self._stand_ins[index])
+        for name in (*self.cut.first, *self.cut.last):
+            unit = model.get_submodule(name)
+            if rank not in self.cut.ranks_of(name):
+                swap(model, name, Elsewhere(name, None, unit, self))
+
+    def attach(self, model: nn.Module) -> None:
+        """Register what enters and leaves stages. Called after every other wrapper has registered its hooks."""
+        for stage in self.stages:
+            start, stop = self.cut.ranges[stage]
+            self._blocks[start].register_forward_pre_hook(_Enter(self, start), prepend=True, with_kwargs=True)
+            self._blocks[stop - 1].register_forward_hook(_Leave(self, stop - 1))
+        for name in self.cut.first:
+            unit = model.get_submodule(name)
+            if not isinstance(unit, Elsewhere):
+                unit.register_forward_hook(_Record(self, name))
+        model.register_forward_hook(_HandOn(self))
+
+    def run(self, at: Pass, call: Callable[[], Any]) -> Any:  # Any: what the stage hands on, or the user's result
+        """What `call` gives for one stage, in which the model is called once."""
+        hidden = [i for i in self._blocks if not at.start <= i < at.stop]
+        names = self.cut.blocks
+        for index in hidden:
+            self._container.register_module(names[index], self._stand_ins[index])
+        stream, self.at = self._streams[at.stage], at
+        stream.begin(self._blocks[at.start])
+        try:
+            return call()
+        except StageDone as done:
+            return done.hidden
+        finally:
+            stream.end()
+            self.at = None
+            for index in hidden:
+                self._container.register_module(names[index], self._blocks[index])
+
+    def begin(self, stage: int, received: Tensor | None, seen: Seen) -> Pass:
+        """A pass over a stage."""
+        start, stop = self.cut.ranges[stage]
+        return Pass(stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen)
+
+
+class _Hook:
+    """A hook on one of the line's modules."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+
+
+class _Enter(_Hook):
+    """Gives the first block of a stage the hidden state of the previous one."""
+
+    def __init__(self, line: Line, index: int) -> None:
+        super().__init__(line)
+        self.index = index
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        at = self.line.at
+        if at is None or at.start != self.index:
+            return None
+        at.entered = True
+        return None if at.received is None else _with_hidden(args, kwargs, at.received)
+
+
+class _Leave(_Hook):
+    """Ends the forward after the last block of a stage."""
+
+    def __init__(self, line: Line, index: int) -> None:
+        super().__init__(line)
+        self.index = index
+
+    def __call__(self, block: nn.Module, args: object, output: Any) -> None:
+        at = self.line.at
+        if at is None or at.stop - 1 != self.index:
+            return
+        at.done = True
+        if self.line.recording:
+            at.seen.returns = len(output) if isinstance(output, tuple) else 0
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if not isinstance(hidden, Tensor):
+            raise PrepareError(
+                f"a {type(block).__name__} returned a {type(output).__name__}, but what passes between pipeline stages is one "
+                "tensor. Let blocks return the hidden state, alone or first in a tuple."
+            )
+        if not at.final:
+            raise _BlocksDone(hidden)
+
+
+class _Record(_Hook):
+    """Notes the shapes of what a module before the blocks returns."""
+
+    def __init__(self, line: Line, name: str) -> None:
+        super().__init__(line)
+        self.name = name
+
+    def __call__(self, unit: nn.Module, args: object, output: Any) -> None:
+        if self.line.recording and self.line.at is not None and not self.line.at.entered:
+            self.line.at.seen.units.setdefault(self.name, []).append(holes(output))
+
+
+class _HandOn(_Hook):
+    """Leaves the code around the model's call with the hidden state, on all stages but the last."""
+
+    def __call__(self, model: nn.Module, args: object, output: Any) -> None:
+        at = self.line.at
+        if at is not None and not at.final:
+            raise StageDone(output)
+
+
+def _hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    if args:
+        return args[0]
+    if "hidden_states" in kwargs:
+        return kwargs["hidden_states"]
+    raise PrepareError(
+        f"block {name!r} is called without a positional argument, so it is not clear which of {sorted(kwargs)} passes from "
+        "pipeline stage to stage. Give the hidden state as the first argument."
+    )
+
+
+def _with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> Any:
+    if args:
+        return (hidden, *args[1:]), kwargs
+    _hidden_of(args, kwargs, "of this stage")
+    return args, {**kwargs, "hidden_states": hidden}
+
+
+def _without_memory(parameter: Tensor) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -1,0 +1,167 @@
+"""One training step through torch's pipeline schedules: micro-batches, losses and the stages of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.config.parallel import PipelineSchedule
+from hasten.errors import HastenError, StepError
+from hasten.optim.weightless import leave_if_weightless
+from hasten.strategies.pipeline.passes import Line, Seen
+from hasten.trees import Tree
+
+LossOf = Callable[[nn.Module, Tree], Tensor]
+
+
+@dataclass(slots=True)
+class Learnt:
+    """What one pass of one kind of micro-batch has shown of it."""
+
+    seen: Seen
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    """For each stage of this rank, what it receives; without memory."""
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    """For each stage of this rank, what it hands on; without memory."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What the stages compute in the step that is running."""
+
+    micros: Sequence[Tree] = ()
+    loss_of: LossOf | None = None
+    factor: Tensor | float = 1.0
+    shares: Sequence[Tensor | float] = ()
+    """What the loss of each micro-batch counts for in that of the batch."""
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class _StageModule(nn.Module):
+    """A stage as torch's schedules see it: from the previous stage's hidden state to the next one's, or to the loss."""
+
+    def __init__(self, model: nn.Module, line: Line, stage: int, seen: Seen, work: Work) -> None:
+        super().__init__()
+        self.model = model
+        self.line = line
+        self.stage = stage
+        self.seen = seen
+        self.work = work
+
+    def forward(self, *received: Tensor, where: Tensor) -> Tensor:
+        """What this stage hands on for the micro-batch number `where`."""
+        work, line = self.work, self.line
+        assert work.loss_of is not None, "a step is running"
+        micro, loss_of = work.micros[int(where)], work.loss_of
+        at = line.begin(self.stage, received[0] if self.stage else None, self.seen)
+        result = line.run(at, lambda: loss_of(self.model, micro))
+        if not at.final:
+            hidden: Tensor = result
+            return hidden.contiguous()
+        loss, share = checked_loss(result), work.shares[int(where)]
+        counts = loss.detach().float() * share
+        if isinstance(share, Tensor):
+            leave_if_weightless(loss, share)
+            counts = torch.where(share == 0, torch.zeros_like(counts), counts)  # a mean over nothing is nan
+        work.losses.append(counts)
+        return loss * (share * work.factor)
+
+
+def checked_loss(loss: Any) -> Tensor:  # Any: what the user's function returned
+    """The loss. Raises: StepError when it is no scalar tensor."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise StepError(
+        f"loss_of returned {what}, but there is one loss per micro-batch. Return the mean over its samples."
+    )
+
+
+class Stepper:
+    """A schedule over this rank's stages, for one kind of micro-batch."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        line: Line,
+        learnt: Learnt,
+        count: int,
+        schedule: PipelineSchedule,
+        comm: ProcessGroupComm,
+    ) -> None:
+        self._work = Work()
+        self._first = 0 in line.stages
+        self._where = torch.arange(count)
+        total = len(line.cut.ranges)
+        stages = []
+        for stage in line.stages:
+            module = _StageModule(model, line, stage, learnt.seen, self._work)
+            given = learnt.inputs[stage] if stage else self._where[:1]
+            stages.append(
+                PipelineStage(
+                    module,
+                    stage,
+                    total,
+                    line.device,
+                    input_args=(given,),
+                    output_args=(learnt.outputs[stage],),
+                    group=comm.group,
+                )
+            )
+        self._schedule = _made(schedule, stages, count)
+
+    def step(
+        self, micros: Sequence[Tree], loss_of: LossOf, factor: Tensor | float, shares: Sequence[Tensor | float]
+    ) -> Tensor | None:
+        """Forward and backward of all micro-batches; the sum of their shares of the loss on the rank of the last stage."""
+        work = self._work
+        work.micros, work.loss_of, work.factor, work.shares = micros, loss_of, factor, shares
+        args = (self._where,) if self._first else ()
+        try:
+            self._schedule.step(*args, target=self._where, losses=[], return_outputs=False, where=self._where)
+            return torch.stack(work.losses).sum() if work.losses else None
+        except RuntimeError as error:
+            if isinstance(error.__cause__, HastenError):  # torch wraps what a stage raises
+                raise error.__cause__ from None
+            raise
+        finally:
+            work.micros, work.loss_of = (), None
+            work.losses.clear()
+
+
+def _made(
+    schedule: PipelineSchedule, stages: list[Any], count: int
+) -> Any:  # Any: torch's classes share a private base
+    options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _itself, "scale_grads": False}
+    match schedule:
+        case "gpipe":
+            return ScheduleGPipe(stages[0], **options)
+        case "1f1b":
+            return Schedule1F1B(stages[0], **options)
+        case "interleaved_1f1b":
+            return ScheduleInterleaved1F1B(stages, **options)
+        case "interleaved_zero_bubble":
+            return ScheduleInterleavedZeroBubble(stages, **options)
+        case "zbv_zero_bubble":
+            return ScheduleZBVZeroBubble(stages, **options)
+        case "loop_bfs":
+            return ScheduleLoopedBFS(stages, **options)
+
+
+def _itself(loss: Tensor, target: Tensor) -> Tensor:
+    """The last stage's output is the loss already."""
+    return loss

@@ -1,0 +1,386 @@
+"""Pipeline parallelism: the layers of a model divided over ranks, batches passing through in micro-batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from hasten import trees
+from hasten.comm.agreement import agree
+from hasten.comm.process_group import ProcessGroupComm
+from hasten.config.parallel import PipelineParallelConfig
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import PrepareError, StepError
+from hasten.modules import forwarding
+from hasten.modules.dtensors import is_dtensor, whole_of
+from hasten.modules.names import named_parameters
+from hasten.modules.stages import TAG
+from hasten.optim import clip
+from hasten.optim.window import Number, checked_weight
+from hasten.precision.base import Precision
+from hasten.runtime.axes import AXES, LOSS, Axis
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import LoopState, Spread, Stage, Weigh, Wish
+from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.pipeline.cut import Cut, decide, part_of, shared, work
+from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
+from hasten.strategies.pipeline.labels import Counted, WatchLosses, WeightOf, shares
+from hasten.strategies.pipeline.learn import Learner, Signature, signature
+from hasten.strategies.pipeline.passes import Line, Seen, StageForward
+from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
+from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
+from hasten.strategies.pipeline.travel import Wire, share
+from hasten.strategies.retry import Retry
+from hasten.trees import Tree
+
+log = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """Cuts models into stages, runs batches through them, and keeps the gradients of the stages right.
+
+    It is the spread of its strategy: `within` spreads the part of the model that a stage holds.
+    """
+
+    stage = Stage.SPREAD
+
+    def __init__(
+        self, config: PipelineParallelConfig, fsdp: FullyShardedDataParallelPlugin, ctx: ProcessContext, within: Spread
+    ) -> None:
+        self._config = config
+        self._within = within
+        self._fsdp = fsdp
+        comm = ctx.groups(Axis.PP)
+        assert isinstance(comm, ProcessGroupComm), "a pipeline has several ranks"
+        self._comm = comm
+        self._ctx = ctx
+        self._peers = ctx.groups(*LOSS)
+        others = ctx.groups(*(axis for axis in AXES if axis is not Axis.PP))
+        self._stage_ctx = replace(ctx, world=others)
+        self._place = placement(config.schedule, comm.size, config.stages_per_rank)
+        self._count = config.num_microbatches or default_microbatches(config.schedule, comm.size)
+        check_microbatches(config.schedule, comm.size, self._count)
+        self._shared = WeakKeyDictionary[nn.Module, SharedWeights]()
+        self._ties = WeakKeyDictionary[nn.Module, dict[str, Any]]()  # Any: torch's process groups
+        self._learner = Learner(comm, self._place, ctx.device)
+        self._steppers = WeakKeyDictionary[nn.Module, dict[Signature, tuple[Stepper, Counted | None]]]()
+        self._copies = WeakValueDictionary[int, nn.Parameter]()
+        self._quiet = False
+
+    def __deepcopy__(self, memo: object) -> Pipeline:
+        return self  # a copied model runs through the same ranks
+
+    # -- preparing ------------------------------------------------------------------------------------------------
+    def cut(self, model: nn.Module) -> nn.Module:
+        """Keep this rank's stages of the model. Ranks: every rank."""
+        if forwarding.find(model, TAG) is not None:
+            return model
+        ctx, rank = self._ctx, self._comm.rank
+        with agree(ctx.world, f"cutting {type(model).__name__} into pipeline stages"):
+            cut = decide(model, self._config, self._place)
+            _refuse(model)
+        source = source_of(model, self._fsdp, ctx)
+        if source is Source.RANK_0:
+            _materialise(model, ctx.device)
+        if source is not Source.NOBODY:
+            copy_from_rank_0(model, ctx)
+        ties = shared(model, cut)
+        held = {name: tuple(self._comm.ranks[i] for i in at) for name, at in ties.items() if rank in at}
+        groups = groups_of(list(held.values()))
+        if ctx.is_main:
+            log.info(_account(model, cut, ties))
+        line = Line(model, cut, part_of(model, cut, rank), rank, ctx.device)
+        forwarding.replace(model, StageForward(line, self._call))
+        self._ties[model] = {name: groups[ranks] for name, ranks in held.items()}
+        return model
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        spread = self._within.apply(model, wish, self._stage_ctx, precision)
+        line = self._line(spread)
+        if spread not in self._shared:
+            line.attach(spread)
+            ties, part = self._ties.get(spread, {}), line.part
+            weights = SharedWeights()
+            for name, parameter in named_parameters(spread):
+                whole = part.whole_name(name)
+                if whole in ties:
+                    weights.members.append((parameter, ties[whole]))
+                if whole in part.copies:
+                    self._copies[id(parameter)] = parameter
+            self._shared[spread] = weights
+        return spread
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return self._within.undo(model)
+
+    def clip_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+        """Scale the gradients to a norm over all stages, in which a weight held by two of them counts once."""
+        return clip.clip_norm(
+            parameters, max_norm, norm_type, across=self._comm, counts=lambda one: id(one) not in self._copies
+        )
+
+    def _line(self, model: nn.Module) -> Line:
+        forward = forwarding.find(model, TAG)
+        if not isinstance(forward, StageForward):
+            raise PrepareError(
+                f"a {type(model).__name__} was given that this Accelerator has not cut into pipeline stages; pass what "
+                "prepare() returned."
+            )
+        return forward.line
+
+    # -- training -------------------------------------------------------------------------------------------------
+    def forward_backward(
+        self, model: nn.Module, batch: Tree, loss_of: LossOf, weigh: Weigh, weight: WeightOf | None = None
+    ) -> Tensor:
+        """Forward and backward of one batch in micro-batches; its loss, the same on every stage. Ranks: every rank."""
+        line, count, device = self._line(model), self._count, self._ctx.device
+        rows = check_rows(trees.batch_size(batch), count)
+        total = rows * count
+        micros = [trees.slice_rows(batch, slice(i * rows, (i + 1) * rows), total) for i in range(count)]
+        stepper, counted = self._stepper(model, line, micros[0], loss_of, weight is None)
+        parts: Sequence[Tensor | float] = [1 / count] * count
+        amount: Number | None = None
+        if weight is not None:
+            amounts = [checked_weight(weight(micro)) for micro in micros]
+            amount, parts = sum(amounts), shares(amounts, device)
+        elif counted is not None:
+            parts = shares([counted.of(micro) for micro in micros], device)
+        factor = weigh(torch.ones((), device=device), amount)
+        weights = self._shared[model]
+        weights.set_aside()
+        loss = stepper.step(micros, loss_of, factor, parts)
+        weights.exchange()
+        if not self._quiet and not self._spreads_itself:
+            average(model.parameters(), self._peers)
+        mine = torch.zeros((), device=device) if loss is None else loss
+        return self._comm.broadcast(mine, self._place.rank_of(self._place.stages - 1))
+
+    def _stepper(
+        self, model: nn.Module, line: Line, micro: Tree, loss_of: LossOf, counts: bool
+    ) -> tuple[Stepper, Counted | None]:
+        """The schedule for this kind of micro-batch, and the labels that its loss is the mean over."""
+        kind = ("train", model.training, counts, *signature(micro))
+        found: list[Counted | None] = [None]
+
+        def first() -> Tensor:
+            if self._count > 1:
+                _refuse_batch_norm(model, self._count)
+            with WatchLosses() as watch:
+                loss = checked_loss(loss_of(model, micro))
+            found[0] = watch.counted(loss, micro) if counts else None
+            return loss
+
+        known = self._steppers.setdefault(model, {})
+        if kind not in known:
+            learnt = self._learner.learn(model, line, kind, first)
+            stepper = Stepper(model, line, learnt, self._count, self._config.schedule, self._comm)
+            known[kind] = stepper, found[0]
+        return known[kind]
+
+    @property
+    def _spreads_itself(self) -> bool:
+        return self._ctx.mesh.size(Axis.DP_SHARD) > 1
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        before, self._quiet = self._quiet, True
+        try:
+            with self._within.no_sync(model):
+                yield
+        finally:
+            self._quiet = before
+
+    # -- forward only ---------------------------------------------------------------------------------------------
+    def _call(self, forward: StageForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the whole model; None on ranks it is not gathered to. Ranks: every rank of the pipeline."""
+        model, line = forward.module, forward.line
+        if torch.is_grad_enabled():
+            raise StepError(
+                f"{type(model).__name__} was called with gradients enabled, but its layers lie on {self._comm.size} pipeline "
+                "ranks, and a backward would end at the stage's first block. Train with accelerator.forward_backward("
+                "model, batch, loss_of), and call the model under torch.no_grad()."
+            )
+        if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            raise StepError(
+                f"{type(model).__name__} was called with a cache of keys, as generate() does with use_cache=True, but a pipeline stage "
+                "has no keys of other stages. Call generate(..., use_cache=False) on every rank, or save the model "
+                "(accelerator.save_model) and generate in a process that holds all of it."
+            )
+        rows = trees.batch_size((args, kwargs))
+        size = max(1, -(-(rows or 1) // self._count))
+        cuts = [slice(start, start + size) for start in range(0, rows or 1, size)]
+        micros = [trees.slice_rows((args, kwargs), cut, rows) for cut in cuts] if rows else [(args, kwargs)]
+        seen: list[Seen] = []
+        for micro in micros:
+            kind = ("forward", model.training, *signature(micro))
+            call = partial(forward.through, *micro)
+            seen.append(self._learner.learn(model, line, kind, call).seen)
+        outputs = self._run_through(line, forward, micros, seen)
+        last = self._place.rank_of(self._place.stages - 1)
+        result = (
+            _joined(outputs, [min(cut.stop, rows or 1) - cut.start for cut in cuts])
+            if self._comm.rank == last
+            else None
+        )
+        return share(result, self._comm, last) if forward.gathers_output else result
+
+    def _run_through(
+        self, line: Line, forward: StageForward, micros: list[Any], seen: list[Seen]
+    ) -> list[Any]:  # Any: arguments and outputs of the model
+        """The outputs of all micro-batches, on the rank of the last stage."""
+        wire, rank_of, here = Wire(self._comm), self._place.rank_of, self._comm.rank
+        local: dict[tuple[int, int], Tensor | None] = {}
+        outputs: list[Any] = []
+        for stage in line.stages:
+            for number, (args, kwargs) in enumerate(micros):
+                received = None
+                if stage:
+                    sender = rank_of(stage - 1)
+                    received = local.pop((stage - 1, number)) if sender == here else wire.receive(sender)
+                at = line.begin(stage, received, seen[number])
+                out = line.run(at, partial(forward.through, args, kwargs))
+                if at.final:
+                    outputs.append(out)
+                elif rank_of(stage + 1) == here:
+                    local[stage, number] = out
+                else:
+                    wire.send(out, rank_of(stage + 1))
+        wire.settle()
+        return outputs
+
+    # -- state ----------------------------------------------------------------------------------------------------
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return None
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        """Whole tensors of all stages in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        part = self._line(model).part
+        own: dict[str, Any] = {}
+        for key, value in model.state_dict(keep_vars=True).items():
+            if is_dtensor(value):
+                value = whole_of(value)
+            own[key] = value.detach() if isinstance(value, Tensor) else value
+        found: dict[str, Any] = {}
+        for position in range(self._comm.size):
+            theirs = share({key: own[key] for key in own if key in part.own_keys}, self._comm, position)
+            if self._ctx.is_main:
+                found |= {key: value.cpu() if isinstance(value, Tensor) else value for key, value in theirs.items()}
+        for first, *others in part.ties:
+            found |= {name: found[first] for name in others if first in found}
+        return {key: found[key] for key in part.state_keys} if self._ctx.is_main else {}
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        raise PrepareError(
+            f"mark_forward_method({name!r}) is not possible under pipeline parallelism: only the forward of the model passes "
+            "through the stages. Call the model itself."
+        )
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        raise StepError(
+            "join_uneven_inputs() is not possible under pipeline parallelism: every stage must take part in every batch. Use "
+            "even_batches=True (the default), which gives every rank the same number of batches."
+        )
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return self._within.unsettled(model)
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        return self._within.loop_state(model, names, open_window)
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        return self._within.restore_loop_state(model, names, state)
+
+
+class CutStages:
+    """The transform that keeps this rank's stages of a model."""
+
+    stage = Stage.SPLIT
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        return self._pipeline.cut(model)
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raise for what a stage cannot run, and switch off what it must not."""
+    if getattr(model, "is_gradient_checkpointing", False):
+        raise PrepareError(
+            f"{type(model).__name__} recomputes activations by itself, around the call of its blocks, where pipeline stages "
+            "begin. Switch its gradient checkpointing off, and set fsdp.activation_checkpointing=True or recompute."
+        )
+    for key in ("config", "generation_config"):
+        settings: Any = getattr(model, key, None)  # Any: transformers' settings of the model
+        if getattr(settings, "use_cache", False):
+            settings.use_cache = False
+            log.info("%s: %s.use_cache is switched off: a stage has no keys of other stages", type(model).__name__, key)
+
+
+def _refuse_batch_norm(model: nn.Module, count: int) -> None:
+    """Raise for a layer that computes statistics over a batch, of which it sees a part."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    name = next((name for name, part in model.named_modules() if isinstance(part, kinds) and part.training), None)
+    if name is not None:
+        raise StepError(
+            f"{name!r} normalises by the mean and variance of its batch, and under pipeline parallelism it sees one of {count} "
+            "micro-batches at a time: other numbers than those of the whole batch. Use GroupNorm or LayerNorm, freeze its "
+            "statistics with .eval(), or set pp_handler.num_microbatches=1 with schedule='gpipe'."
+        )
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
+    """One output of several micro-batches: rows after rows; numbers without rows are averaged by rows."""
+    if len(outputs) == 1:
+        return outputs[0]
+
+    def join(*parts: Tensor) -> Tensor:
+        if parts[0].ndim:
+            return torch.cat(parts)
+        share = torch.tensor(rows, dtype=torch.float32, device=parts[0].device)
+        return (torch.stack(parts) * share).sum() / share.sum()
+
+    return trees.zip_tensors(join, *outputs)
+
+
+def _account(model: nn.Module, cut: Cut, ties: Mapping[str, tuple[int, ...]]) -> str:
+    """Which blocks each stage holds, on which rank, with its share of the estimated work."""
+    blocks = list(model.get_submodule(cut.container).children())
+    before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (cut.first, cut.last))
+    costs = [sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges]
+    costs[0] += before
+    costs[-1] += after
+    total = sum(costs) or 1.0
+    prefix = f"{cut.container}." if cut.container else ""
+    lines = []
+    for stage, (start, stop) in enumerate(cut.ranges):
+        held = [*(cut.first if stage == 0 else ()), f"{prefix}{cut.blocks[start]}"]
+        held[-1] += f" to {prefix}{cut.blocks[stop - 1]}" if stop - start > 1 else ""
+        held += cut.last if stage == len(cut.ranges) - 1 else ()
+        lines.append(
+            f"stage {stage} (pp {cut.place.rank_of(stage)}): {', '.join(held)}, {costs[stage] / total:.0%} of the work"
+        )
+    text = f"{type(model).__name__} is cut into {len(cut.ranges)} stages: " + "; ".join(lines)
+    if ties:
+        text += "; held by several ranks, with summed gradients: " + ", ".join(ties)
+    return text

@@ -1,0 +1,45 @@
+"""The spread of a world in which all ranks are tensor-parallel: split layers, and nothing to average or to gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.modules.dtensors import is_dtensor
+from hasten.precision.base import Precision
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.alone import Alone
+from hasten.strategies.base import Wish
+from hasten.strategies.fsdp.filling import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
+from hasten.strategies.whole import whole_on_main
+
+
+class SplitAlone(Alone):
+    """Leaves the parts of split layers where they are: all ranks read the same samples, so their gradients agree.
+
+    torch's fully_shard would do the same work for a data-parallel world of one, and build a DTensor of every parameter
+    in every forward for it.
+    """
+
+    def __init__(self, config: FullyShardedDataParallelPlugin) -> None:
+        self._config = config
+        self._is_main = True
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        self._is_main = ctx.is_main
+        if not wish.place or hasattr(model, "hf_device_map"):
+            return model
+        on_meta = any(tensor.is_meta for _, tensor in named_tensors(model))
+        allocate_meta(model, ctx.device)
+        keep_rest_on_device(model, ctx)
+        if on_meta:
+            fill_by_function(model, self._config)
+        return model
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        if not any(is_dtensor(parameter) for parameter in model.parameters()):
+            return super().full_state_dict(model)
+        return whole_on_main(model, self._is_main)

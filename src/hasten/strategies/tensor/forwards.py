@@ -1,0 +1,247 @@
+"""Forwards of layers of which each tensor-parallel rank holds a part."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from hasten.config.parallel import TensorStyle
+from hasten.errors import StepError
+from hasten.modules import forwarding
+from hasten.strategies.experts.strategy import CalledExperts
+from hasten.strategies.tensor.layers import BLOCKS, matrix_of
+from hasten.strategies.tensor.logits import VocabularyParts
+from hasten.strategies.tensor.ops import BlockShares, enter, gather, leave, split
+from hasten.strategies.tensor.random import ApartStream
+from hasten.strategies.tensor.sequence import SequenceRegion
+
+
+class SplitForward(forwarding.Forward):
+    """The forward of a layer of which this rank holds a part."""
+
+    tag = "tensor"
+    transposed = False
+    """Whether the layer keeps its weight as [inputs, outputs]."""
+
+    def __init__(self, group: dist.ProcessGroup, apart: ApartStream, region: SequenceRegion | None = None) -> None:
+        self.group = group
+        self.apart = apart
+        self.region = region
+        """Where ranks hold parts of the tokens around this layer; None where every rank has all of them."""
+
+    def part(self, name: str) -> Tensor | None:
+        """Return this rank's part of a parameter, differentiable; None when the layer has none of that name."""
+        value: Tensor | None = getattr(self.module, name)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def matrix(self) -> Tensor:
+        """Return this rank's part of the weight as [outputs, inputs], differentiable."""
+        weight = self.part("weight")
+        assert weight is not None, "a linear layer has a weight"
+        return weight.t() if self.transposed else weight
+
+    def applied(self, x: Tensor, **parts: Tensor | int | None) -> Tensor:
+        """Return what the module's own forward makes of `x` with parts of its parameters, for a class that overrides it."""
+        own = self.module.__dict__
+        try:
+            own.update(parts)  # an entry of the module's own dictionary is found before the parameter
+            made: Tensor = self.inner(x)
+            return made
+        finally:
+            for name in parts:
+                if name in self.module._parameters:
+                    own.pop(name, None)
+
+    def multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the product with some rows or columns of the weight, in the way of the layer's class."""
+        if isinstance(self.module, nn.Linear) and type(self.module).forward is not nn.Linear.forward:
+            return self.applied(x, weight=weight, bias=bias)
+        return F.linear(x, weight, bias)
+
+
+class Colwise(SplitForward):
+    """Computes this rank's output features from the whole input."""
+
+    output: Literal["part", "whole", "logits"] = "part"
+    gathered = False
+    """Whether the module around this layer has gathered the tokens already."""
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of the weight and of the bias for this rank's output features."""
+        return self.matrix(), self.part("bias")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.weights()
+        if self.region is None:
+            x = enter(x, self.group)
+        elif not self.gathered:
+            x = self.region.gathered(x)
+        out = self.multiplied(x, weight, bias)
+        if self.output == "whole":
+            return gather(out, -1, self.group)
+        if self.output == "logits":
+            return VocabularyParts.around(out, self.group)
+        self.apart.begin(self.module)
+        return out
+
+
+class ColwiseBlocks(Colwise):
+    """Computes this rank's share of each projection that one layer joins, such as queries, keys and values.
+
+    A rank stores consecutive rows of the weight, as checkpoints do, and exchanges rows for those of its heads.
+    """
+
+    blocks = 1
+    _shares: BlockShares | None = None
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        rows, bias = self.matrix(), self.part("bias")
+        if self._shares is None:
+            self._shares = BlockShares(rows.shape[0], self.blocks, self.group, rows.device)
+        return self._shares.exchanged(rows), None if bias is None else self._shares.exchanged(bias)
+
+
+class SharedHeads(Colwise):
+    """Computes the one head of keys or values that this rank's queries use, from a weight every rank holds whole."""
+
+    heads = 1
+
+    def weights(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = enter(self.matrix(), self.group), self.part("bias")
+        size = weight.shape[0] // self.heads
+        first = self.group.rank() * self.heads // self.group.size() * size
+        mine = None if bias is None else enter(bias, self.group).narrow(0, first, size)
+        return weight.narrow(0, first, size), mine
+
+
+class Rowwise(SplitForward):
+    """Computes what this rank's input features add to the output; the ranks' results are summed."""
+
+    whole_input = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self.matrix(), self.part("bias")
+        width = x.shape[-1] // self.group.size() if self.whole_input else x.shape[-1]
+        if width != weight.shape[-1]:
+            self._refuse(x.shape[-1], weight.shape[-1])
+        if self.region is not None:
+            out = self.region.scattered(self.multiplied(x, weight, None))
+            return out if bias is None else out + enter(bias, self.group).to(out.dtype)
+        self.apart.end()
+        part = split(x, -1, self.group) if self.whole_input else x
+        out = leave(self.multiplied(part, weight, None), self.group)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def _refuse(self, got: int, wanted: int) -> None:
+        if self.region is not None:
+            raise StepError(
+                f"a layer split rowwise got {got} features instead of {wanted}: with "
+                "sequence_parallel the hidden states of a block are a part of the tokens, and the projections give "
+                "all of them. Take the number of tokens from a projection's output, as in "
+                "`projected.unflatten(-1, (-1, head_dim))`, or set sequence_parallel=False."
+            )
+        raise StepError(
+            f"a {type(self.module).__name__} split rowwise over {self.group.size()} ranks got {got} features instead of the "
+            f"{wanted} of one rank, so its input is not what a layer split colwise gives. Name the layers with tp_plan: "
+            "'rowwise_split_input' for a layer with a whole input, 'replicate' for one that is not to be split."
+        )
+
+
+class _Table(SplitForward):
+    """The forward of an embedding of which this rank holds some rows or columns."""
+
+    def looked_up(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        """Return the rows of a part of the table, in the way of the embedding's class."""
+        if type(self.module).forward is nn.Embedding.forward:
+            return F.embedding(tokens, weight, padding)
+        whole = self.module.padding_idx
+        try:
+            return self.applied(tokens, weight=weight, padding_idx=padding)
+        finally:
+            self.module.__dict__["padding_idx"] = whole
+
+
+class VocabularyRows(_Table):
+    """Looks up the tokens whose rows this rank holds; the ranks' results are summed."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        weight = self.part("weight")
+        assert weight is not None, "an embedding has a table"
+        assert isinstance(self.module, nn.Embedding), "the plan was checked"
+        first = self.group.rank() * weight.shape[0]
+        local = tokens - first
+        other = (local < 0) | (local >= weight.shape[0])
+        padding = self.module.padding_idx
+        mine = None if padding is None or not 0 <= padding - first < weight.shape[0] else padding - first
+        rows = self.looked_up(local.masked_fill(other, 0), weight, mine)
+        return leave(rows.masked_fill(other.unsqueeze(-1), 0), self.group)
+
+
+class TableColumns(_Table):
+    """Looks up this rank's columns of a table."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        weight = self.part("weight")
+        assert weight is not None, "an embedding has a table"
+        assert isinstance(self.module, nn.Embedding), "the plan was checked"
+        return self.looked_up(tokens, weight, self.module.padding_idx)
+
+
+class SplitExperts(CalledExperts):
+    """Computes this rank's experts for the tokens that chose them; the ranks' results are summed."""
+
+    tag = "tensor"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:  # Any: three tensors, by position or name
+        hidden, chosen, weights = self.arguments(*args, **kwargs)
+        hidden, weights = enter(hidden, self.group), enter(weights, self.group)
+        each = self.num_experts // self.group.size()
+        local = chosen - self.group.rank() * each
+        mine = (local >= 0) & (local < each)
+        tokens = torch.where(mine)[0]
+        made = self.computed(hidden[tokens], local[mine], weights[mine], 1)
+        return leave(hidden.new_zeros(hidden.shape).index_add(0, tokens, made.to(hidden.dtype)), self.group)
+
+
+def forward_of(
+    layer: nn.Module,
+    style: TensorStyle,
+    group: dist.ProcessGroup,
+    apart: ApartStream,
+    place: tuple[SequenceRegion, bool] | None,
+    keep_logits: bool,
+    number: int,
+) -> forwarding.Forward:
+    """Return the forward of one layer; `number` counts the heads of `replicate_heads` and the experts of `experts`."""
+    region, gathered = place or (None, False)
+    sizes = matrix_of(layer)
+    transposed = sizes is not None and sizes.out_dim == 1
+    match style:
+        case "colwise" | "colwise_gather_output" | "colwise_halves" | "colwise_thirds" | "replicate_heads":
+            colwise = Colwise(group, apart, region)
+            if style in dict(BLOCKS):
+                colwise = ColwiseBlocks(group, apart, region)
+                colwise.blocks = dict(BLOCKS)[style]
+            elif style == "replicate_heads":
+                colwise = SharedHeads(group, apart, region)
+                colwise.heads = number
+            elif style == "colwise_gather_output":
+                colwise.output = "logits" if keep_logits else "whole"
+            colwise.gathered, colwise.transposed = gathered, transposed
+            return colwise
+        case "rowwise" | "rowwise_split_input":
+            rowwise = Rowwise(group, apart, region)
+            rowwise.whole_input, rowwise.transposed = style == "rowwise_split_input", transposed
+            return rowwise
+        case "embedding_rowwise":
+            return VocabularyRows(group, apart)
+        case "embedding_colwise":
+            return TableColumns(group, apart)
+        case "experts":
+            return SplitExperts(group, number)
+    raise AssertionError(f"{style} does not split a layer")

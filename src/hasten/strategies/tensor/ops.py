@@ -1,0 +1,127 @@
+"""Differentiable exchanges between the ranks that share a layer: what happens where a split region begins and ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hasten.strategies.experts.ops import exchange
+
+# Any in this file: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
+
+
+class _Enter(torch.autograd.Function):
+    """The identity whose gradient is summed over the group: every rank uses the whole input for its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _summed(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum over the group; the gradient of the sum is that of each part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Parts of one dimension joined on every rank; the gradient is this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _joined(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _part(grad, ctx.dim, ctx.group), None, None
+
+
+class _Split(torch.autograd.Function):
+    """This rank's part of one dimension; the gradient is joined from all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _part(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _joined(grad, ctx.dim, ctx.group), None, None
+
+
+def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x`, equal on every rank, at the input of a layer of which each rank computes a part. Ranks: the group."""
+    return x if group.size() == 1 else _apply(_Enter, x, group)
+
+
+def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' partial results, equal on every rank. Ranks: the group."""
+    return x if group.size() == 1 else _apply(_Leave, x, group)
+
+
+def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' parts of `dim` joined; what follows is computed alike on every rank. Ranks: the group."""
+    return x if group.size() == 1 else _apply(_Gather, x, dim, group)
+
+
+def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of `dim` of an input that is equal on every rank. Ranks: the group."""
+    return x if group.size() == 1 else _apply(_Split, x, dim, group)
+
+
+class BlockShares:
+    """The exchange by which a rank that stores consecutive rows of several joined blocks gets its share of each block."""
+
+    def __init__(self, stored: int, blocks: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        ranks, rank = group.size(), group.rank()
+        each = stored // blocks
+        owners = torch.arange(stored * ranks) // each % ranks  # of each row of the whole: blocks of `ranks` shares
+        here = owners[rank * stored : (rank + 1) * stored]
+        self._order = torch.argsort(here, stable=True).to(device)
+        self._sent = torch.bincount(here, minlength=ranks).tolist()
+        self._received = (owners.view(ranks, stored) == rank).sum(1).tolist()
+
+    def exchanged(self, rows: Tensor) -> Tensor:
+        """Return this rank's share of every block, in order; gradients return to the stored rows. Ranks: the group."""
+        if self.group.size() == 1:
+            return rows
+        return exchange(rows[self._order], self._sent, self._received, self.group)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    made: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return made
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    part = x.contiguous()
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part, group=group)
+    return torch.cat(parts, dim)
+
+
+def _part(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    width = x.shape[dim] // group.size()
+    return x.narrow(dim, group.rank() * width, width).contiguous()

@@ -1,0 +1,219 @@
+"""Which layers of a model are split over the tensor-parallel ranks, and how: given, carried by the model, or found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import translate
+from inspect import signature
+from typing import Any, Final, cast, get_args
+
+from torch import nn
+
+from hasten.config.parallel import TensorStyle
+from hasten.errors import ConfigError, PrepareError
+from hasten.runtime.axes import divisors
+from hasten.strategies.experts.plan import why_not
+from hasten.strategies.tensor import adapters as tensor_adapters
+from hasten.strategies.tensor import find as tensor_found
+from hasten.strategies.tensor import heads as tensor_heads
+from hasten.strategies.tensor.layers import BLOCKS, linear_layers, matrix_of
+from hasten.strategies.tensor.split import Split
+
+STYLES: Final = get_args(TensorStyle)
+_ALIASES: Final = (
+    ("colwise_rep", "colwise_gather_output"),
+    ("rowwise_rep", "rowwise_split_input"),
+    ("replicated_with_grad_allreduce", "replicate_sum_gradients"),
+    ("moe_tp_experts", "experts"),
+)
+"""Names that plans of transformers' models use."""
+
+
+def decide(
+    model: nn.Module, plan: Mapping[str, str] | str, divide: Sequence[str], ranks: int, experts: bool = True
+) -> Split:
+    """What is split, checked against the layers' sizes before anything is touched.
+
+    `experts=False` leaves modules of stacked experts to expert parallelism.
+    Raises: ConfigError for a plan that names what does not exist or cannot be split; PrepareError when an automatic
+    plan finds nothing.
+    """
+    split = _automatic(model, ranks, experts) if isinstance(plan, str) else _matched(model, plan, "tp_plan", ranks)
+    if not split.styles:
+        raise PrepareError(
+            f"no layer of {type(model).__name__} can be split automatically over {ranks} ranks"
+            f"{_reasons(split.left)}; every rank would compute the same. {_advice(model, ranks)}"
+        )
+    tensor_heads.share(model, split, ranks)
+    for name, style in split.styles.items():
+        _check_layer(model, name, style, ranks, split)
+    tensor_heads.fit(model, split, ranks)
+    split.summed = list(dict.fromkeys([*split.summed, *tensor_heads.norms_of_heads(model, split)]))
+    tensor_heads.divide_named(model, split, divide, ranks)
+    tensor_adapters.expand(model, split, lambda: _advice(model, ranks))
+    return split
+
+
+def _automatic(model: nn.Module, ranks: int, experts: bool) -> Split:
+    """The plans that the model and modules in it carry, and what is found in blocks outside of those."""
+    carriers = dict(_carriers(model))
+    split = Split("automatic plan")
+    for prefix, (carrier, plan) in carriers.items():
+        source = f"the plan {type(carrier).__name__} carries"
+        found = _matched(model, plan, source, ranks, prefix)
+        split.styles |= found.styles
+        split.left |= found.left
+        split.summed += found.summed
+        split.source = source
+    if carriers and not experts:
+        for name in [name for name, style in split.styles.items() if style == "experts"]:
+            split.drop(name, "its experts are divided over ep")
+
+    def inside(name: str) -> bool:
+        return any(not prefix or name.startswith(f"{prefix}.") for prefix in carriers)
+
+    if not any(prefix == "" for prefix in carriers):
+        tensor_found.find(model, split, inside)
+    split.automatic = not carriers
+    if experts:
+        tensor_found.find_experts(model, split, ranks)
+    return split
+
+
+def _carriers(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, Mapping[str, str]]]]:
+    """Yield the outermost modules that have a plan of their own; a wrapper may show that of the model inside it."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        own = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
+        plan: Any = getattr(module, "tp_plan", None) if own else None  # Any: somebody else's attribute
+        if isinstance(plan, Mapping) and plan and not any(not f or name.startswith(f"{f}.") for f in found):
+            found.append(name)
+            yield name, (module, plan)
+
+
+def _reasons(left: Mapping[str, str]) -> str:
+    return "".join(f"; {name}: {why}" for name, why in list(left.items())[:3])
+
+
+def _advice(model: nn.Module, ranks: int) -> str:
+    """Say which plan works for this model: its own linear layers, each with a gathered output."""
+    plan = working_plan(model, ranks)
+    if not plan:
+        return f"No linear layer of it has a number of outputs that {ranks} divides: set tp_size=1."
+    return f"Name the layers with ParallelismConfig(tp_plan={plan!r}), which splits what can be split alone, or set tp_size=1."
+
+
+def working_plan(model: nn.Module, ranks: int) -> dict[str, str]:
+    """Return a plan that splits every linear layer by itself and gathers its output; numbers in names become `*`."""
+    names: dict[str, list[bool]] = {}
+    times: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        times[id(parameter)] = times.get(id(parameter), 0) + 1
+    for name, layer in linear_layers(model, ""):
+        own = tensor_adapters.callable_base(model, name)
+        if own is None:
+            continue
+        untied = times[id(model.get_submodule(own).get_parameter("weight"))] == 1
+        pattern = re.sub(r"(?:^|(?<=\.))\d+(?=\.|$)", "*", own)
+        names.setdefault(pattern, []).append(layer.outputs % ranks == 0 and untied)
+    return {pattern: "colwise_gather_output" for pattern, fits in names.items() if all(fits)}
+
+
+def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int, carrier: str | None = None) -> Split:
+    """The modules each pattern names; the first pattern that fits a module decides. A carried plan names what is below."""
+    split = Split(source)
+    start = f"{carrier}." if carrier else ""
+    decided: set[str] = set()
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for pattern, word in plan.items():
+        style = dict(_ALIASES).get(word, word)
+        matches = re.compile(translate(pattern)).match
+        chosen = [name for name in names if name.startswith(start) and matches(name[len(start) :])]
+        if carrier is None:
+            _check_pattern(model, pattern, word, style, chosen, source)
+        for name in [name for name in chosen if name not in decided]:
+            decided.add(name)
+            if style not in STYLES:
+                raise ConfigError(
+                    f"{source} asks for {word!r} of {name!r}, which hasten cannot do; its gradients could be wrong without "
+                    f"it. {_advice(model, ranks)}"
+                )
+            if style == "replicate_sum_gradients":
+                split.summed.append(name)
+            elif style == "experts" and carrier is not None and why_not(model.get_submodule(name)) is not None:
+                split.left[name] = str(why_not(model.get_submodule(name)))
+            elif style != "replicate":
+                split.styles[name] = cast(TensorStyle, style)
+    return split
+
+
+def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
+    given = [known for known in STYLES if known != "replicate_heads"]  # chosen where ranks outnumber heads of keys
+    if style not in given:
+        raise ConfigError(
+            f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "
+            f"{', '.join(given)}."
+        )
+    if not chosen:
+        tables = [name for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+        known = ", ".join([*tables, *(name for name, _ in linear_layers(model, ""))])
+        raise ConfigError(
+            f"{source}: {pattern!r} matches no module of {type(model).__name__}, so it would do nothing; layers "
+            f"that can be split are {known or 'none'}."
+        )
+
+
+def _check_layer(model: nn.Module, name: str, style: TensorStyle, ranks: int, split: Split) -> None:
+    layer = tensor_adapters.inner(model.get_submodule(name))
+    if style == "experts":
+        split.numbers[name] = _check_experts(name, layer, ranks)
+        return
+    if style == "replicate_heads":
+        return
+    table = style in ("embedding_rowwise", "embedding_colwise")
+    sizes = matrix_of(layer)
+    if not isinstance(layer, nn.Embedding) if table else sizes is None:
+        raise ConfigError(
+            f"{name!r} is a {type(layer).__name__}, which cannot be split {style}: that is for "
+            f"{'torch.nn.Embedding' if table else 'torch.nn.Linear'}. Leave it out of the plan."
+        )
+    blocks = dict(BLOCKS).get(style, 1)
+    if isinstance(layer, nn.Embedding):
+        what, size = (
+            ("rows", layer.num_embeddings) if style == "embedding_rowwise" else ("columns", layer.embedding_dim)
+        )
+        if type(layer).forward is not nn.Embedding.forward and len(signature(type(layer).forward).parameters) != 2:
+            raise ConfigError(
+                f"{name!r} is a {type(layer).__name__}, whose forward does not take tokens alone, so it is not clear which "
+                "rows it reads; leave it whole."
+            )
+        if layer.max_norm is not None or layer.sparse:
+            raise ConfigError(
+                f"{name!r} uses max_norm or sparse gradients, which need the whole table; leave it whole."
+            )
+    else:
+        assert sizes is not None, "checked above"
+        by_columns = style.startswith("colwise")
+        what, size = ("output features", sizes.outputs) if by_columns else ("input features", sizes.inputs)
+    if size % (ranks * blocks):
+        joined = "" if blocks == 1 else f", which are {blocks} projections side by side"
+        raise ConfigError(
+            f"tp_size={ranks} does not divide the {size} {what} of {name!r}{joined}; ranks would hold layers of different "
+            f"widths. Set tp_size to one of {divisors(size // blocks)}, or leave this layer out of the plan."
+        )
+
+
+def _check_experts(name: str, module: nn.Module, ranks: int) -> int:
+    """Return the number of experts in a module. Raises: ConfigError for one whose experts cannot be divided."""
+    if (why := why_not(module)) is not None:
+        raise ConfigError(
+            f"{name!r} ({type(module).__name__}) cannot be split by experts: {why}. Leave it out of the plan."
+        )
+    number = int(next(module.parameters()).shape[0])
+    if number % ranks:
+        raise ConfigError(
+            f"tp_size={ranks} does not divide the {number} experts of {name!r}; ranks would hold different numbers. Set "
+            f"tp_size to one of {divisors(number)}, or leave this module out of the plan."
+        )
+    return number

@@ -1,0 +1,229 @@
+"""Sequence parallelism: between split layers, each tensor-parallel rank keeps and computes its part of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hasten import trees
+from hasten.config.parallel import TensorStyle
+from hasten.errors import ConfigError, StepError
+from hasten.modules import forwarding
+from hasten.strategies.blocks import repeated_blocks
+from hasten.strategies.context.ops import all_parts, collect, summed_part
+from hasten.strategies.fsdp.wrapping import CONTAINERS
+from hasten.strategies.tensor.ops import enter, gather, split
+from hasten.strategies.tensor.random import ApartStream
+
+_BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds", "replicate_heads")
+"""Styles of layers that take all tokens and give a part of the features."""
+
+# Any in this file: arguments and outputs of the user's modules, and torch's untyped autograd.Function.
+
+
+class _Scatter(torch.autograd.Function):
+    """This rank's part of the sum over ranks; the gradient is joined from all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return summed_part(list(x.chunk(group.size(), dim)), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.cat(all_parts(grad, ctx.group), ctx.dim), None, None
+
+
+class SequenceRegion:
+    """The blocks of one stack: what enters a split layer is gathered along the sequence, what leaves one is scattered."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._whole: list[Tensor] = []
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def open(self, whole: list[Tensor]) -> None:
+        """Begin a block; `whole` are its inputs besides the hidden states, of which every rank has all tokens."""
+        self._whole = whole
+
+    def close(self) -> None:
+        """End a block."""
+        self._whole, self._last = [], None
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """All tokens of a split layer's input; layers that share an input share its gathering. Ranks: the group."""
+        if self._last is not None and (x is self._last[0] or x is self._last[1]):
+            return self._last[1]
+        if any(x is known for known in self._whole):
+            return enter(x, self.group)
+        self._last = (x, collect(x, x.ndim - 2, self.group))
+        return self._last[1]
+
+    def scattered(self, x: Tensor) -> Tensor:
+        """This rank's tokens of the sum of the ranks' partial results. Ranks: the group."""
+        made: Tensor = _Scatter.apply(x, x.ndim - 2, self.group)  # type: ignore[no-untyped-call]  # as torch is
+        return made
+
+
+class SequenceInput(forwarding.Forward):
+    """The forward of a module that holds layers split by columns: it gets all tokens, and takes its sizes from them."""
+
+    tag = "sequence input"
+
+    def __init__(self, region: SequenceRegion) -> None:
+        self.region = region
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        hidden = next((value for value in tensors if value.is_floating_point()), None)
+        if hidden is None:
+            return self.inner(*args, **kwargs)
+
+        def whole(value: Any) -> Any:
+            alike = isinstance(value, Tensor) and value.ndim == hidden.ndim and value.shape[-1] == hidden.shape[-1]
+            return self.region.gathered(value) if alike and value.is_floating_point() else value
+
+        return self.inner(*(whole(value) for value in args), **{key: whole(value) for key, value in kwargs.items()})
+
+
+class SequenceBlock(forwarding.Forward):
+    """The forward of a block whose hidden states are this rank's tokens; the stack's ends split and gather them."""
+
+    tag = "sequence"
+
+    def __init__(self, region: SequenceRegion, apart: ApartStream, first: bool, last: bool) -> None:
+        self.region = region
+        self.apart = apart
+        self.first = first
+        self.last = last
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = None if args else next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
+        hidden = args[0] if args else kwargs.get(name or "")
+        if not isinstance(hidden, Tensor) or hidden.ndim < 2:
+            raise StepError(
+                f"{type(self.module).__name__} was called without hidden states as its first argument, so there are no "
+                "tokens to divide; set sequence_parallel=False for this model."
+            )
+        rest = (args[1:], {key: value for key, value in kwargs.items() if key != name})
+        if self.first:
+            hidden = self._divided(hidden)
+        self.region.open(trees.tensors(rest))
+        self.apart.begin(self.module)
+        try:
+            out = self.inner(hidden, *args[1:], **kwargs) if args else self.inner(**{**kwargs, str(name): hidden})
+        finally:
+            self.apart.end()
+            self.region.close()
+        return self._joined(out) if self.last else out
+
+    def _divided(self, hidden: Tensor) -> Tensor:
+        length, ranks = hidden.shape[-2], self.region.group.size()
+        if length % ranks:
+            raise ConfigError(
+                f"tp_size={ranks} does not divide the {length} tokens of a sequence, and sequence_parallel gives every "
+                f"rank as many. Pad sequences to {-(-length // ranks) * ranks}, a multiple of {ranks}, or set "
+                "sequence_parallel=False."
+            )
+        return split(hidden, hidden.ndim - 2, self.region.group)
+
+    def _joined(self, out: Any) -> Any:
+        if isinstance(out, Tensor):
+            return gather(out, out.ndim - 2, self.region.group)
+        if isinstance(out, (tuple, list)) and out and isinstance(out[0], Tensor):
+            return type(out)([gather(out[0], out[0].ndim - 2, self.region.group), *out[1:]])
+        raise StepError(
+            f"{type(self.module).__name__} returned a {type(out).__name__}, in which no hidden states were found to "
+            "gather; set sequence_parallel=False for this model."
+        )
+
+
+class PerToken(forwarding.Forward):
+    """The forward of a whole layer that sees a part of the tokens or heads: its gradients are summed over ranks."""
+
+    tag = "per-token"
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self.module.__dict__
+        names = [name for name, value in self.module.named_parameters(recurse=False) if value.requires_grad]
+        try:
+            for name in names:  # an entry of the module's own dictionary is found before the parameter
+                own[name] = enter(self.module.get_parameter(name), self.group)
+            return self.inner(*args, **kwargs)
+        finally:
+            for name in names:
+                own.pop(name, None)
+
+
+def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tuple[str, nn.Module]]]:
+    """The stacks of blocks between whose split layers tokens can be divided.
+
+    Raises: ConfigError for a layer in them that would need all tokens.
+    """
+    stacks: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, block in repeated_blocks(model):
+        stacks.setdefault(name.rpartition(".")[0], []).append((name, block))
+    found = [stack for stack in stacks.values() if any(s.startswith(f"{name}.") for name, _ in stack for s in styles)]
+    if not found:
+        raise ConfigError(
+            f"sequence_parallel=True was asked for, but {type(model).__name__} has no list of repeated blocks with "
+            "split layers, so there is nothing between which tokens could be divided. Set it to False."
+        )
+    for name, block in (pair for stack in found for pair in stack):
+        for part, layer in block.named_modules():
+            where = f"{name}.{part}" if part else name
+            style = styles.get(where)
+            if style in (*_BY_COLUMNS, "rowwise") or not dict(layer.named_parameters(recurse=False)):
+                continue
+            if style is None and "Norm" in type(layer).__name__:
+                continue
+            what = "is whole" if style is None else f"is split {style}"
+            raise ConfigError(
+                f"sequence_parallel=True gives every rank a part of the tokens, but {where!r} "
+                f"({type(layer).__name__}) in a block {what}; only norms work on parts of a sequence, and layers split "
+                "colwise or rowwise gather and scatter it. Split the layer with tp_plan, or set sequence_parallel=False."
+            )
+    return found
+
+
+def install(
+    stacks: list[list[tuple[str, nn.Module]]],
+    styles: Mapping[str, TensorStyle],
+    group: dist.ProcessGroup,
+    apart: ApartStream,
+) -> dict[str, tuple[SequenceRegion, bool]]:
+    """Replace the forwards of blocks, of what holds split layers and of whole layers.
+
+    For each split layer, its region and whether its input is gathered before: a block that holds split layers itself
+    goes on with its own tokens beside them, so each of them gathers its input.
+    """
+    regions: dict[str, tuple[SequenceRegion, bool]] = {}
+    for stack in stacks:
+        region = SequenceRegion(group)
+        for index, (name, block) in enumerate(stack):
+            parts = {f"{name}.{part}" if part else name: layer for part, layer in block.named_modules()}
+            holders = {where: _holder(where, parts) for where in parts if styles.get(where) in _BY_COLUMNS}
+            for where, layer in parts.items():
+                if where in styles:
+                    regions[where] = region, holders.get(where, name) != name
+                elif dict(layer.named_parameters(recurse=False)):
+                    forwarding.replace(layer, PerToken(group))
+                elif where != name and where in holders.values():
+                    forwarding.replace(layer, SequenceInput(region))
+            forwarding.replace(block, SequenceBlock(region, apart, index == 0, index == len(stack) - 1))
+    return regions
+
+
+def _holder(where: str, parts: Mapping[str, nn.Module]) -> str:
+    """The module that calls a layer: the innermost around it that is no mere list of modules."""
+    above = where.rpartition(".")[0]
+    while isinstance(parts[above], CONTAINERS):
+        above = above.rpartition(".")[0]
+    return above

@@ -1,0 +1,201 @@
+"""The transform that splits layers over the tensor-parallel ranks: each holds a part of the weights and computes it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hasten.comm.agreement import agree
+from hasten.config.parallel import ParallelismConfig
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import ConfigError
+from hasten.modules import forwarding
+from hasten.precision.base import Precision
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh import WorldMesh
+from hasten.strategies.base import Stage, Wish
+from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
+from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
+from hasten.strategies.tensor import sequence as tensor_sequence
+from hasten.strategies.tensor.forwards import SplitForward, forward_of
+from hasten.strategies.tensor.layers import split_dims
+from hasten.strategies.tensor.plan import decide
+from hasten.strategies.tensor.random import ApartStream, DrawnApart
+from hasten.strategies.tensor.split import Split
+
+log = logging.getLogger(__name__)
+
+
+class SplitLayers:
+    """Splits the layers a plan names over the tensor-parallel axis and leaves the rest as it is."""
+
+    stage = Stage.TENSOR
+
+    def __init__(self, config: ParallelismConfig, fsdp: FullyShardedDataParallelPlugin, mesh: WorldMesh) -> None:
+        self._config = config
+        self._handler = config.tp_handler
+        self._fsdp = fsdp
+        self._mesh = mesh
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            return model
+        if precision.spec == "fp8":
+            raise ConfigError(
+                "mixed_precision='fp8' replaces linear layers, and tensor parallelism computes parts of them; both "
+                "cannot act on one layer. Use 'bf16', or tp_size=1."
+            )
+        ranks = ctx.mesh.size(Axis.TP)
+        with agree(ctx.world, f"splitting {type(model).__name__}"):
+            found = decide(model, self._config.tp_plan, self._config.tp_divide, ranks, experts=ctx.mesh.ep == 1)
+            _check_ties(model, found)
+            stacks = tensor_sequence.check(model, found.styles) if self._handler.sequence_parallel else []
+            if self._handler.loss_parallel:
+                _check_head(model, found)
+            whole = _left_whole(model, found)
+            refuse_gradient_hooks(model, whole)
+        if source_of(model, self._fsdp, ctx) is Source.RANK_0:
+            _materialise(model, ctx)
+        copy_from_rank_0(model, ctx)
+        mesh = self._mesh.along(ctx, Axis.TP)
+        hooks = hooks_to_carry(model, whole)
+        _split(model, found, mesh, ctx.device, stacks, self._handler.loss_parallel)
+        carry_hooks(model, hooks)
+        for parent, values in found.attributes.items():
+            vars(model.get_submodule(parent)).update(values)
+        if ctx.is_main:
+            log.info(_account(model, found, ranks, sum(len(stack) for stack in stacks), self._handler.loss_parallel))
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _left_whole(model: nn.Module, found: Split) -> set[nn.Parameter]:
+    """The parameters outside the layers that are split."""
+    parts: set[int] = set()
+    for name, style in found.styles.items():
+        layer = model.get_submodule(name)
+        parts |= {id(layer.get_parameter(leaf)) for leaf in split_dims(layer, style)}
+    return {parameter for parameter in model.parameters() if id(parameter) not in parts}
+
+
+def _materialise(model: nn.Module, ctx: ProcessContext) -> None:
+    """Give meta tensors memory on the ranks that built none; the values come from rank 0 afterwards."""
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=ctx.device) if tensor.is_meta else tensor
+
+    model._apply(real)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _split(
+    model: nn.Module,
+    found: Split,
+    mesh: DeviceMesh,
+    device: torch.device,
+    stacks: list[list[tuple[str, nn.Module]]],
+    keep_logits: bool,
+) -> None:
+    group = mesh.get_group()
+    apart = ApartStream(model, group.rank())
+    regions = tensor_sequence.install(stacks, found.styles, group, apart)
+    made: dict[int, nn.Parameter] = {}
+    for name, style in found.styles.items():
+        layer = model.get_submodule(name)
+        number = found.numbers.get(name, 1)
+        for leaf, dim in split_dims(layer, style).items():
+            _replace(layer, leaf, dim, mesh, made, device)
+        if style == "experts" and getattr(layer, "num_experts", None) == number:
+            layer.num_experts = number // mesh.size()  # type: ignore[assignment]  # a whole number, not a module
+        if forwarding.find(layer, SplitForward.tag) is None:  # one layer under two names is split once
+            forwarding.replace(layer, forward_of(layer, style, group, apart, regions.get(name), keep_logits, number))
+    for name, by_part in found.dropouts.items():
+        forwarding.replace(model.get_submodule(name), DrawnApart(apart, by_part))
+    for name in found.summed:
+        whole = model.get_submodule(name)
+        if forwarding.find(whole, tensor_sequence.PerToken.tag) is None:  # divided tokens do the same
+            forwarding.replace(whole, tensor_sequence.PerToken(group))
+
+
+def _replace(
+    layer: nn.Module, name: str, dim: int, mesh: DeviceMesh, made: dict[int, nn.Parameter], device: torch.device
+) -> None:
+    """Put this rank's part in the place of a parameter; a tied parameter gets the same part everywhere."""
+    whole = layer.get_parameter(name)
+    if isinstance(whole, DTensor):
+        return
+    if id(whole) not in made:
+        part = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()].clone()
+        spread = DTensor.from_local(
+            part if whole.is_meta else part.to(device),
+            mesh,
+            [Shard(dim)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        made[id(whole)] = nn.Parameter(spread, requires_grad=whole.requires_grad)
+        made[id(made[id(whole)])] = made[id(whole)]
+    setattr(layer, name, made[id(whole)])
+
+
+def _check_ties(model: nn.Module, found: Split) -> None:
+    """Raise when one tensor under two names would be split in one place and not, or otherwise, in the other."""
+    dims: dict[int, tuple[str, int]] = {}
+    split_names = {
+        f"{name}.{leaf}": dim
+        for name, style in found.styles.items()
+        for leaf, dim in split_dims(model.get_submodule(name), style).items()
+    }
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        dim = split_names.get(name, -1)
+        first, known = dims.setdefault(id(parameter), (name, dim))
+        if known != dim:
+            raise ConfigError(
+                f"{first!r} and {name!r} are one tied tensor, but the plan splits them differently, and they would "
+                "drift apart. Split both layers alike (for an embedding and a head: 'embedding_rowwise' and "
+                "'colwise_gather_output'), or neither."
+            )
+
+
+def _check_head(model: nn.Module, found: Split) -> None:
+    """Raise unless one layer, the head, gathers its output: then its logits can stay apart."""
+    heads = [name for name, style in found.styles.items() if style == "colwise_gather_output"]
+    if len(heads) != 1:
+        raise ConfigError(
+            f"loss_parallel=True keeps the logits of the head apart, but the plan of {type(model).__name__} "
+            f"({found.source}) gathers the output of {', '.join(heads) or 'no layer'}; name the one head with "
+            "tp_plan={'head': 'colwise_gather_output', ...}, or set loss_parallel=False."
+        )
+
+
+def _account(model: nn.Module, found: Split, ranks: int, num_blocks: int, keep_logits: bool) -> str:
+    """What was split, what was left, and the bytes a rank holds."""
+    by_style: dict[str, int] = {}
+    for style in found.styles.values():
+        by_style[style] = by_style.get(style, 0) + 1
+    split_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if isinstance(p, DTensor))
+    whole_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if not isinstance(p, DTensor))
+    text = (
+        f"{type(model).__name__} is split over tp {ranks} ({found.source}): "
+        + ", ".join(f"{count} {style}" for style, count in sorted(by_style.items()))
+        + f"; each rank holds {(split_bytes / ranks + whole_bytes) / 2**20:.1f} of "
+        f"{(split_bytes + whole_bytes) / 2**20:.1f} MiB"
+    )
+    if num_blocks:
+        text += f"; tokens divided between the split layers of {num_blocks} blocks"
+    if keep_logits:
+        text += "; logits stay apart for the loss"
+    if found.summed:
+        text += f"; gradients summed over tp: {', '.join(found.summed[:8])}"
+    if found.attributes:
+        text += "; divided: " + ", ".join(f"{name}.{a}" for name, names in found.attributes.items() for a in names)
+    if found.left:
+        text += "; left whole: " + ", ".join(f"{name} ({why})" for name, why in list(found.left.items())[:8])
+    return text

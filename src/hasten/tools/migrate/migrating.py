@@ -1,0 +1,343 @@
+"""Rewriting a script from `accelerate` to `hasten`: only names change, so that comments and layout survive."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import hasten
+from hasten.accelerator.established import INSTEAD, VALUES
+from hasten.config.keywords import Keywords
+from hasten.tools.migrate.arguments import advice
+from hasten.tools.migrate.schedules import lengths
+
+OLD: Final = "accelerate"
+NEW: Final = "hasten"
+_MAIN: Final = "Accelerator"
+NOTES: Final = MappingProxyType(
+    {
+        "free_memory": "gives one None for one object, where Accelerate gives a list; drop the comma of `model, = ...`",
+        "save_state": "without a folder numbers the checkpoints under project_dir, without being asked to",
+        "load_state": "restores the position of loaders too; do not call skip_first_batches after it",
+        "gather_object": "gives a list of every rank's objects; Accelerate joins the ranks' lists",
+        "gather_for_metrics": "counts each sample once; Accelerate cuts the last batch by arithmetic",
+        "main_process_first": "may not be nested",
+        "init_trackers": "opens hasten's trackers, whose files and folders have other names",
+    }
+)
+"""Methods whose result is not what it was, and how."""
+_SIZES: Final = "hasten's ParallelismConfig holds the sizes alone; work this out from its *_size fields"
+ELSEWHERE: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("total_size", "data_parallel_size", "non_data_parallel_size"), _SIZES),
+        **dict.fromkeys(("dp_dim_names", "non_dp_dim_names", "dp_shard_cp_dim_names", "dp_cp_dim_names"), _SIZES),
+        **dict.fromkeys(("fsdp_dim_names", "active_mesh_dims"), _SIZES),
+        "hf_device_map": "hasten writes no hf_device_map on a model; keep the map that you gave or were given",
+        "_hf_hook": "hasten's hooks are not kept as _hf_hook of a module",
+        "build_device_mesh": "hasten's ParallelismConfig builds no mesh; prepare() does",
+        "to_kwargs": "settings of hasten are plain dataclasses without to_kwargs; use dataclasses.asdict",
+        "deepspeed_config_process": "hasten's DeepSpeedPlugin fills its configuration in prepare(), not by hand",
+    }
+)
+"""Attributes of other objects that hasten's do not have, and what there is instead."""
+_LOGGER: Final = "get_logger's lines do not begin with [RANK n], and it may be used before there is an Accelerator"
+_COPIES: Final = (
+    "hasten's prepared loaders, optimizers and schedulers are not copied or pickled; save their state_dict()"
+)
+_ALONE: Final = (
+    "prepare refuses an optimizer before its model, and a scheduler before its optimizer; give them in one call, or the "
+    "model first"
+)
+_KINDS: Final = (
+    "objects that hasten's prepare returns are of other classes (Loader, PreparedOptimizer, PreparedScheduler)"
+)
+_FIELDS: Final = "hasten's settings have fields of their own, and some other defaults (use_seedable_sampler=True)"
+_STATEFUL: Final = "hasten's loaders are no StatefulDataLoader of torchdata's; all of them have state_dict(), whose keys are hasten's own"
+_SHUFFLE: Final = (
+    "shuffles by seed and epoch, in another order than Accelerate: single losses differ, their course does not"
+)
+_SCHEDULER: Final = (
+    "steps a prepared scheduler once per update; Accelerate steps it once per process: its lengths are divided by num_processes "
+    "where they are written in the call that makes it; look at others (milestones, gamma, your own functions)"
+)
+
+
+_STATEFUL_KEYS: Final = ("'_num_yielded'", "'_iterator_finished'")
+_ASKS_CLASS: Final = ("type(loader)", "type(optimizer)", "type(scheduler)", "type(dataloader)", "type(lr_scheduler)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One line that needs a look."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Migrated:
+    """A script's new text, and what is left to its author."""
+
+    text: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    begin: int
+    end: int
+    text: str
+
+
+def migrate(source: str) -> Migrated:
+    """The script with hasten's names. Raises: SyntaxError for text that is no Python."""
+    tree = ast.parse(source)
+    work = _Script(source, tree)
+    work.imports()
+    work.uses()
+    text = source.encode()
+    for edit in sorted(work.edits, key=lambda one: one.begin, reverse=True):
+        text = text[: edit.begin] + edit.text.encode() + text[edit.end :]
+    return Migrated(text.decode(), tuple(sorted(set(work.findings))))
+
+
+class _Script:
+    """One script while it is read: edits as places in its UTF-8 bytes."""
+
+    def __init__(self, source: str, tree: ast.Module) -> None:
+        self.edits: list[_Edit] = []
+        self.findings: list[Finding] = []
+        self._source = source
+        self._tree = tree
+        lines = source.encode().splitlines(keepends=True)
+        self._starts = [0]
+        for line in lines:
+            self._starts.append(self._starts[-1] + len(line))
+        self._bytes = source.encode()
+        self._known: dict[str, str] = {}  # names of the script that are hasten's now -> hasten's own name
+        self._num_made = 0
+        self._model_line = 0  # where something else than an optimizer or a scheduler is prepared first; 0: nowhere
+        self._modules: set[str] = set()  # names of the script for the package itself
+
+    def _note(self, node: ast.expr | ast.stmt, text: str) -> None:
+        self.findings.append(Finding(node.lineno, text))
+
+    def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        begin = self._starts[node.lineno - 1] + node.col_offset
+        return begin, self._starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or node.col_offset)
+
+    # -- imports --------------------------------------------------------------------------------------------------
+    def imports(self) -> None:
+        """Edit the import statements."""
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and _is_old(node.module):
+                self._import_from(node)
+            elif isinstance(node, ast.Import):
+                self._import(node)
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        assert node.module is not None, "a module without a name is relative"
+        taken = [one for one in node.names if one.name in hasten.__all__]
+        left = [one for one in node.names if one.name not in hasten.__all__]
+        for one in taken:
+            self._known[one.asname or one.name] = one.name
+        for one in left:
+            self._note(node, f"{node.module}.{one.name} has no equivalent of that name in hasten and stays")
+        begin, end = self._span(node)
+        if taken and not left:  # the module's name alone: parentheses and comments between the names stay
+            at = self._bytes.index(node.module.encode(), begin)
+            self.edits.append(_Edit(at, at + len(node.module), NEW))
+        elif taken:
+            indent = " " * node.col_offset
+            comments = [f"{text}\n{indent}" for text in _comments(self._bytes[begin:end].decode())]
+            parts = (f"from {NEW} import {_names(taken)}", f"from {node.module} import {_names(left)}")
+            self.edits.append(_Edit(begin, end, "".join(comments) + f"\n{indent}".join(parts)))
+
+    def _import(self, node: ast.Import) -> None:
+        for one in node.names:
+            if one.name == OLD:
+                self._modules.add(one.asname or OLD)
+                begin, end = self._span(node)
+                at = self._bytes.index(OLD.encode(), begin, end)
+                self.edits.append(_Edit(at, at + len(OLD), NEW))
+            elif _is_old(one.name):
+                self._note(node, f"`import {one.name}` stays; import names from hasten instead")
+
+    # -- uses -----------------------------------------------------------------------------------------------------
+    def uses(self) -> None:
+        """Edit dotted names, and note calls that hasten answers differently."""
+        objects = set(self._accelerators())
+        self._schedules(objects)
+        calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
+        lines = [node.lineno for node in calls if self._prepares(node, objects) and not _follows(node)]
+        self._model_line = min(lines, default=0)
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.slice) in _STATEFUL_KEYS:
+                self._note(node, _STATEFUL)
+            if isinstance(node, ast.Attribute):
+                self._attribute(node, objects)
+            elif isinstance(node, ast.Call):
+                self._call(node, objects)
+                self._habits(node, objects)
+
+    def _schedules(self, objects: set[str]) -> None:
+        """Divide the lengths of prepared schedules by the number of processes, rounded up: they count updates now."""
+        if not self._known and not self._modules:
+            return
+        for node, owner in lengths(self._tree, objects, _MAIN):
+            begin, end = self._span(node)
+            inner = self._bytes[begin:end].decode()
+            plain = isinstance(node, ast.Call | ast.Name | ast.Constant | ast.Attribute)
+            new = f"-(-{inner if plain else f'({inner})'} // {owner}.num_processes)"
+            self.edits.append(_Edit(begin, end, new))
+
+    def _prepares(self, node: ast.Call, objects: set[str]) -> bool:
+        """Whether this calls prepare, or a method for one kind of object, of an Accelerator."""
+        method = node.func
+        if not isinstance(method, ast.Attribute) or not method.attr.startswith("prepare"):
+            return False
+        owner = method.value
+        made = isinstance(owner, ast.Call) and self._name(owner.func) == _MAIN
+        return made or (isinstance(owner, ast.Name) and owner.id in objects)
+
+    def _accelerators(self) -> Iterator[str]:
+        """Names that hold an Accelerator."""
+        for node in ast.walk(self._tree):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Call)
+                and self._name(node.value.func) == _MAIN
+            ):
+                yield from (one.id for one in node.targets if isinstance(one, ast.Name))
+        yield "accelerator"
+
+    def _name(self, node: ast.expr) -> str | None:
+        """hasten's name that an expression stands for."""
+        if isinstance(node, ast.Name):
+            return self._known.get(node.id)
+        if isinstance(node, ast.Attribute) and _root(node) in self._modules:
+            return node.attr if node.attr in hasten.__all__ else None
+        return None
+
+    def _attribute(self, node: ast.Attribute, objects: set[str]) -> None:
+        if node.attr in ELSEWHERE:
+            self._note(node, ELSEWHERE[node.attr])
+        if isinstance(node.value, ast.Name) and node.value.id in objects:
+            if (
+                not hasattr(hasten.Accelerator, node.attr)
+                and node.attr not in hasten.Accelerator.__init__.__code__.co_names
+                and node.attr not in VALUES
+            ):
+                instead = f"; {INSTEAD[node.attr]}" if node.attr in INSTEAD else ""
+                self._note(node, f"hasten's Accelerator has no {node.attr}{instead}")
+            return
+        if (
+            not isinstance(node.ctx, ast.Load)
+            or _root(node) not in self._modules
+            or isinstance(node.value, ast.Attribute)
+        ):
+            if isinstance(node.value, ast.Attribute) and _root(node) in self._modules and node.attr in hasten.__all__:
+                self._replace_dotted(node)
+            return
+        if node.attr in hasten.__all__ and OLD in self._modules and isinstance(node.value, ast.Name):
+            if node.value.id == OLD:
+                begin, _ = self._span(node)
+                self.edits.append(_Edit(begin, begin + len(OLD), NEW))
+        elif node.attr not in ("utils", "state", "tracking", "logging", "data_loader"):
+            self._note(node, f"accelerate.{node.attr} has no equivalent of that name in hasten")
+
+    def _replace_dotted(self, node: ast.Attribute) -> None:
+        """accelerate.utils.set_seed becomes hasten.set_seed."""
+        begin, end = self._span(node)
+        root = _root(node)
+        self.edits.append(_Edit(begin, end, f"{NEW if root == OLD else root}.{node.attr}"))
+
+    def _call(self, node: ast.Call, objects: set[str]) -> None:
+        name = self._name(node.func)
+        if any(one.arg == "shuffle" and getattr(one.value, "value", True) for one in node.keywords):
+            self._note(node, f"hasten {_SHUFFLE}")
+        if name == _MAIN:
+            self._num_made += 1
+            if self._num_made > 1:
+                self._note(node, "each hasten Accelerator has settings of its own; Accelerate shares the first one's")
+        if name is not None:
+            self._keywords(node, name, getattr(hasten, name))
+        if not isinstance(node.func, ast.Attribute) or not isinstance(node.func.value, ast.Name):
+            return
+        if node.func.value.id not in objects:
+            return
+        method = node.func.attr
+        if method in NOTES and not (method == "save_state" and (node.args or node.keywords)):
+            self._note(node, f"{method} {NOTES[method]}")
+        if method == "reduce" and any(one.arg == "scale" for one in node.keywords):
+            self._note(node, "reduce acts on `scale` everywhere; Accelerate on TPUs only")
+        if method == "prepare" and any(isinstance(one, ast.Constant) for one in node.args):
+            self._note(
+                node, "prepare refuses what is no model, optimizer, scheduler or loader; Accelerate gives it back"
+            )
+        if method == "prepare" and any("sched" in ast.unparse(one).lower() for one in node.args):
+            self._note(node, f"prepare {_SCHEDULER}")
+        if (found := getattr(hasten.Accelerator, method, None)) is not None:
+            self._keywords(node, f"Accelerator.{method}", found)
+
+    def _habits(self, node: ast.Call, objects: set[str]) -> None:
+        """Note calls of other functions that rely on what hasten does not do."""
+        text = ast.unparse(node)
+        if self._prepares(node, objects) and _follows(node) and not 0 < self._model_line <= node.lineno:
+            self._note(node, _ALONE)
+        if self._name(node.func) == "get_logger":
+            self._note(node, _LOGGER)
+        if self._known and text.startswith(("asdict(", "dataclasses.asdict(")):
+            self._note(node, _FIELDS)
+        if self._known and text.startswith("isinstance(") and "StatefulDataLoader" in text:
+            self._note(node, _STATEFUL)
+        if self._known and text.startswith(_ASKS_CLASS):
+            self._note(node, _KINDS)
+        if text.startswith(("pickle.dump", "copy.deepcopy(optim", "copy.deepcopy(sched", "copy.deepcopy(loader")):
+            self._note(node, _COPIES)
+
+    def _keywords(self, node: ast.Call, name: str, target: Any) -> None:  # Any: a class or function of hasten's
+        try:
+            known = inspect.signature(target).parameters
+        except (TypeError, ValueError):  # a property, or one without a signature: nothing to compare
+            return
+        names = {*known, *(Keywords.__annotations__ if name == _MAIN else ())}
+        if name != _MAIN and any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values()):
+            return
+        for keyword in node.keywords:
+            if keyword.arg is not None and keyword.arg not in names:
+                hint = advice(name, keyword, names)
+                self._note(node, f"hasten.{name} has no argument {keyword.arg}{hint and f': {hint}'}")
+
+
+def _follows(node: ast.Call) -> bool:
+    """Whether all that a call prepares are optimizers and schedulers, by their names."""
+    words = [ast.unparse(one).lower() for one in node.args]
+    kinds = ("prepare_optimizer", "prepare_scheduler")
+    if isinstance(node.func, ast.Attribute) and node.func.attr in kinds:
+        return True
+    return bool(words) and all(any(kind in word for kind in ("optim", "sched")) for word in words)
+
+
+def _is_old(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] == OLD
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _names(names: Iterable[ast.alias]) -> str:
+    return ", ".join(one.name if one.asname is None else f"{one.name} as {one.asname}" for one in names)
+
+
+def _comments(text: str) -> list[str]:
+    return [one.string for one in tokenize.generate_tokens(io.StringIO(text).readline) if one.type == tokenize.COMMENT]

@@ -1,0 +1,168 @@
+"""Formulas for the bytes one rank needs in a training step, by kind. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from hasten.runtime.axes import LOSS, SHARD
+from hasten.runtime.bytes_plan import size
+from hasten.tools.plan.traced import ITEM, ModelTrace, Moment, ParameterKind, Variant
+from hasten.tools.tune.candidate import Candidate
+
+_MARGIN: Final = 0.05
+"""Share of what comes and goes in a step that fragmentation makes unusable."""
+_BLOCKS_AT_ONCE: Final = 2
+"""Blocks that are whole at a time under sharding: the one that computes and the next one."""
+
+
+Kept = tuple[float, float, float]
+"""Bytes of parameters, gradients and optimizer state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Bytes of the rank that needs most."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    """At the peak, with what operations allocate for a moment."""
+    communication: float
+    """Buckets, gathered parameters, and gradients on their way."""
+    margin: float
+    peak: float
+    """The most that is allocated at one time: not every kind is at its largest at that time."""
+    host: float = 0.0
+    """In host memory."""
+    peak_module: str = ""
+
+    @property
+    def total(self) -> float:
+        """What a device must have: the peak and the margin."""
+        return self.peak + self.margin
+
+    def words(self) -> str:
+        """The kinds in words."""
+        kinds = ("parameters", "gradients", "optimizer", "activations", "communication", "margin")
+        return ", ".join(f"{kind} {size(getattr(self, kind))}" for kind in kinds if getattr(self, kind))
+
+
+def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int:
+    """Numbers of one such parameter on the `rank`-th of the ranks that share it: rows are dealt out in equal chunks.
+
+    Exactly what DTensor does: the first ranks have a whole chunk, the last ones less or nothing.
+    """
+    shape = list(kind.shape)
+    if kind.split is not None and candidate.mesh.tp > 1:
+        shape[kind.split] = -(-shape[kind.split] // candidate.mesh.tp)
+    if candidate.sharded and shape:
+        chunk = -(-shape[0] // candidate.mesh.size(*SHARD))
+        shape[0] = max(0, min(chunk, shape[0] - rank * chunk))
+    total = 1
+    for length in shape:
+        total *= length
+    return total
+
+
+def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
+    """Bytes of parameters, gradients and optimizer state that a rank holds between steps.
+
+    Under a pipeline those of a stage with its share of the blocks and everything that is in no block.
+    """
+    parameters = gradients = optimizer = 0.0
+    per_number = sum(trace.optimizer.states)
+    for kind in trace.parameters:
+        count = kind.count / candidate.mesh.pp if kind.in_block else kind.count
+        numbers = local_numel(kind, candidate, rank) * count
+        parameters += numbers * kind.item
+        if kind.trained:
+            gradients += numbers * kind.item
+            optimizer += numbers * per_number + count * trace.optimizer.counter_bytes
+    return parameters, gradients, optimizer
+
+
+def need(trace: ModelTrace, candidate: Candidate, kept: Kept | None = None) -> Need:
+    """What a candidate needs, on the first of its ranks. The variant it asks for must have been traced.
+
+    `kept` is what `held` says of this layout, for callers that try many micro-batches.
+    """
+    variant = trace.variant(candidate.precision, candidate.recompute)
+    assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+    parameters, gradients, optimizer = kept or held(trace, candidate)
+    buffers = _buffers(trace, candidate, gradients)
+    moment = _highest(trace, candidate, variant, gradients)
+    activations = _activations(trace, candidate, moment)
+    passing = gradients * (1.0 if candidate.micro_steps > 1 else moment.gradients)
+    stepping = gradients + (0.0 if candidate.offload else parameters * trace.optimizer.passing)
+    on_device = 0.0 if candidate.offload else parameters + optimizer
+    if candidate.offload:
+        passing = stepping = 0.0
+    working = max(activations + passing + buffers.passing, stepping, buffers.ending + passing)
+    return Need(
+        parameters=0.0 if candidate.offload else parameters,
+        gradients=0.0 if candidate.offload else gradients,
+        optimizer=0.0 if candidate.offload else optimizer,
+        activations=activations,
+        communication=buffers.standing + buffers.passing,
+        margin=_MARGIN * (working + buffers.standing),
+        peak=on_device + buffers.standing + working,
+        host=parameters + gradients + optimizer if candidate.offload else 0.0,
+        peak_module=variant.peak_module,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    standing: float = 0.0
+    """There all the time."""
+    passing: float = 0.0
+    """There while forward and backward run."""
+    ending: float = 0.0
+    """There when a backward ends."""
+
+
+def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
+    """Bytes that the strategy adds to what the model needs."""
+    if not candidate.sharded:
+        several = candidate.mesh.size(*LOSS) > 1
+        return _Buffers(standing=own if several else 0.0)  # DDP's buckets are beside the gradients
+    gathered, reduced = ITEM if candidate.precision == "no" else 2, ITEM
+    outside = trace.outside_blocks
+    inside = (trace.num_parameters - outside) / candidate.mesh.pp / candidate.mesh.tp
+    if candidate.mesh.size(*LOSS) == 1:  # one group for the whole model, which stays gathered
+        whole = inside + outside
+        passing = whole * gathered
+        return _Buffers(standing=passing, passing=0.0, ending=whole * max(gathered + reduced, 2 * reduced))
+    block = trace.largest_block / candidate.mesh.tp
+    in_flight = _BLOCKS_AT_ONCE * block
+    whole = (in_flight if candidate.reshard else inside) + outside
+    gradients = (block + outside) * gathered + in_flight * reduced
+    return _Buffers(passing=whole * gathered + gradients)
+
+
+def _highest(trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float) -> Moment:
+    """The moment of the peak for this micro-batch."""
+    share = 0.0 if candidate.micro_steps > 1 or candidate.offload else gradients
+    if candidate.sharded and candidate.mesh.size(*LOSS) == 1:  # gradients wait in the gathered precision
+        share = trace.num_parameters * (ITEM if candidate.precision == "no" else 2)
+    return max(
+        variant.moments,
+        key=lambda moment: _activations(trace, candidate, moment) + share * moment.gradients,
+        default=Moment(activations=variant.moved),
+    )
+
+
+def _activations(trace: ModelTrace, candidate: Candidate, moment: Moment) -> float:
+    mesh = candidate.mesh
+    alive = moment.activations.at(candidate.micro_batch)
+    if not candidate.sharded:
+        alive += moment.copies.at(candidate.micro_batch) / mesh.tp  # sharded parameters are gathered in this precision
+    alive *= 1 - trace.split_share + trace.split_share / mesh.tp
+    alive /= mesh.cp
+    if mesh.pp > 1:
+        blocks = alive * trace.block_share
+        in_flight = min(mesh.pp, candidate.micro_steps)
+        alive = max(blocks / mesh.pp * in_flight, blocks / mesh.pp + alive - blocks)
+    return alive

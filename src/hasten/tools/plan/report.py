@@ -1,0 +1,226 @@
+"""A plan in words: the ranked rows, why the best is the best, what a better one would need, and its settings. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from hasten.config.launch import LaunchConfig
+from hasten.config.optim import GradientAccumulationPlugin
+from hasten.config.parallel import ParallelismConfig, PipelineParallelConfig
+from hasten.config.root import Config
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.runtime.axes import BATCH
+from hasten.runtime.bytes_plan import shown, size
+from hasten.tools.plan.search import SIMPLER, Option, Plan
+from hasten.tools.tune.candidate import Candidate
+
+_SHOWN: Final = 3
+Test = Callable[[Candidate], bool]
+
+
+def why(plan: Plan) -> list[str]:
+    """One sentence for each choice of the best option: what the nearest option without it would cost."""
+    best = plan.best
+    lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
+    if best.asks:
+        lines.append(_only_with_a_change(plan))
+    if plan.fastest is not best:
+        lines.append(_simpler(plan))
+    for title, alike in _alternatives(best.candidate):
+        others = [option for option in plan.options if option is not best and alike(option.candidate)]
+        if others:
+            other = min(others, key=lambda option: (not option.usable, option.time.total))
+            lines.append(f"{title}: {_compared(other, plan)}")
+    return lines
+
+
+def _only_with_a_change(plan: Plan) -> str:
+    """Why no layout that leaves the loop as it is can be taken."""
+    request, kept = plan.request, [option for option in plan.options if not option.asks]
+    words = f"the loop must call {plan.best.asks}: layouts that leave it as it is "
+    if not kept:
+        return (
+            f"{words}cannot divide {request.global_batch} samples among {request.gpus} GPUs evenly; a multiple could be"
+        )
+    least = min(option.need.total for option in kept)
+    return f"{words}need at least {size(least)} of {size(request.accelerator.memory_bytes)}"
+
+
+def _simpler(plan: Plan) -> str:
+    """Why the best is not the fastest."""
+    gain = plan.best.time.total / plan.fastest.time.total - 1
+    return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is taken"
+
+
+def _alternatives(chosen: Candidate) -> Iterator[tuple[str, Test]]:
+    """The choices that could have been made otherwise, with a test for candidates that make this choice alone otherwise."""
+
+    def same(candidate: Candidate, *apart: str) -> bool:
+        names = {"recompute", "offload", "precision", "sharded"} - set(apart)
+        return all(getattr(candidate, name) == getattr(chosen, name) for name in names)
+
+    word = "without" if chosen.recompute else "with"
+    yield (
+        f"{word} recompute",
+        lambda c: c.recompute != chosen.recompute and same(c, "recompute") and c.mesh == chosen.mesh,
+    )
+    if chosen.sharded:
+        yield "as replicas (ddp)", lambda c: not c.sharded and c.mesh.tp == 1 and c.precision == chosen.precision
+    elif chosen.mesh.world_size > 1:
+        yield "sharded (fsdp)", lambda c: c.sharded and not c.offload and same(c, "sharded") and c.mesh.tp == 1
+    if chosen.mesh.tp > 1:
+        yield "without split layers", lambda c: c.mesh.tp == 1 and c.mesh.pp == 1 and same(c, "recompute")
+    elif chosen.sharded:
+        yield "with split layers", lambda c: c.mesh.tp > 1 and c.mesh.pp == 1 and same(c, "recompute")
+    if chosen.offload:
+        yield "without host memory", lambda c: not c.offload and same(c, "offload", "recompute")
+    if chosen.precision != "no":
+        yield "in fp32", lambda c: c.precision == "no" and same(c, "precision", "recompute")
+
+
+def _compared(other: Option, plan: Plan) -> str:
+    has = plan.request.accelerator.memory_bytes
+    if not other.fits:
+        return f"does not fit, needs {size(other.need.total)} of {size(has)}"
+    slower = other.time.total / plan.best.time.total - 1
+    return f"{abs(slower):.0%} {'slower' if slower >= 0 else 'faster'} ({seconds(other.time.total)} a step)"
+
+
+def better(plan: Plan) -> list[str]:
+    """What would have to change for a faster option: memory, or the loop."""
+    best, has = plan.best, plan.request.accelerator.memory_bytes
+    faster = [option for option in plan.options if option.time.total < 0.995 * best.time.total]
+    lines = []
+    if tight := [option for option in faster if not option.fits and not option.asks]:
+        nearest = min(tight, key=lambda option: option.need.total)
+        gain = 1 - nearest.time.total / best.time.total
+        lines.append(
+            f"{gain:.0%} faster: {_words(nearest)} needs {size(nearest.need.total)} and the GPU has {size(has)}: "
+            f"{size(nearest.need.total - has)} fewer activations (shorter sequences), or a GPU with more memory"
+        )
+    if other := [option for option in faster if option.fits and option.asks]:
+        fastest = min(other, key=lambda option: option.time.total)
+        gain = 1 - fastest.time.total / best.time.total
+        lines.append(f"{gain:.0%} faster: {_words(fastest)}, if the loop calls {fastest.asks}")
+    return lines or ["nothing that fits or nearly fits is faster; more or faster GPUs would be"]
+
+
+def _words(option: Option) -> str:
+    chosen = option.candidate
+    extras = [name for name in ("recompute", "offload") if getattr(chosen, name)]
+    return ", ".join([chosen.words, *extras, f"micro-batch {chosen.micro_batch}"])
+
+
+def rows(plan: Plan, most: int) -> list[dict[str, Any]]:
+    """The first options by names, for a table or JSON."""
+    return [_row(plan, option) for option in plan.options[:most]]
+
+
+def _row(plan: Plan, option: Option) -> dict[str, Any]:
+    chosen, total = option.candidate, option.time.total
+    return {
+        "layout": chosen.words,
+        "strategy": chosen.strategy,
+        "mesh": asdict(chosen.mesh),
+        "precision": chosen.precision,
+        "recompute": chosen.recompute,
+        "offload": chosen.offload,
+        "reshard": chosen.reshard,
+        "micro_batch": chosen.micro_batch,
+        "micro_steps": chosen.micro_steps,
+        "fits": option.fits,
+        "asks": option.asks,
+        "memory_bytes": asdict(option.need) | {"total": option.need.total},
+        "sent_bytes": option.time.sent,
+        "step_s": total,
+        "samples_per_s": chosen.global_batch / total,
+        "mfu": option.time.mfu(plan.request.accelerator, chosen),
+        "why": _reason(plan, option),
+    }
+
+
+def _reason(plan: Plan, option: Option) -> str:
+    if not option.fits:
+        return f"needs {size(option.need.total)}"
+    if option is plan.best and plan.fastest is not option:
+        return f"{option.time.words()}; {_simpler(plan)}"
+    return option.time.words()
+
+
+def summary(plan: Plan) -> dict[str, Any]:
+    """The whole plan for JSON."""
+    return {
+        "model": plan.trace.name,
+        "parameters": plan.trace.num_parameters,
+        "gpus": plan.request.gpus,
+        "gpu": plan.request.accelerator.name,
+        "global_batch": plan.request.global_batch,
+        "options": rows(plan, len(plan.options)),
+        "why": why(plan),
+        "better": better(plan),
+    }
+
+
+def config_of(plan: Plan, option: Option) -> Config:
+    """The settings of one option; the loader's batch size is the script's own."""
+    chosen, mesh = option.candidate, option.candidate.mesh
+    machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
+    parallelism = ParallelismConfig(tp_size=mesh.tp, cp_size=mesh.cp, pp_size=mesh.pp)
+    if mesh.pp > 1:
+        handler = PipelineParallelConfig(num_microbatches=chosen.micro_steps)
+        parallelism = replace(parallelism, pp_handler=handler)
+    if chosen.sharded:
+        parallelism = replace(parallelism, dp_replicate_size=mesh.dp_replicate, dp_shard_size=mesh.dp_shard)
+    steps = 1 if mesh.pp > 1 else chosen.micro_steps
+    return Config(
+        mixed_precision=chosen.precision,
+        strategy="fsdp" if chosen.sharded else "auto",
+        recompute=plan.trace.block_classes if chosen.recompute else (),
+        parallelism=parallelism,
+        fsdp=FullyShardedDataParallelPlugin(reshard_after_forward=chosen.reshard, cpu_offload=chosen.offload),
+        gradient_accumulation=GradientAccumulationPlugin(num_steps=steps),
+        launch=LaunchConfig(num_processes=plan.request.gpus, num_machines=machines),
+    )
+
+
+def notes(plan: Plan, option: Option) -> list[str]:
+    """What the settings cannot say: the batch size of the script's loader, and the bytes on the wire."""
+    chosen = option.candidate
+    each = chosen.micro_batch * (chosen.micro_steps if chosen.mesh.pp > 1 else 1)
+    reads, steps = _count(chosen.mesh.size(*BATCH), "rank"), _count(chosen.micro_steps, "micro-step")
+    return [
+        f"give the DataLoader batch_size={each} (read by {reads}, {steps}: {chosen.global_batch} samples an update)",
+        *_fixed(plan, option),
+        f"each rank sends {shown(option.time.sent)} in an update",
+        *([f"{size(option.need.host)} of host memory for each rank"] if option.need.host else []),
+        *([f"the peak of activations is in {option.need.peak_module}"] if option.need.peak_module else []),
+    ]
+
+
+def _fixed(plan: Plan, option: Option) -> Iterator[str]:
+    """Settings that the script fixes in its code, where they win over the file."""
+    config = config_of(plan, option)
+    planned: dict[str, tuple[str | int, ...]] = {
+        "mixed_precision": (config.mixed_precision,),
+        "gradient_accumulation_steps": (config.gradient_accumulation.num_steps,),
+        "strategy": (config.strategy, option.candidate.strategy),
+    }
+    for name, value in plan.trace.own:
+        if value not in planned[name]:
+            yield (
+                f"take {name}={value!r} out of the script's Accelerator(): there it wins over the settings, "
+                f"which say {planned[name][0]!r}"
+            )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def seconds(value: float) -> str:
+    """A time in the unit that suits it."""
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.{1 if value >= 0.01 else 2}f} ms"

@@ -1,0 +1,242 @@
+"""The search: every way to train that this version offers, with what it needs and how long it takes, ranked. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from hasten.errors import ConfigError
+from hasten.runtime.axes import BATCH, MeshSpec, divisors
+from hasten.runtime.bytes_plan import size
+from hasten.tools.plan.hardware import Accelerator
+from hasten.tools.plan.memory import Kept, Need, held, need
+from hasten.tools.plan.speed import Time, predict
+from hasten.tools.plan.traced import ModelTrace, PrecisionName
+from hasten.tools.tune.candidate import Candidate
+
+_MOST_STAGES: Final = 16
+_MOST_CONTEXT: Final = 8
+_LEAST_TOKENS: Final = 2048
+"""Of a sequence on each rank."""
+_MOST_GPUS: Final = 65_536
+SIMPLER: Final = 0.03
+"""A simpler layout is taken when it is slower by at most this share: predictions are no nearer, and simple things break less."""
+_LARGEST: Final = 2
+"""Micro-batches whose time is predicted, of those that fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for."""
+
+    gpus: int
+    accelerator: Accelerator
+    global_batch: int
+    precisions: tuple[PrecisionName, ...] = ("bf16", "no")
+    micro_batch: int | None = None
+    """Samples in a forward, where the script decides it."""
+    offload: bool = True
+    """Whether host memory may be used."""
+    tf32: bool = False
+    only_data: bool = False
+    """Whether only data parallelism is offered: every rank then reads its own samples, whatever is chosen."""
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "global_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a number to plan for; give at least 1.")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One candidate with its prediction."""
+
+    candidate: Candidate
+    need: Need
+    time: Time
+    fits: bool
+    asks: str = ""
+    """What the training loop must call for it; empty where it runs as it is."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it fits and the loop needs no change."""
+        return self.fits and not self.asks
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The outcome: options from best to worst, those that can be used before all others.
+
+    The first one is the simplest of those that are nearly as fast as the fastest (`SIMPLER`).
+    """
+
+    trace: ModelTrace
+    request: Request
+    options: tuple[Option, ...]
+
+    @property
+    def best(self) -> Option:
+        """The option to take: it fits and runs as the loop is."""
+        return self.options[0]
+
+    @property
+    def fastest(self) -> Option:
+        """The fastest option that can be used; the best unless a simpler one is nearly as fast."""
+        return min((one for one in self.options if one.usable), key=_rank, default=self.best)
+
+
+def search(trace: ModelTrace, request: Request) -> Plan:
+    """Every option, ranked: what fits and needs no change of the loop first, then by time.
+
+    Raises: ConfigError when nothing fits, with the smallest need there is, or when the batch cannot be divided.
+    """
+    options = list(_options(trace, request))
+    if not options:
+        raise ConfigError(
+            f"global batch {request.global_batch} cannot be divided among {request.gpus} GPUs"
+            + (f" in micro-batches of {request.micro_batch}" if request.micro_batch else "")
+            + "; choose a multiple of the number of GPUs, or fewer GPUs."
+        )
+    options.sort(key=_rank)
+    if not options[0].fits:
+        raise ConfigError(_nothing_fits(trace, request, options))
+    first = options[0]
+    if first.usable:
+        near = [one for one in options if one.usable and one.time.total <= first.time.total * (1 + SIMPLER)]
+        taken = min(near, key=lambda one: (_changed(one), _rank(one)))
+        options.sort(key=lambda one: one is not taken)
+    return Plan(trace, request, tuple(options))
+
+
+def _changed(option: Option) -> int:
+    """How many things are done that a plain loop on copies does not do."""
+    chosen = option.candidate
+    return int(chosen.offload) + int(chosen.recompute) + int(chosen.sharded) + int(chosen.mesh.tp > 1)
+
+
+def _rank(option: Option) -> tuple[bool, bool, float, int]:
+    return not option.usable, not option.fits, round(option.time.total, 6), _changed(option)
+
+
+def _nothing_fits(trace: ModelTrace, request: Request, options: Sequence[Option]) -> str:
+    least = min(options, key=lambda option: option.need.total)
+    chosen, has = least.candidate, request.accelerator.memory_bytes
+    extras = [
+        word for word, used in (("recompute", chosen.recompute), ("offload to host memory", chosen.offload)) if used
+    ]
+    text = (
+        f"{trace.name} fits no layout on {request.gpus} x {request.accelerator.name}: the one that needs least "
+        f"({', '.join([chosen.words, *extras])}) takes {size(least.need.total)} of {size(has)} per GPU"
+    )
+    gpus = request.gpus * 2
+    while gpus <= _MOST_GPUS:
+        larger = replace(request, gpus=gpus, global_batch=max(request.global_batch, gpus))
+        if any(option.usable for option in _options(trace, larger)):
+            return f"{text}; use at least {gpus} GPUs, GPUs with more memory, or shorter sequences."
+        gpus *= 2
+    return f"{text}; use GPUs with more memory, shorter sequences, or a smaller model."
+
+
+def _options(trace: ModelTrace, request: Request) -> Iterator[Option]:
+    """For every layout the micro-batch that is fastest among those that fit, and the next larger one that does not.
+
+    Memory grows with the micro-batch, and so does speed, except where a pipeline needs many of them.
+    """
+    has = request.accelerator.memory_bytes
+    for layout in layouts(trace, request):
+        kept = held(trace, layout)
+        fitting: list[tuple[Candidate, Need]] = []
+        for one in _batches(request, layout):
+            needed = need(trace, one, kept)
+            if needed.total > has:
+                yield _option(trace, request, (one, needed), kept)
+                break
+            fitting.append((one, needed))
+        tried = fitting if layout.mesh.pp > 1 else fitting[-_LARGEST:]
+        found = [_option(trace, request, pair, kept) for pair in tried]
+        if found:
+            yield min(found, key=lambda option: option.time.total)
+
+
+def _option(trace: ModelTrace, request: Request, pair: tuple[Candidate, Need], kept: Kept) -> Option:
+    candidate, needed = pair
+    asks = ""
+    if candidate.mesh.pp > 1:
+        asks = "accelerator.forward_backward()"
+    elif candidate.mesh.cp > 1:
+        asks = "accelerator.context_parallel()"
+    time = predict(trace, candidate, request.accelerator, request.tf32, kept)
+    return Option(candidate, needed, time, needed.total <= request.accelerator.memory_bytes, asks)
+
+
+def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
+    """The layout with every way to divide the batch into micro-batches."""
+    ranks = layout.mesh.size(*BATCH)
+    if request.global_batch % ranks:
+        return
+    each = request.global_batch // ranks
+    sizes = divisors(each) if request.micro_batch is None else [request.micro_batch]
+    for micro in sizes:
+        if each % micro == 0:
+            yield replace(layout, micro_batch=micro, micro_steps=each // micro)
+
+
+def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
+    """Every strategy on every mesh, in every precision, with and without recompute, kept parameters and offload."""
+    for mesh, sharded in _meshes(trace, request):
+        reshards = (True, False) if sharded and mesh.dp_shard * mesh.cp > 1 else (True,)
+        offloads: tuple[bool, ...] = (False, True) if sharded and request.offload and mesh.pp == 1 else (False,)
+        if sharded and mesh.world_size == 1:  # shards of one rank save nothing but the place where they lie
+            offloads = (True,) if request.offload else ()
+        for variant in trace.variants:
+            if variant.precision not in request.precisions:
+                continue
+            for reshard in reshards:
+                for offload in offloads:
+                    if offload and not reshard:
+                        continue
+                    yield Candidate(
+                        mesh=mesh,
+                        sharded=sharded,
+                        precision=variant.precision,
+                        recompute=variant.recompute,
+                        reshard=reshard,
+                        offload=offload,
+                    )
+
+
+def _meshes(trace: ModelTrace, request: Request) -> Iterator[tuple[MeshSpec, bool]]:
+    """Meshes of all GPUs, with whether parameters are sharded on them."""
+    gpus, node = request.gpus, request.accelerator.per_node
+    splits = [1, *(tp for tp in trace.tp_sizes if tp > 1 and tp <= node and gpus % tp == 0)]
+    stages = [pp for pp in divisors(gpus) if pp <= min(_MOST_STAGES, max(trace.num_blocks, 1))]
+    parts = [cp for cp in divisors(gpus) if cp <= _MOST_CONTEXT and _divides_context(trace, cp)]
+    if request.only_data:
+        splits, stages, parts = [1], [1], [1]
+    for tp in splits:
+        for pp in stages:
+            for cp in parts:
+                if gpus % (tp * pp * cp) or (pp > 1 and cp > 1):
+                    continue
+                yield from _data_parallel(gpus // (tp * pp * cp), tp, pp, cp, node)
+
+
+def _divides_context(trace: ModelTrace, cp: int) -> bool:
+    """Whether sequences are worth dividing over `cp` ranks: attention is known, and parts are long enough to compute on."""
+    return cp == 1 or bool(trace.key_width and trace.sequence % (2 * cp) == 0 and trace.sequence // cp >= _LEAST_TOKENS)
+
+
+def _data_parallel(ranks: int, tp: int, pp: int, cp: int, node: int) -> Iterator[tuple[MeshSpec, bool]]:
+    """Copies, shards over all ranks, and shards inside a machine with copies across."""
+    if tp == 1:
+        yield MeshSpec(dp_replicate=ranks, cp=cp, pp=pp), False
+    if ranks * cp * pp * tp == 1:
+        yield MeshSpec(), True
+        return
+    yield MeshSpec(dp_shard=ranks, cp=cp, pp=pp, tp=tp), True
+    inside = max(1, node // (tp * cp))
+    for shards in (inside, inside * 4):
+        if 1 < shards < ranks and ranks % shards == 0:
+            yield MeshSpec(dp_replicate=ranks // shards, dp_shard=shards, cp=cp, pp=pp, tp=tp), True

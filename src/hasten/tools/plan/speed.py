@@ -1,0 +1,161 @@
+"""How long one update takes: compute, communication and waiting, from a model's trace and a table of hardware. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Final
+
+from hasten.runtime.axes import AXES, SHARD, Axis, MeshSpec
+from hasten.runtime.bytes_plan import Traffic
+from hasten.tools.plan import traffic
+from hasten.tools.plan.hardware import Accelerator
+from hasten.tools.plan.memory import Kept, held
+from hasten.tools.plan.traced import ITEM, Line, ModelTrace, Variant
+from hasten.tools.tune.candidate import Candidate
+
+_GB: Final = 1e9
+_NODE_LATENCY_S: Final = 8e-6
+_NETWORK_LATENCY_S: Final = 20e-6
+_UPDATE_ACCESSES: Final = 3.0
+"""How often an optimizer of many small operations reads or writes each of its numbers, on average."""
+_HOST_UPDATE_GB_S: Final = 20.0
+"""Numbers a host updates in offloaded training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """Seconds of one update, and what they are spent on."""
+
+    compute: float
+    update: float
+    exposed: float
+    """Communication that computing does not hide."""
+    bubble: float
+    """Waiting of pipeline stages."""
+    sent: Traffic
+    model_flops: float
+    """Operations of all ranks without those that recompute."""
+
+    @property
+    def total(self) -> float:
+        """The whole update."""
+        return self.compute + self.update + self.exposed + self.bubble
+
+    def mfu(self, accelerator: Accelerator, candidate: Candidate) -> float:
+        """Model FLOPs utilisation: the share of the vendor's peak in the candidate's precision."""
+        peak = accelerator.tflops_fp32 if candidate.precision == "no" else accelerator.tflops_bf16
+        return self.model_flops / (self.total * peak * 1e12 * candidate.mesh.world_size)
+
+    def words(self) -> str:
+        """What takes the time, the largest first."""
+        parts = {
+            "compute": self.compute,
+            "update": self.update,
+            "communication": self.exposed,
+            "pipeline bubble": self.bubble,
+        }
+        shown = sorted(((value, name) for name, value in parts.items() if value > 0.005 * self.total), reverse=True)
+        return ", ".join(f"{name} {value / self.total:.0%}" for value, name in shown)
+
+
+def predict(
+    trace: ModelTrace, candidate: Candidate, accelerator: Accelerator, tf32: bool = False, kept: Kept | None = None
+) -> Time:
+    """The time of one update of a candidate; `kept` as in `memory.need`."""
+    variant = trace.variant(candidate.precision, candidate.recompute)
+    plain = trace.variant(candidate.precision, False) or variant
+    assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
+    assert plain is not None, "the variant stands for it"
+    mesh, steps = candidate.mesh, candidate.micro_steps
+    one = micro_step(trace, candidate, variant, accelerator, tf32) + _copying(trace, candidate, accelerator)
+    compute = one * steps
+    bubble = one * (mesh.pp - 1) if mesh.pp > 1 else 0.0
+    sent = traffic.sent(trace, candidate)
+    covered = shown = 0.0
+    for axis, num_bytes in sent.items():
+        seconds = num_bytes / _bandwidth(mesh, axis, accelerator) + _latency(trace, candidate, axis, accelerator)
+        if traffic.hidden(axis):
+            covered += seconds
+        else:
+            shown += seconds
+    first = covered / max(trace.num_blocks, 1) / max(steps, 1)  # nothing computes beside the first gather or last sum
+    samples = candidate.global_batch
+    return Time(
+        compute=compute,
+        update=update(candidate, accelerator, kept or held(trace, candidate)),
+        exposed=shown + max(0.0, covered - compute) + min(first, covered),
+        bubble=bubble,
+        sent=sent,
+        model_flops=sum(line.slope for line in plain.flops.values()) * samples,
+    )
+
+
+def micro_step(
+    trace: ModelTrace, candidate: Candidate, variant: Variant, accelerator: Accelerator, tf32: bool = False
+) -> float:
+    """Seconds of one forward and backward on one rank: operations that compute, those that move memory, or the host's pace."""
+    mesh, samples = candidate.mesh, candidate.micro_batch
+    within = mesh.tp * mesh.cp * mesh.pp
+    flops = sum(line.at(samples) / accelerator.flops(dtype, tf32) for dtype, line in variant.flops.items()) / within
+    split = 1 - trace.split_share + trace.split_share / mesh.tp
+    line = (
+        Line(0.0, variant.moved.slope) if candidate.sharded else variant.moved
+    )  # `_copying` has the casts of parameters
+    moved = line.at(samples) * split / mesh.cp / mesh.pp
+    memory = moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+    return max(flops + memory, variant.operations / mesh.pp * accelerator.launch_us * 1e-6)
+
+
+def _copying(trace: ModelTrace, candidate: Candidate, accelerator: Accelerator) -> float:
+    """Seconds in which sharded parameters are cast, copied into and out of collectives' buffers, in one micro-step."""
+    if not candidate.sharded:
+        return 0.0
+    mesh, item = candidate.mesh, ITEM if candidate.precision == "no" else 2
+    numbers = trace.num_parameters / mesh.tp / mesh.pp
+    gathers = 2 if candidate.reshard and mesh.size(*SHARD) > 1 else 1
+    moved = numbers * (gathers * 3 * item + item + 2 * ITEM)
+    return moved / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+
+
+def update(candidate: Candidate, accelerator: Accelerator, kept: Kept) -> float:
+    """Seconds of the optimizer's step on one rank that holds `kept`."""
+    parameters, gradients, optimizer = kept
+    numbers = parameters + gradients + optimizer
+    if candidate.offload:
+        moved = (parameters * candidate.micro_steps * 2 + gradients) / (accelerator.host_gb_s * _GB)
+        return moved + numbers / (_HOST_UPDATE_GB_S * _GB)
+    return _UPDATE_ACCESSES * numbers / (accelerator.memory_gb_s * _GB * accelerator.memory_share)
+
+
+def _spans_nodes(mesh: MeshSpec, axis: str, per_node: int) -> bool:
+    """Whether ranks along `axis` are on several machines: ranks of inner axes are neighbours."""
+    names = axis.split("+")
+    outermost = min(AXES.index(Axis(name)) for name in names)
+    return mesh.size(*AXES[outermost:]) > per_node
+
+
+def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
+    """Bytes a second that one rank sends along `axis`.
+
+    A collective over several machines passes between them at the speed of all network links of a machine together, when
+    its ranks fill the machine, since only one of its neighbours in the ring is elsewhere.
+    """
+    if not _spans_nodes(mesh, axis, accelerator.per_node):
+        return accelerator.node_gb_s * _GB * accelerator.link_share
+    names = [Axis(name) for name in axis.split("+")]
+    inner = mesh.size(*AXES[max(AXES.index(name) for name in names) + 1 :])
+    beside = max(1, min(accelerator.per_node // max(inner, 1), mesh.size(*names)))
+    network = accelerator.network_gb_s * beside
+    return min(network, accelerator.node_gb_s) * _GB * accelerator.link_share
+
+
+def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: Accelerator) -> float:
+    """Seconds that starting the collectives of one update takes."""
+    mesh = candidate.mesh
+    each = _NETWORK_LATENCY_S if _spans_nodes(mesh, axis, accelerator.per_node) else _NODE_LATENCY_S
+    blocks = max(1, ceil(trace.num_blocks / mesh.pp)) + 1
+    ranks = mesh.size(*(Axis(name) for name in axis.split("+")))
+    calls = {Axis.TP: 4 * blocks, Axis.CP: 4 * blocks, Axis.PP: 2, Axis.DP_REPLICATE: blocks / candidate.micro_steps}
+    number = calls.get(Axis(axis), 3 * blocks) if "+" not in axis else blocks / candidate.micro_steps
+    return each * log2(max(ranks, 2)) * number * candidate.micro_steps

@@ -1,0 +1,198 @@
+"""From a training loop to its trace: the anatomy of the model, and one step per variant, joined to lines in the samples."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from torch import nn
+
+from hasten.config.parallel import TensorStyle
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.errors import ConfigError, PrepareError
+from hasten.strategies.fsdp.wrapping import blocks_to_recompute, owned_parameters
+from hasten.strategies.tensor.layers import matrix_of, split_dims
+from hasten.strategies.tensor.plan import decide
+from hasten.strategies.tensor.split import Split
+from hasten.tools.plan.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
+from hasten.tools.tune.saved import Anatomy, Saved
+from hasten.tools.tune.takeover import Step, Takeover
+
+log = logging.getLogger(__name__)
+
+_TP_SIZES: Final = (2, 4, 8, 16)
+
+
+def trace(
+    loop: Callable[[], object], name: str, precisions: Sequence[PrecisionName] = ("bf16",), workers: int | None = None
+) -> ModelTrace:
+    """The trace of one step of `loop`, which prepares a model with an Accelerator and trains it.
+
+    Raises: ConfigError when the loop does not come to a step, or the step cannot run on fake tensors.
+    """
+    if not hasattr(os, "fork"):
+        raise ConfigError("planning forks the training loop, which this system cannot; run it on Linux or macOS.")
+    found = Findings()
+    takeover = Takeover(precisions, found.look, workers or min(4, os.cpu_count() or 1))
+    steps = takeover.run(loop)
+    failed = next((step for step in steps if step.error and not step.run.recompute), None)
+    if failed is not None:
+        raise ConfigError(
+            f"the training step of {name} cannot be traced: {failed.error}. A step that depends on numbers of a batch has no "
+            "plan; give module:function with the model and inputs alone."
+        )
+    for step in steps:
+        if step.error:
+            log.warning("recompute is left out of the plan of %s: its step cannot be traced (%s)", name, step.error)
+            break
+    own = tuple(sorted(takeover.own.items()))
+    return replace(found.joined(name, [step for step in steps if not step.error]), own=own)
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is known of the models before they are made fake."""
+
+    parameters: tuple[ParameterKind, ...] = ()
+    anatomy: Anatomy = field(default_factory=Anatomy)
+    num_blocks: int = 0
+    largest_block: int = 0
+    tp_sizes: tuple[int, ...] = ()
+    tp_summed: int = 0
+
+    def look(self, models: list[nn.Module]) -> Anatomy:
+        """Take notes of parameters, blocks and layers that can be split."""
+        model = max(models, key=lambda one: sum(p.numel() for p in one.parameters()))
+        blocks = _outermost(blocks_to_recompute(model, FullyShardedDataParallelPlugin()))
+        split = self._splits(model)
+        kinds: Counter[ParameterKind] = Counter()
+        for one in models:
+            kinds.update(_kinds(one, blocks if one is model else [], split.styles if one is model else {}))
+        self.parameters = tuple(
+            ParameterKind(
+                shape=kind.shape,
+                item=kind.item,
+                count=count,
+                trained=kind.trained,
+                in_block=kind.in_block,
+                split=kind.split,
+            )
+            for kind, count in kinds.items()
+        )
+        self.num_blocks = len(blocks)
+        self.largest_block = max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0)
+        rows = [model.get_submodule(name) for name, style in split.styles.items() if style.startswith("rowwise")]
+        self.anatomy = Anatomy(
+            blocks=frozenset(id(block) for block in blocks),
+            block_classes=tuple(sorted({type(block).__name__ for block in blocks})),
+            by_rows=frozenset(id(layer) for layer in rows),
+        )
+        return self.anatomy
+
+    def _splits(self, model: nn.Module) -> Split:
+        """The layers that can be split, and over how many ranks."""
+        sizes: list[int] = []
+        chosen = Split("none")
+        for ranks in _TP_SIZES:
+            try:
+                found = decide(model, "auto", (), ranks)
+            except (ConfigError, PrepareError):  # this number of ranks does not divide the layers: it is not offered
+                break
+            if sizes and found.styles != chosen.styles:  # some layers would be whole from here on
+                break
+            chosen = found
+            sizes.append(ranks)
+        self.tp_sizes = tuple(sizes)
+        for name, style in chosen.styles.items():
+            layer = matrix_of(model.get_submodule(name))
+            if layer is not None:
+                self.tp_summed += layer.outputs if style.startswith("rowwise") else layer.inputs
+        return chosen
+
+    def joined(self, name: str, steps: Sequence[Step]) -> ModelTrace:
+        """One trace of all steps."""
+        saved = next((step.saved for step in steps if step.saved is not None and step.saved.total), None) or Saved()
+        variants = []
+        for one in (step for step in steps if step.run.samples == 1):
+            two = next((s for s in steps if s.run.samples == 2 and _alike(s, one)), None)
+            if two is not None:
+                variants.append(_variant(one, two))
+        facts = next((step.optimizer for step in steps if step.optimizer is not None), None)
+        return ModelTrace(
+            name=name,
+            parameters=self.parameters,
+            optimizer=facts or OptimizerFacts(),
+            variants=tuple(variants),
+            num_blocks=self.num_blocks,
+            block_classes=self.anatomy.block_classes,
+            largest_block=self.largest_block,
+            split_share=saved.split / saved.total if saved.total else 0.0,
+            block_share=saved.in_blocks / saved.total if saved.total else 1.0,
+            tp_sizes=self.tp_sizes,
+            tp_summed=self.tp_summed,
+            width=saved.width,
+            sequence=saved.sequence,
+            key_width=saved.key_width,
+            batch_size=max((step.batch_size for step in steps), default=0),
+        )
+
+
+def _alike(one: Step, other: Step) -> bool:
+    return one.run.precision == other.run.precision and one.run.recompute == other.run.recompute
+
+
+def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if id(block) not in inside]
+
+
+def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, TensorStyle]) -> list[ParameterKind]:
+    """Every parameter once, as its kind."""
+    found: dict[int, ParameterKind] = {}
+    for owner, name, parameter in owned_parameters(model, list(blocks)):
+        if id(parameter) in found:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        split = split_dims(model.get_submodule(parent), ways[parent]).get(leaf) if parent in ways else None
+        found[id(parameter)] = ParameterKind(
+            shape=tuple(parameter.shape),
+            item=parameter.element_size(),
+            trained=parameter.requires_grad,
+            in_block=owner is not model,
+            split=split,
+        )
+    return list(found.values())
+
+
+def _variant(one: Step, two: Step) -> Variant:
+    """The lines through steps of one and of two samples."""
+    first, second = one.watched, two.watched
+    names = sorted({*first.flops, *second.flops})
+    return Variant(
+        precision=one.run.precision,
+        recompute=bool(one.run.recompute),
+        flops={name: Line.through(first.flops.get(name, 0.0), second.flops.get(name, 0.0)) for name in names},
+        moved=Line.through(first.moved, second.moved),
+        operations=max(first.operations, second.operations),
+        moments=tuple(_moments(first.alive, second.alive)),
+        peak_module=second.peak_module,
+    )
+
+
+def _moments(one: Sequence[tuple[int, int, int]], two: Sequence[tuple[int, int, int]]) -> list[Moment]:
+    """Moments of both steps joined by their place; of steps that differ in length, by their highest ones."""
+    if len(one) != len(two):
+        one, two = [max(one, key=sum, default=(0, 0, 0))], [max(two, key=sum, default=(0, 0, 0))]
+    total = max((gradients for _, _, gradients in one), default=0) or 1
+    return [
+        Moment(
+            activations=Line.through(first[0], second[0]),
+            copies=Line.through(first[1], second[1]),
+            gradients=first[2] / total,
+        )
+        for first, second in zip(one, two, strict=True)
+    ]

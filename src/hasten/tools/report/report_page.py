@@ -1,0 +1,105 @@
+"""The page of `hasten report`: one HTML file that holds its data, images and drawing code, and needs no network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hasten.optional import available, need
+from hasten.tools.report import report_data, report_media
+from hasten.tracking.run_folder import RunFolder
+from hasten.tracking.run_log import PARTS
+
+
+def page(runs: Sequence[RunFolder], reload_s: float = 0.0) -> str:
+    """Return the HTML about these runs; with `reload_s` the browser reads it again after as many seconds.
+
+    Charts are drawn by plotly where it is installed (they zoom), else as plain SVG.
+    """
+    charts = report_data.charts(runs)
+    content = {
+        "charts": charts,
+        "events": report_data.events(runs),
+        "unit": report_data.unit(charts),
+        "reload_s": reload_s,
+    }
+    library = _plotly()
+    parts = {
+        "__TITLE__": escape(f"hasten report: {', '.join(run.name for run in runs)}"),
+        "__TABLES__": "\n".join([*report_media.images(runs), *_tables(runs)]),
+        "__DATA__": script_json(content),
+        "__LIBRARY__": f"<script>{library}</script>" if library else "",
+        "__DRAWING__": _file("report_plotly.js" if library else "report_svg.js"),
+    }
+    template = _file("report_page.html")
+    return re.sub("|".join(parts), lambda found: parts[found[0]], template)
+
+
+def script_json(content: Any) -> str:  # Any: JSON values
+    """Return JSON that stands in a script element without ending it or beginning a comment."""
+    text = msgspec.json.encode(content).decode()
+    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _plotly() -> str:
+    """The library's source; empty if it is not installed, or older than the page needs."""
+    if not available("plotly", ">=5.24"):
+        return ""
+    folder = Path(need("plotly", ">=5.24").__file__).parent
+    return (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+
+
+def _tables(runs: Sequence[RunFolder]) -> list[str]:
+    found: list[str] = []
+    if len(runs) > 1:
+        heading = ["setting or fact", *(run.name for run in runs)]
+        found.append(_table("What differs", heading, report_data.differences(runs)))
+    if rows := report_data.last_values(runs):
+        found.append(_table("Last values (lowest to highest)", ["metric", *(run.name for run in runs)], rows))
+    found += [_folded(*table) for table in report_media.tables(runs)]
+    for run in runs:
+        of_run = f": {run.name}" if len(runs) > 1 else ""
+        if rows := report_data.spread(run):
+            heading = ["rank", "updates", "step (ms)", "95 % below", *PARTS]
+            found.append(_table(f"Ranks{of_run}", heading, rows))
+        events = [
+            [report_data.duration(event["minutes"]), str(event["event"]), _details(event)]
+            for event in report_data.events([run])
+        ]
+        if events:
+            found.append(_folded(f"Events{of_run} ({len(events)})", ["after", "event", ""], events[:500]))
+        settings = [[name, value, source] for name, (value, source) in sorted(run.settings.items())]
+        if settings:
+            found.append(_folded(f"Settings{of_run}", ["setting", "value", "from"], settings))
+        if run.environment:
+            rows = [[name, value] for name, value in run.environment.items()]
+            found.append(_folded(f"Environment{of_run}", ["", ""], rows))
+    return found
+
+
+def _details(event: dict[str, object]) -> str:
+    return ", ".join(f"{event[key]}{' s' if key == 'seconds' else ''}" for key in ("seconds", "error") if key in event)
+
+
+def _table(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"<h2>{escape(title)}</h2>{_cells(heading, rows)}"
+
+
+def _folded(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f"<details><summary>{escape(title)}</summary>{_cells(heading, rows)}</details>"
+
+
+def _cells(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in heading)
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'

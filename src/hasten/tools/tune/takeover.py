@@ -1,0 +1,340 @@
+"""Runs a training loop up to its first batch, then traces one step of it per variant, each in a forked process.
+
+The loop is the user's own. Its Accelerators ask the `Takeover`, a `Rehearsal`: they are built for the CPU, and `prepare()` makes the
+models fake and returns loaders that give one batch. A fork returns from there into the loop and ends at the first update. The
+process that forked never comes that far, so that nothing is trained, logged or saved. Patches of torch are in `gpu_rules`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
+from typing import IO, Any, Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
+from hasten.bigmodel.meta import init_on_device
+from hasten.errors import ConfigError
+from hasten.optim.clock import StepClock
+from hasten.optim.optimizer import PreparedOptimizer
+from hasten.precision.base import Precision
+from hasten.tools.plan.gpu_rules import gpu_rules
+from hasten.tools.plan.traced import OWN, OptimizerFacts, PrecisionName
+from hasten.tools.tune.failures import happened
+from hasten.tools.tune.saved import Anatomy, Saved, SavedNotes
+from hasten.tools.tune.watch import StepWatch, Watched, fake_copy
+from hasten.trees import batch_size, concat, map_tensors, slice_rows
+
+Inspect = Callable[[list[nn.Module]], Anatomy]
+"""Looks at the models before they are made fake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One forked step: what to trace."""
+
+    precision: PrecisionName
+    recompute: tuple[str, ...]
+    samples: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forked step found."""
+
+    run: Run
+    watched: Watched = field(default_factory=Watched)
+    optimizer: OptimizerFacts | None = None
+    saved: Saved | None = None
+    batch_size: int = 0
+    error: str = ""
+
+
+class _EndOfPlanning(BaseException):
+    """Leaves the user's loop: not an Exception, so that no handler of theirs keeps it."""
+
+
+class Takeover(Rehearsal):
+    """The planner inside a running script."""
+
+    def __init__(self, precisions: Sequence[PrecisionName], inspect: Inspect, workers: int) -> None:
+        self._precisions = precisions
+        self._inspect = inspect
+        self._workers = max(1, workers)
+        self.steps: list[Step] = []
+        self.own: dict[str, str | int] = {}
+        """Settings that the script gives its Accelerator itself, of those that plans are about."""
+        self._run: Run | None = None
+        self._to_parent: IO[bytes] | None = None
+        self._accelerators: list[Accelerator] = []
+        self._anatomy = Anatomy()
+        self._swapped: dict[int, nn.Parameter] = {}
+        self._mode: Any = None  # Any: torch leaves FakeTensorMode untyped
+        self._models: list[nn.Module] = []
+        self._watch: StepWatch | None = None
+        self._notes: SavedNotes | None = None
+        self._inside = ExitStack()
+        self._building = ExitStack()
+        """While open, models are built without memory."""
+        self._rows = 0
+
+    def run(self, loop: Callable[[], object]) -> list[Step]:
+        """Run `loop` until its first `prepare()` with a model, and trace its step there.
+
+        Raises: ConfigError when it ends or fails before, or when the step cannot be traced.
+        """
+        try:
+            with rehearsing(self), redirect_stdout(sys.stderr), self._building:
+                self._building.enter_context(init_on_device("meta"))
+                loop()
+        except _EndOfPlanning:
+            return self.steps
+        except SystemExit as error:
+            said = f", saying {error.code!r}" if isinstance(error.code, str) else f" with exit code {error.code or 0}"
+            self._fail(f"it ended{said}")
+        except Exception as error:  # of any kind: the loop is the user's own, and the sentence says what it raised
+            if self._run is None and isinstance(error, ConfigError):  # a sentence already
+                raise
+            self._fail(happened(error).rstrip("."))
+        if self._run is not None:
+            self._fail("it ended before its first update")
+        raise ConfigError(
+            "the script never called Accelerator.prepare() with a model, so there is no training step to plan; give a script "
+            "that trains with hasten, or module:function."
+        )
+
+    def _fail(self, what: str) -> None:
+        """End a forked step, or the planning, with a sentence."""
+        if self._run is not None:
+            self._answer(Step(self._run, error=what))
+        raise ConfigError(
+            f"the script stopped before its first batch, so there is no step to plan: {what}. Run it alone to see where, or "
+            "give module:function, which needs no data."
+        )
+
+    # -- in the process that forks ----------------------------------------------------------------------------------
+    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+        """Fork once for each variant where the first model is prepared, and go on in the fork alone."""
+        if self._run is not None:
+            return self._prepare_fake(objects, go_on)
+        models = [value for value in objects if isinstance(value, nn.Module)]
+        if not models:  # loaders may come before
+            return go_on(objects)
+        owner = next(one for one in self._accelerators if one.prepared is done)
+        self._anatomy = self._inspect(models)
+        blocks = self._anatomy.block_classes
+        self._fork_all([(p, names) for p in self._precisions for names in ((), blocks)[: 1 + bool(blocks)]])
+        prepared = Accelerator.prepare(owner, *objects)  # which was built again, for this variant
+        return prepared if len(objects) > 1 else (prepared,)
+
+    def _fork_all(self, variants: Sequence[tuple[PrecisionName, tuple[str, ...]]]) -> None:
+        waiting = [Run(precision, names, samples) for precision, names in variants for samples in (2, 1)]
+        running: list[tuple[Run, int, IO[bytes]]] = []
+        while waiting or running:
+            while waiting and len(running) < self._workers:
+                run = waiting.pop(0)
+                source, target = os.pipe()
+                pid = self._fork()
+                if pid == 0:
+                    os.close(source)
+                    self._become(run, target)
+                    return
+                os.close(target)
+                running.append((run, pid, os.fdopen(source, "rb")))
+            run, pid, pipe = running.pop(0)
+            with pipe:
+                content = pipe.read()
+            os.waitpid(pid, 0)
+            self.steps.append(_decode(content, run))
+        raise _EndOfPlanning
+
+    def _fork(self) -> int:
+        try:
+            return os.fork()
+        except OSError as error:
+            raise ConfigError(
+                f"the process that runs the script cannot be copied ({error.strerror}): what the script has loaded by its first prepare() "
+                "is too large for this machine. Load less data, or give module:function, which needs none."
+            ) from error
+
+    # -- in a fork --------------------------------------------------------------------------------------------------
+    def _become(self, run: Run, target: int) -> None:
+        self._run = run
+        self._to_parent = os.fdopen(target, "wb")
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._building.close()
+        for accelerator in self._accelerators:
+            Accelerator.__init__(accelerator)  # the script holds it already, so it is built again in its place
+
+    def built(self, accelerator: Accelerator) -> None:
+        """Remember an Accelerator of the script."""
+        if not any(accelerator is known for known in self._accelerators):
+            self._accelerators.append(accelerator)
+
+    def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
+        """What an Accelerator is built with instead of what the script gave."""
+        if self._run is None:
+            self.own |= {name: given[name] for name in OWN if given.get(name) is not None}
+        own: dict[str, Any] = {"cpu": True, "numbers": "off", "stall": "off", "divergence": "off", "strategy": "none"}
+        own["device_placement"] = False  # everything is on the CPU, and torch cannot move what is fake
+        own["mixed_precision"] = "no" if self._run is None else self._run.precision
+        if self._run is not None and self._run.recompute:
+            own["recompute"] = self._run.recompute
+        return own
+
+    def _prepare_fake(self, objects: Objects, go_on: Callable[[Objects], Objects]) -> Objects:
+        for model in (value for value in objects if isinstance(value, nn.Module)):
+            with self._mode:
+                self._swapped |= fake_copy(model)
+            self._models.append(model)
+        for optimizer in (value for value in objects if isinstance(value, Optimizer)):
+            for group in optimizer.param_groups:
+                group["params"] = [self._swapped.get(id(parameter), parameter) for parameter in group["params"]]
+                if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                    group["foreach"] = True  # as torch decides on a GPU
+        with self._mode:
+            return go_on(objects)
+
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
+        """A loader that gives one batch."""
+        return OneBatch(loader, self)
+
+    def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
+        """An optimizer whose first step ends the trace."""
+        return LastStep(optimizer, clock, precision, self)
+
+    def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's own batches
+        """The first batch of a loader, with as many samples as this run asks for, as fake tensors."""
+        assert self._run is not None, "loaders of the process that forks are not replaced"
+        first = next(iter(loader))
+        rows = batch_size(first) or 1
+        self._rows = self._rows or rows
+        wanted = self._run.samples
+        few = slice_rows(first, slice(0, min(rows, wanted)), rows) if rows > 1 else first
+        if rows < wanted:
+            few = concat([few] * wanted)
+        self._begin()
+        return map_tensors(self._fake, few)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def _begin(self) -> None:
+        if self._watch is not None:
+            return
+        self._watch = watch = StepWatch(self._models)
+        self._notes = notes = SavedNotes(watch, self._anatomy)
+        self._inside.enter_context(self._mode)
+        self._inside.enter_context(watch.hooks())
+        handle = register_module_forward_pre_hook(notes.entered)
+        self._inside.callback(handle.remove)
+        self._inside.enter_context(gpu_rules(notes.attention))
+        if self._run is not None and not self._run.recompute:
+            self._inside.enter_context(saved_tensors_hooks(notes.save, lambda tensor: tensor))
+        self._inside.enter_context(watch)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Look at the update in place of doing it: the traced step ends here."""
+        if self._run is None or self._watch is None or self._notes is None:
+            return
+        step = Step(self._run, batch_size=self._rows)
+        watch = self._watch
+        step.watched = Watched(
+            watch.seen.alive[:], dict(watch.seen.flops), watch.seen.moved, watch.seen.operations, watch.seen.peak_module
+        )
+        step.saved = self._notes.saved
+        before = len(watch.seen.alive)
+        optimizer.step()
+        step.optimizer = _facts(
+            optimizer, watch.seen.alive[before:], watch.seen.alive[before - 1] if before else (0, 0, 0)
+        )
+        step.watched.alive = _thinned(step.watched.alive)
+        self._answer(step)
+
+    def _answer(self, step: Step) -> None:
+        assert self._to_parent is not None, "only forks answer"
+        self._inside.pop_all()  # closing it would run the user's own exits; the process ends
+        self._to_parent.write(msgspec.json.encode(step))
+        self._to_parent.close()
+        os._exit(0)
+
+
+_MOMENTS: Final = 256
+
+
+class LastStep(PreparedOptimizer):
+    """A prepared optimizer of a traced loop: `step` ends it, also inside an accumulation window."""
+
+    def __init__(self, inner: Optimizer, clock: StepClock, precision: Precision, takeover: Takeover) -> None:
+        super().__init__(inner, clock, precision)
+        self._takeover = takeover
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # Any: as in the class it stands for
+        """End the traced step."""
+        self._takeover.step(self.optimizer)
+
+
+class OneBatch:
+    """A loader that gives one batch; whatever else is asked of it, the loader itself answers."""
+
+    def __init__(self, loader: DataLoader[Any], takeover: Takeover) -> None:
+        self._loader = loader
+        self._takeover = takeover
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._takeover.batch(self._loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:  # Any: attributes of the user's loader
+        return getattr(self._loader, name)
+
+
+def _decode(content: bytes, run: Run) -> Step:
+    try:
+        return msgspec.json.decode(content, type=Step)
+    except msgspec.DecodeError:
+        return Step(run, error="the process that traced it died")
+
+
+def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """The highest moment of each of some hundred equal spans."""
+    span = max(1, -(-len(alive) // _MOMENTS))
+    return [max(alive[start : start + span], key=sum) for start in range(0, len(alive), span)]
+
+
+def _facts(optimizer: Optimizer, alive: list[tuple[int, int, int]], before: tuple[int, int, int]) -> OptimizerFacts:
+    """What an optimizer keeps, from its state after the first update, and what it allocated besides while it updated."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    states: tuple[int, ...] = ()
+    counters = 0
+    for parameter in parameters[:1]:
+        values = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        states = tuple(value.element_size() for value in values if value.shape == parameter.shape)
+        counters = sum(value.numel() * value.element_size() for value in values if value.shape != parameter.shape)
+    total = sum(p.numel() * p.element_size() for p in parameters) or 1
+    kept = sum(p.numel() for p in parameters) * sum(states)
+    highest = max((activations for activations, _, _ in alive), default=0) - before[0]
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        states=states,
+        counter_bytes=counters,
+        passing=max(0.0, (highest - kept) / total),
+    )

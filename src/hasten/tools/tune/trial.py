@@ -1,0 +1,253 @@
+"""The program of one trial of `hasten tune`: a script's first updates under given values, timed. Started by name, imported by nobody.
+
+The script's Accelerator asks the `Timed` run, a `Rehearsal`, which changes what it is built with and what it prepares, as
+`docs/planning.md` tells, and ends the script after enough updates, before its own end: nothing is evaluated or saved.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from hasten.accelerator.facade import Accelerator
+from hasten.accelerator.preparing import Prepared
+from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
+from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.runtime.axes import BATCH
+from hasten.strategies.fsdp.wrapping import blocks_to_recompute
+from hasten.tools.plan.targets import run_script
+from hasten.tools.tune.failures import happened
+from hasten.tools.tune.tuning import Outcome
+
+_OFTEN: Final = 10
+"""Updates between two looks whether a trial is hopeless."""
+
+
+class Spec(msgspec.Struct):
+    """What a trial is told."""
+
+    values: dict[str, Any]  # Any: numbers, names and flags
+    result: str
+    warmup: int
+    updates: int
+    hopeless_s: float | None = None
+
+
+class _Enough(BaseException):
+    """Leaves the script: not an Exception, so that no handler of its own keeps it."""
+
+
+class Timed(Rehearsal):
+    """The trial inside a running script."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.losses: list[Tensor] = []
+        self.marks: list[float] = []
+        self.rows = 0
+        self.blocks: tuple[str, ...] = ()
+        self.convolutions = False
+        self.precision = "no"
+        self.whole_step = False
+        self.gave_up = False
+        self._batch_size_done = False
+        self._accelerator: Accelerator | None = None
+        self._overwritten = False
+        """The compiled model writes its outputs, a loss among them, to the same memory in each step."""
+
+    def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:  # Any: arguments of an Accelerator
+        """What the script gave its Accelerator, with this trial's values in their place."""
+        values, own = self.spec.values, dict(given)
+        own |= {"log_with": None, "project_dir": None}
+        if own.get("numbers") == "off":
+            own["numbers"] = "report"  # what notes the losses
+        if "mixed_precision" in values:
+            own["mixed_precision"] = values["mixed_precision"]
+        if values.get("recompute"):
+            own["recompute"] = tuple(values["recompute"])
+        if values.get("step_graph"):
+            own["performance"] = {"mode": "auto", "compile": False}
+        ways = {
+            "regional": {"backend": "inductor", "use_regional_compilation": True},
+            "whole": {"backend": "inductor"},
+            "cuda graph": {"backend": "inductor", "mode": "reduce-overhead"},
+        }
+        if values.get("compile") in ways:
+            own["dynamo"] = ways[values["compile"]]
+        if "prefetch" in values:
+            own["dataloader"] = {"prefetch": values["prefetch"]}
+        if "bucket_cap_mb" in values:
+            own["ddp"] = {"bucket_cap_mb": values["bucket_cap_mb"]}
+        return own
+
+    def _changed(self, value: Any) -> Any:  # Any: what the script prepares
+        """One of the script's objects, as this trial wants it."""
+        values = self.spec.values
+        if isinstance(value, nn.Module):
+            self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
+            found = blocks_to_recompute(value, FullyShardedDataParallelPlugin())
+            self.blocks = tuple(sorted({type(block).__name__ for block in found}))
+            return value.to(memory_format=torch.channels_last) if values.get("channels_last") else value  # type: ignore[call-overload]
+        if isinstance(value, Optimizer) and values.get("fused"):
+            for group in value.param_groups:
+                if "fused" in group:
+                    group["fused"], group["foreach"] = True, False
+        return value
+
+    def built(self, accelerator: Accelerator) -> None:
+        """Count the updates of an Accelerator, after whoever else looks at them."""
+        self._accelerator = accelerator
+        self.precision = accelerator.precision.spec
+        self._overwritten = accelerator.config.dynamo.makes_cuda_graphs
+        clock = accelerator.clock
+        before = clock.after_update
+
+        def updated() -> None:
+            if before is not None:
+                before()
+            self.updated()
+
+        clock.after_update = updated
+
+    def prepare(self, objects: Objects, done: Prepared, go_on: Callable[[Objects], Objects]) -> Objects:
+        """Prepare the script's objects as this trial wants them."""
+        return go_on(tuple(self._changed(value) for value in objects))
+
+    def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
+        """Prepare a loader as this trial wants it; the first is the one that trains."""
+        made = go_on(self._resized(loader))
+        self.rows = self.rows or made.batch_size or 0
+        return made
+
+    def capturing(self) -> None:
+        """Note that the step is given as a whole."""
+        self.whole_step = True
+
+    def loss_listener(self) -> Callable[[Tensor], None]:
+        """Who notes losses."""
+        return self.loss
+
+    def _resized(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        values = self.spec.values
+        if "num_workers" in values:
+            loader.num_workers = values["num_workers"]
+            loader.prefetch_factor = 2
+        wanted = values.get("batch_size")
+        if wanted and not self._batch_size_done:  # the first loader is the one that trains
+            self._batch_size_done = True
+            return DataLoader(
+                loader.dataset,
+                batch_size=wanted,
+                sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
+                num_workers=loader.num_workers,
+                collate_fn=loader.collate_fn,
+                pin_memory=loader.pin_memory,
+                worker_init_fn=loader.worker_init_fn,
+                generator=loader.generator,
+                drop_last=loader.drop_last,
+            )
+        return loader
+
+    def loss(self, loss: Tensor) -> None:
+        """Note a loss that is sent backward; while a CUDA graph is recorded nothing runs, and its first replay counts."""
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self.losses.append(loss.detach().clone() if self._overwritten else loss.detach())
+
+    def updated(self) -> None:
+        """Note an update; the script ends at the last one."""
+        done = len(self.marks)
+        if done in (self.spec.warmup, self.spec.warmup + self.spec.updates) and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+        limit = self.spec.hopeless_s
+        measured = self.marks[self.spec.warmup :]
+        if limit is not None and measured and len(measured) % _OFTEN == 0:
+            self.gave_up = median(b - a for a, b in pairwise(measured)) > limit
+        if done >= self.spec.warmup + self.spec.updates or self.gave_up:
+            raise _Enough
+
+    @property
+    def _samples(self) -> int:
+        """Samples in one update, over all ranks and micro-steps."""
+        if self._accelerator is None:
+            return self.rows
+        return self.rows * self._accelerator.clock.every * self._accelerator.ctx.mesh.size(*BATCH)
+
+    def outcome(self, error: str = "") -> Outcome:
+        """What was measured."""
+        measured = self.marks[self.spec.warmup :]
+        step = (measured[-1] - measured[0]) / (len(measured) - 1) if len(measured) > 1 else 0.0
+        if not error and not step:
+            error = (
+                f"it ended after {len(self.marks)} updates, and {self.spec.warmup + self.spec.updates} are needed; train for longer, or "
+                "give fewer --warmup and --updates"
+                if self.marks
+                else "it made no update with an Accelerator of hasten's"
+            )
+        losses: list[float] = []
+        try:
+            losses += [float(loss) for loss in self.losses]
+        except RuntimeError as wrong:  # a kernel of the script failed, and reading is where one learns of it
+            error = error or happened(wrong)
+        cuda = torch.cuda.is_available()
+        return Outcome(
+            step_s=step,
+            samples_per_s=self._samples / step if step else 0.0,
+            peak_bytes=torch.cuda.max_memory_allocated() if cuda else _resident(),
+            losses=tuple(losses),
+            batch_size=self.rows,
+            block_classes=self.blocks,
+            convolutions=self.convolutions,
+            precision=self.precision,
+            whole_step=self.whole_step,
+            error=error,
+            gave_up=self.gave_up,
+        )
+
+
+def _resident() -> int:
+    """The most memory that this process has held at one time."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def main(argv: list[str]) -> int:
+    """Run `spec.json script.py [arguments]` and write what was measured."""
+    spec = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Spec)
+    timed = Timed(spec)
+    if spec.values.get("tf32"):
+        torch.set_float32_matmul_precision("high")
+    error = ""
+    try:
+        with rehearsing(timed):
+            run_script(Path(argv[1]), argv[2:])
+    except _Enough:
+        pass
+    except SystemExit as ended:
+        error = f"it ended with exit code {ended.code}" if ended.code else ""
+    except Exception as wrong:  # of any kind: the script is the user's own, and the table says what it raised
+        error = happened(wrong)
+    if facade_rank() == 0:
+        Path(spec.result).write_bytes(msgspec.json.encode(timed.outcome(error)))
+    return 0
+
+
+def facade_rank() -> int:
+    """This process's rank."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,229 @@
+"""The divergence check: every so many updates, ranks that must hold the same values compare fingerprints of them.
+
+A check takes a few updates, so that nobody waits: fingerprints are computed on the device at one and posted to the job's store at
+the next; rank 0 compares them when all are there, and the others look for its verdict at each update. Only when they differ are names
+exchanged. No collective is involved: a rank that has made more updates than another is reported as such, where a collective would
+have paired it with the wrong one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from hasten.errors import DivergenceError, HastenWarning
+from hasten.runtime.axes import Axis
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.devices import kind_of
+from hasten.runtime.store import LOST
+from hasten.trust.divergence.divergence import EVIDENCE, Divergence, Record, find
+from hasten.trust.divergence.fingerprint import Fingerprints
+from hasten.trust.divergence.fingerprint_vote import Ballot
+from hasten.trust.divergence.replicas import Entry, Replicas
+
+log = logging.getLogger(__name__)
+
+_HEARD_AFTER: Final = 4
+"""Updates after which every rank has seen an answer: those between two collectives, and some more."""
+_STALE: Final = 200
+"""Updates after which a check is given up, because a rank never took part in it."""
+_LAST_S: Final = 60.0
+_LOOK_S: Final = 0.001
+_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SentinelSettings:
+    """How often ranks compare, and what happens when they differ."""
+
+    every: int = 100
+    then: Literal["stop", "report"] = "stop"
+    ignored: Sequence[str] = ()
+    """Patterns of names that are not compared."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """What rank 0 has found, and the moment at which every rank acts on it."""
+
+    found: Divergence
+    act_at: int
+
+
+@dataclass(slots=True)
+class _Check:
+    """One check on its way: taken at an update, posted later, concluded later still."""
+
+    number: int
+    step: int
+    entries: list[Entry]
+    values: Tensor
+    """Fingerprints of the entries with tensors, on the host once `ready` has passed."""
+    ready: torch.Event | None
+    stage: Literal["taken", "posted", "shown", "answered", "known"] = "taken"
+    answer: _Answer | None = None
+
+
+class Sentinel:
+    """One rank's part in the checks. Called by the training thread, after each update."""
+
+    def __init__(self, replicas: Replicas, ctx: ProcessContext, store: Store, settings: SentinelSettings) -> None:
+        self._replicas = replicas
+        self._ctx = ctx
+        self._settings = settings
+        self._ballot = Ballot(store, ctx.rank, ctx.mesh)
+        self._fingerprints = Fingerprints()
+        self._pending: deque[_Check] = deque()
+        self._taken = 0
+        self._agreed_at: int | None = None
+
+    def updated(self) -> None:
+        """An optimizer has made an update. Ranks: every rank.
+
+        Raises: DivergenceError on every rank when the check of an earlier update has found a difference.
+        """
+        step = self._replicas.clock.num_updates
+        if self._replicas.clock.apart:
+            self._pending.clear()
+            return
+        if self._pending:
+            self._advance(step)
+        if step % self._settings.every == 0 or self._taken == 0:
+            self._take(step)
+
+    def finish(self) -> None:
+        """Compare a last time, and wait for the result. Ranks: every rank, at the end of training."""
+        if self._replicas.clock.apart or self._taken == 0:
+            return
+        self._take(self._replicas.clock.num_updates)
+        until = time.monotonic() + _LAST_S
+        while self._pending and time.monotonic() < until:
+            self._advance(None)
+            time.sleep(_LOOK_S)
+        if self._pending:
+            log.warning("the last divergence check was left out: not every rank came to it")
+
+    def _advance(self, step: int | None) -> None:
+        """Take every check as far as it gets without waiting; without a step, at the end of training."""
+        try:
+            for check in list(self._pending):
+                if step is None or step > check.step:
+                    self._move(check, step)
+        except LOST:  # whoever serves the store has ended: that is reported where it happened
+            log.warning("divergence checks end here: the job's store is gone")
+            self._pending.clear()
+
+    def _move(self, check: _Check, step: int | None) -> None:
+        number = check.number
+        if check.stage == "taken":
+            self._post(check)
+            check.stage = "posted"
+        if check.stage == "posted" and (agreed := self._ballot.verdict(number)) is not None:
+            if agreed:
+                self._agreed_at = check.step
+                self._pending.remove(check)
+                return
+            self._ballot.show(number, _records(check))
+            check.stage = "shown"
+        if check.stage == "shown" and self._ctx.is_main and (held := self._ballot.shown(number)) is not None:
+            self._decide(check, held)
+            check.stage = "answered"
+        if check.stage in ("shown", "answered") and (text := self._ballot.answer(number)) is not None:
+            check.answer = msgspec.json.decode(text, type=_Answer)
+            check.stage = "known"
+        if check.stage == "known" and check.answer is not None:
+            if step is None or self._moment >= check.answer.act_at:
+                self._act(check.answer.found)
+        elif step is not None and step - check.step > _STALE:
+            self._pending.remove(check)
+
+    def _decide(self, check: _Check, held: dict[int, list[Record]]) -> None:
+        """Find the cause for all, and name the moment at which all act: when every rank has heard of it."""
+        found = find(held, self._ctx.mesh, check.step, self._agreed_at)
+        assert found is not None, "fingerprints that differ belong to records that differ"
+        now = self._moment
+        each = -(-now // max(1, self._replicas.clock.num_updates))
+        answer = _Answer(found, now + _HEARD_AFTER * max(1, each))
+        self._ballot.set_answer(check.number, msgspec.json.encode(answer).decode())
+
+    @property
+    def _moment(self) -> int:
+        """Backward passes, in which ranks keep pace with each other, or updates in a script that makes them by itself."""
+        clock = self._replicas.clock
+        return clock.num_passes or clock.num_updates
+
+    # -- one check --------------------------------------------------------------------------------------------------
+    def _take(self, step: int) -> None:
+        """Compute the fingerprints, and start their way to the host."""
+        held = self._replicas.entries()
+        if self._taken == 0 and self._ctx.is_main:
+            self._warn_of_unmatched()
+        tensors = [tensor for _, tensor in held if tensor is not None]
+        device = self._ctx.device
+        if kind_of(device).lazy:  # where taking bits for integers would be a program of its own
+            tensors, device = [tensor.cpu() for tensor in tensors], torch.device("cpu")
+        found = self._fingerprints.of(tensors, device)
+        ready = None
+        if found.device.type != "cpu":
+            found = found.to("cpu", non_blocking=True)
+            ready = torch.Event(device)
+            ready.record()
+        self._pending.append(_Check(self._taken, step, [entry for entry, _ in held], found, ready))
+        self._taken += 1
+
+    def _post(self, check: _Check) -> None:
+        """Tell rank 0 one number for each set of axes."""
+        if check.ready is not None:
+            check.ready.synchronize()
+        self._ballot.post(check.number, [record for record in _records(check) if record.kind not in EVIDENCE])
+
+    def _act(self, found: Divergence) -> None:
+        self._pending.clear()  # checks that were taken meanwhile would say the same again
+        if self._settings.then == "stop" and not found.mild:
+            message = found.message("every rank stops here; divergence=report would go on")
+            raise DivergenceError(message, found.cause, found.step, found.differences[0].name, found.odd)
+        self._replicas.forgiven.update((one.kind, one.name) for one in found.differences)
+        if self._ctx.is_main:
+            text = found.message("training goes on, and these are not compared any more")
+            warnings.warn(text, HastenWarning, stacklevel=2)
+
+    def _warn_of_unmatched(self) -> None:
+        unmatched = [pattern for pattern in self._settings.ignored if pattern not in self._replicas.matched]
+        if unmatched:
+            text = (
+                f"divergence_ignore={unmatched[0]!r} matches no parameter or buffer of the prepared models on rank 0, so it "
+                "excludes nothing from the comparison of ranks there. Give canonical names such as 'encoder.*.running_mean'."
+            )
+            warnings.warn(text, HastenWarning, stacklevel=2)
+
+
+@lru_cache(maxsize=64)  # asked for every tensor in every check, and the same few sets of axes come again
+def _in_order(axes: frozenset[Axis]) -> tuple[Axis, ...]:
+    return tuple(sorted(axes))
+
+
+def _records(check: _Check) -> list[Record]:
+    """What this rank holds, by name."""
+    values = iter(check.values.tolist())
+    return [
+        Record(
+            entry.kind,
+            entry.name,
+            _in_order(entry.axes),
+            # multiplied by a number of its own, so that values which change places are seen in a sum of them
+            ((next(values) if entry.has_tensor else 0) * (entry.digest | 1) + entry.digest) & _MASK,
+            entry.said,
+            entry.statistics,
+        )
+        for entry in check.entries
+    ]

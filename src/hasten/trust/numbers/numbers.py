@@ -1,0 +1,356 @@
+"""The numbers watch: losses and gradients that are nan, inf or far too large, found before or shortly after they do harm.
+
+With "report" each rank looks at its own losses some updates later, so that the device is never waited for. With "stop", "skip" and
+"rollback" all ranks look at losses and gradients before each update and decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from hasten.data.loader import Loader, Place
+from hasten.errors import HastenWarning, NumbersError
+from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import named_parameters
+from hasten.modules.stages import stage_part
+from hasten.optim.clock import StepClock
+from hasten.optim.loader_progress import LoaderCursor
+from hasten.optim.window import Holder
+from hasten.runtime.context import ProcessContext
+from hasten.runtime.nodelist import ranks_in_words
+from hasten.trust.numbers.first_module import LastCalls, first_bad_module
+from hasten.trust.numbers.late_losses import LateLosses, Update, read
+from hasten.trust.numbers.rollback import Rollback
+
+_RECENT: Final = 64
+_ENOUGH: Final = 16
+"""Losses that must have been seen before one can be called a spike."""
+_SHOWN: Final = 16
+_MOST: Final = 4096
+_FINE, _GRADIENT, _LOSS = 0, 1, 2
+"""How bad a rank's numbers are. A bad loss makes the averaged gradients of all ranks bad, so it comes first."""
+_WHY: Final = (
+    "the update would make weights nan on every rank, and no later step brings them back. Look at those samples; else lower the "
+    "learning rate, clip gradients (clip_grad_norm_), or guard the division, logarithm or square root in that module."
+)
+
+
+class Prepared(Protocol):
+    """What an Accelerator has prepared."""
+
+    @property
+    def models(self) -> Sequence[nn.Module]: ...
+    @property
+    def loaders(self) -> Sequence[object]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersSettings:
+    """What happens when a number is not finite, and from when on a loss is a spike."""
+
+    then: Literal["report", "stop", "skip", "rollback"] = "report"
+    spike: float | None = None
+    """A loss of more than so many times the median of the last ones; None for never."""
+    runs_together: bool = False
+    """A forward needs every rank: parameters are divided."""
+    rollbacks: int = 0
+    """How often the run may go back to a checkpoint."""
+    scaled: bool = False
+    """Losses are scaled, and overflow is looked after."""
+    overwritten: bool = False
+    """The memory of a loss is used again in the next step."""
+
+
+Batches = list[tuple[Loader, Place]]
+"""The batches that a loss came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one rank found in one update."""
+
+    what: str = ""
+    """In words; empty when its own numbers are fine."""
+    samples: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+class NumbersWatch:
+    """One rank's watch over its losses and gradients. Called by the training thread."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        unwrap: Callable[[nn.Module], nn.Module],
+        ctx: ProcessContext,
+        clock: StepClock,
+        settings: NumbersSettings,
+        rollback: Rollback | None = None,
+        newest: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._prepared = prepared
+        self._unwrap = unwrap
+        self._ctx = ctx
+        self._clock = clock
+        self._settings = settings
+        self.rollback = rollback
+        self._newest = newest
+        self.on_loss: Callable[[Tensor], None] | None = None
+        """Told of each loss before it is backpropagated."""
+        self._calls = LastCalls()
+        self._losses: LateLosses[Batches] = LateLosses(settings.overwritten, odd_only=settings.spike is None)
+        self._cursor: LoaderCursor | None = None
+        self._loader: Callable[[], Loader | None] = lambda: None
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._later = settings.then == "report"
+        # A scaler skips updates that overflow, and stops when it skips too many.
+        self._quiet = self._later and settings.scaled
+
+    def follow(self, model: nn.Module) -> None:
+        """Remember the calls of a prepared model, to be able to repeat the last one."""
+        if self._settings.then != "report":
+            self._calls.follow(model)
+
+    def seen(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        """A loss is about to be backpropagated. One that weighs nothing may be a mean over nothing, and is not looked at."""
+        if self.on_loss is not None:
+            self.on_loss(loss)
+        if self._quiet:
+            return
+        if self._later and loss.is_cpu:  # reading costs nothing
+            if self._settings.spike is not None or loss.numel() != 1 or not math.isfinite(loss.item()):
+                self._read_now(loss, weight)
+            return
+        watched = self._clock.cursors.watched
+        if len(watched) == 1 and watched[0] is self._cursor and (loader := self._loader()) is not None:
+            batches = [(loader, loader.place())]  # the loop goes on over the same loader
+        else:
+            batches = self._batches()
+        due = self._losses.add(loss, weight, batches, self._clock.num_updates + 1)
+        if self._later:
+            if due and not (loss.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._report(self._losses.copy())
+        elif len(self._losses.held) > _MOST:  # a script whose optimizer was not prepared makes no updates here
+            self._losses.take()
+
+    def _read_now(self, loss: Tensor, weight: float | Tensor | None) -> None:
+        update = Update(self._clock.num_updates + 1, [(loss.detach(), weight, self._batches())])
+        update.values = read(update)
+        self._report([update])
+
+    @contextmanager
+    def apart(self) -> Iterator[list[Tensor]]:
+        """Context manager in which losses are not watched, but put into the list it yields when it ends."""
+        held, self._losses.held = self._losses.held, []
+        losses: list[Tensor] = []
+        try:
+            yield losses
+        finally:
+            losses += [loss for loss, *_ in self._losses.held]
+            self._losses.held = held
+
+    def _batches(self) -> Batches:
+        """The batches in the user's hands."""
+        found: Batches = []
+        for cursor in self._clock.cursors.active():
+            for one in self._prepared.loaders:
+                if isinstance(one, Loader) and one.cursor is cursor:
+                    found.append((one, one.place()))
+                    self._cursor, self._loader = cursor, ref(one)
+        return found
+
+    def before_update(self, optimizer: Holder) -> bool:
+        """Whether the update must be skipped. Ranks: every rank.
+
+        Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop, or the run cannot go back.
+        """
+        if self.rollback is not None and self.rollback.target is not None:  # what comes now will be undone
+            self._losses.take()
+            return not optimizer.scaled
+        return self._look(self._losses.take(), self._clock.num_updates + 1, optimizer)
+
+    def finish(self) -> None:
+        """Look at the losses that have not been looked at yet."""
+        if self._settings.then == "report":
+            self._report(self._losses.rest())
+        elif self.rollback is not None and self.rollback.target is not None and self._ctx.is_main:
+            warnings.warn(
+                f"the training ended before it went back to {self.rollback.target}: the loop asked for no further batch. The bad update "
+                "was left out, and nothing else undone. Call accelerator.roll_back() where the loop may end after an update.",
+                HastenWarning,
+                stacklevel=3,
+            )
+
+    # -- some updates later, alone ----------------------------------------------------------------------------------
+    def _report(self, updates: Sequence[Update[Batches]]) -> None:
+        for update in updates:
+            if self._quiet or not (what := self._judge(update.values)):
+                continue
+            self._quiet = True
+            text = "\n".join(
+                [
+                    f"{what} in update {update.step} on rank {self._ctx.rank}",
+                    *self._describe(update).lines,
+                    f"  why:  {_WHY}",
+                    "  now:  training goes on, and this rank reports no more; numbers=stop would have stopped before the update and "
+                    "named the module, numbers=skip would have left the update out",
+                ]
+            )
+            warnings.warn(text, HastenWarning, stacklevel=2)
+
+    # -- before the update, together --------------------------------------------------------------------------------
+    def _look(self, seen: Update[Batches], step: int, optimizer: Holder) -> bool:
+        if seen.losses:
+            seen.values = read(seen)
+        what = self._judge(seen.values)
+        level = _LOSS if what else _FINE
+        if not what and not optimizer.scaled and optimizer.readable and not _finite_gradients(optimizer.parameters):
+            what, level = "a gradient is nan or inf", _GRADIENT
+        worst = self._worst(level)
+        if worst == _FINE:
+            self._calls.clear()
+            return False
+        if level < worst:  # averaged with the gradients of a rank whose loss is bad: not this rank's doing
+            what = ""
+        finding = self._find(seen, what, optimizer)
+        self._calls.clear()
+        batches = [one for _, _, found in seen.losses for one in found]
+        answers = self._ctx.world.all_gather_object((bool(batches), (finding.what, finding.samples, finding.lines)))
+        findings = {rank: Finding(*one) for rank, (_, one) in enumerate(answers)}
+        if self._settings.then == "rollback":
+            self._go_back(step, findings, batches, all(known for known, _ in answers))
+        else:
+            self._act(step, findings, optimizer.scaled)
+        return not optimizer.scaled
+
+    def _worst(self, level: int) -> int:
+        """The highest level of any rank."""
+        world = self._ctx.world
+        return (
+            level if world.size == 1 else int(world.all_reduce(torch.tensor([level], dtype=torch.int32), "max").item())
+        )
+
+    def _act(self, step: int, findings: Mapping[int, Finding], scaled: bool) -> None:
+        if self._settings.then == "stop":
+            now = "every rank stops, before the update; numbers=skip would leave the update out and go on"
+            raise _error(step, findings, now)
+        how = "the scaler skips the update" if scaled else "the update is skipped on every rank"
+        self._tell(_in_words(step, findings, f"{how}; optimizer and scheduler stay as they are"))
+
+    def _go_back(self, step: int, findings: Mapping[int, Finding], batches: Batches, known: bool) -> None:
+        rollback = self.rollback
+        assert rollback is not None, "made with the setting"
+        if refusal := rollback.refusal(known):
+            raise _error(step, findings, f"every rank stops, before the update: {refusal}")
+        place = rollback.decide(batches)
+        self._recent.clear()  # the losses of the updates that are undone come once more
+        how = f"the run goes back to {place} and leaves the batches of this update out ({rollback.times} of at most {rollback.limit} times)"
+        self._tell(_in_words(step, findings, how))
+
+    def _tell(self, text: str) -> None:
+        if self._ctx.is_main:
+            warnings.warn(text, HastenWarning, stacklevel=2)
+
+    def _find(self, seen: Update[Batches], what: str, optimizer: Holder) -> Finding:
+        """What this rank can say. Where a forward needs every rank, all repeat theirs, also those whose numbers are fine."""
+        lines: list[str] = []
+        if what or self._settings.runs_together:
+            for call in self._calls.all():
+                inner = self._unwrap(call.model)
+                if stage_part(inner) is None:
+                    lines.append(f"  first module whose output is not finite: {first_bad_module(call, inner)}")
+        if not what:
+            return Finding()
+        if not optimizer.scaled and optimizer.readable and (names := self._bad_gradients(optimizer)):
+            lines.append(
+                f"  gradients that are not finite: {', '.join(names[:_SHOWN])}{' …' if len(names) > _SHOWN else ''}"
+            )
+        place = self._describe(seen)
+        return Finding(what, place.samples, [*place.lines, *lines])
+
+    def _bad_gradients(self, optimizer: Holder) -> list[str]:
+        own = {id(parameter) for parameter in optimizer.parameters}
+        return [
+            name
+            for model in self._prepared.models
+            for name, parameter in named_parameters(model)
+            if id(parameter) in own and not _finite_gradients([parameter])
+        ]
+
+    # -- losses -----------------------------------------------------------------------------------------------------
+    def _judge(self, values: list[float]) -> str:
+        """What is wrong with these losses, in words; empty when nothing is."""
+        for value in values:
+            if not math.isfinite(value):
+                return f"the loss is {value}"
+        spike = self._settings.spike
+        if spike is not None:
+            if len(self._recent) >= _ENOUGH:
+                median = statistics.median(self._recent)
+                for value in values:
+                    if value > spike * median > 0:
+                        return f"the loss is {value:.6g}, {value / median:.3g} times the median of the last {len(self._recent)}"
+            self._recent.extend(values)
+        return ""
+
+    def _describe(self, seen: Update[Batches]) -> Finding:
+        """The batches of this update, so that they can be fetched again."""
+        values = seen.values
+        lines: list[str] = []
+        samples: list[int] = []
+        odd = [number for number, value in enumerate(values) if not math.isfinite(value)]
+        for index in odd or range(len(values)):
+            for loader, place in seen.losses[index][2]:
+                indices = loader.samples(place)
+                where = f"  loss {values[index]:.6g}: epoch {place.start.epoch}, batch {place.steps} of this pass"
+                if indices is None:
+                    lines.append(f"{where}, of a stream or sampler whose order is not known here")
+                else:
+                    samples += indices
+                    more = f" and {len(indices) - _SHOWN} more" if len(indices) > _SHOWN else ""
+                    lines.append(f"{where}, dataset indices {', '.join(map(str, indices[:_SHOWN]))}{more}")
+                    if number := loader.number(place):
+                        which = f"--rank {self._ctx.rank} --epoch {place.start.epoch} --batch {number}"
+                        lines.append(f"  fetch it again: hasten data show {self._newest() or 'CHECKPOINT'} {which}")
+        return Finding("", samples, lines)
+
+
+def _in_words(step: int, findings: Mapping[int, Finding], now: str) -> str:
+    """What was found on which rank, and what happens now."""
+    ranks = tuple(rank for rank, one in findings.items() if one.what)
+    kinds = dict.fromkeys(one.what for one in findings.values() if one.what)
+    lines = [f"{' and '.join(kinds)} in update {step} on {ranks_in_words(ranks)}"]
+    for rank in ranks[:_SHOWN]:
+        lines += [f"  rank {rank}:", *(f"  {line}" for line in findings[rank].lines)]
+    return "\n".join([*lines, f"  why:  {_WHY}", f"  now:  {now}"])
+
+
+def _error(step: int, findings: Mapping[int, Finding], now: str) -> NumbersError:
+    ranks = tuple(rank for rank, one in findings.items() if one.what)
+    return NumbersError(_in_words(step, findings, now), step, ranks, {rank: findings[rank].samples for rank in ranks})
+
+
+@torch.no_grad()
+def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
+    """Whether this rank's parts of the gradients are finite; one look at the host for all of them."""
+    parts: list[Tensor] = []
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            local = grad.to_local() if is_dtensor(grad) else grad
+            parts.append(local.coalesce().values() if local.is_sparse else local)
+    worst = [torch.linalg.vector_norm(part, math.inf) for part in parts if part.numel()]
+    if not worst:
+        return True
+    device = worst[0].device
+    return math.isfinite(float(torch.stack([one.to(device, torch.float32) for one in worst]).sum()))

@@ -1,0 +1,340 @@
+"""Why ranks wait: a pure function from what is known of every rank to the likely cause. No clock, no store, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final, Literal
+
+from hasten.runtime.nodelist import ranks_in_words
+from hasten.trust.divergence.state import Cause, Seen, State
+from hasten.trust.stall.occupations import occupation
+
+Ends = Literal["never", "hardly", "perhaps"]
+"""It cannot end; it cannot unless a computation is still running somewhere; it may, because a rank still works."""
+_BARRIER: Final = "barrier/"
+_LARGE: Final = 2**22
+"""Elements of a tensor that a slow network may need seconds for."""
+_SLOW_IO: Final = ("checkpoint", "ending")
+_TRAINING: Final = ("backward", "forward")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Who waits for whom, and why."""
+
+    cause: Cause
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+    ends: Ends
+    """Whether the wait can still end by itself."""
+    sentence: str
+    cure: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two looks must agree on."""
+        return (self.cause, self.waiting, self.missing)
+
+
+def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
+    """The cause of a wait; None while nobody waits, or all who are waited for may take their time.
+
+    `lost_hosts` are those that do not answer the launcher either.
+    """
+    present = {seen.rank: seen.state for seen in world if seen.status == "here" and seen.state is not None}
+    states = {rank: state for rank, state in present.items() if not state.moves}
+    ahead = _ahead(states)
+    waiting = tuple(rank for rank, state in states.items() if state.waits or (ahead[rank] and state.kind == "device"))
+    if not waiting:
+        return None
+    lost = [seen for seen in world if seen.status in ("left", "failed", "gone", "stopped")]
+    working = [state for rank, state in states.items() if rank not in waiting]
+    if needed := [seen for seen in lost if _is_needed(seen, [states[rank] for rank in waiting], bool(working))]:
+        return _lost(waiting, needed)
+    silent = [seen for seen in world if seen.status == "silent"]
+    if unreachable := [seen for seen in silent if seen.note is not None and seen.note.host in lost_hosts]:
+        return _unreachable(waiting, unreachable)
+    if working:
+        return _uneven(states, waiting, ahead, working) or _working(waiting, working, io_patience_s)
+    if silent:
+        return _silent(waiting, silent)
+    if moving := [state for state in present.values() if state.moves]:
+        return _elsewhere(waiting, [state for state in moving if not state.block])
+    return _all_wait(states, ahead)
+
+
+def _ahead(states: Mapping[int, State]) -> dict[int, set[str]]:
+    """For each rank the groups in which it has begun a collective that another rank has not."""
+    found: dict[int, set[str]] = {rank: set() for rank in states}
+    for group in {group for state in states.values() for group in state.counts}:
+        counts = {rank: state.counts[group] for rank, state in states.items() if group in state.counts}
+        if group.startswith(_BARRIER):
+            counts = {rank: state.counts.get(group, 0) for rank, state in states.items()}
+        for rank, count in counts.items():
+            if count > min(counts.values()):
+                found[rank].add(group)
+    return found
+
+
+def _is_needed(seen: Seen, waiting: Sequence[State], others_work: bool) -> bool:
+    """Whether ranks wait for this one: one that ended well is missing only in groups in which others have begun more than it had.
+
+    Where that is not known, they wait for those first that are there and still work.
+    """
+    if seen.status in ("failed", "stopped"):
+        return True
+    if seen.note is None or seen.note.counts is None:
+        return not others_work
+    counts = seen.note.counts
+    return any(
+        state.barrier or any(group in counts and count > counts[group] for group, count in state.counts.items())
+        for state in waiting
+    )
+
+
+def _lost(waiting: tuple[int, ...], lost: Sequence[Seen]) -> Diagnosis:
+    status = next(
+        status for status in ("failed", "stopped", "gone", "left") if any(seen.status == status for seen in lost)
+    )
+    those = [seen for seen in lost if seen.status == status]
+    ranks = tuple(seen.rank for seen in those)
+    named = ranks_in_words(ranks)
+    ended = next((seen.note.ended for seen in those if seen.note is not None and seen.note.ended), "")
+    match status:
+        case "stopped":
+            sentence = f"{named} {_is(ranks)} stopped (SIGSTOP, Ctrl-Z or a debugger)"
+            cure = f"let it go on with `kill -CONT {those[0].note.pid if those[0].note else 'PID'}`, or find out who stopped it."
+        case "left":
+            sentence = f"{named} ended without an error{ended and f' {ended}'}, while other ranks still needed it"
+            cure = (
+                "let every rank do the same steps and end together: no sys.exit, return or break that depends on the rank, and "
+                "the same number of batches everywhere (prepare() the loader)."
+            )
+        case "failed":
+            sentence = f"{named} failed{ended and f': {ended}'}"
+            cure = "fix the error of that rank; the others only waited for it."
+        case _:
+            sentence = f"the process of {named} is gone, without a word"
+            cure = "it was killed or crashed: look at its last output, and at `dmesg` for the out-of-memory killer."
+    return Diagnosis(status, waiting, ranks, ends="never", sentence=sentence, cure=cure)  # type: ignore[arg-type]  # one of the four
+
+
+def _uneven(
+    states: Mapping[int, State], waiting: tuple[int, ...], ahead: Mapping[int, set[str]], working: Sequence[State]
+) -> Diagnosis | None:
+    """Ranks that have come to the end of training while others wait for them in a step."""
+    ending = [state for state in working if state.kind == "ending"]
+    training = [states[rank] for rank in waiting if states[rank].kind in _TRAINING and ahead[rank]]
+    if not ending or not training:
+        return None
+    ranks = tuple(sorted(state.rank for state in ending))
+    first, other = min(ending, key=lambda state: state.rank), training[0]
+    return Diagnosis(
+        "uneven",
+        waiting,
+        ranks,
+        ends="never",
+        sentence=(
+            f"{ranks_in_words(ranks)} {_is(ranks)} in end_training() at {first.spot.words()} after {first.step} updates, while rank "
+            f"{other.rank} waits at {other.spot.words()} for one more: the ranks have unequal numbers of batches"
+        ),
+        cure=(
+            "give every rank the same number of batches (prepare() the loader, or use join_uneven_inputs()), and call "
+            "end_training() on every rank after the same update."
+        ),
+    )
+
+
+def _working(waiting: tuple[int, ...], working: Sequence[State], io_patience_s: float) -> Diagnosis | None:
+    busy = [state for state in working if not _may_take_its_time(state, io_patience_s)]
+    if not busy:
+        return None
+    state = max(busy, key=lambda state: state.quiet_s)
+    cause, doing, cure = occupation(state)
+    last = f"; its last collective was {state.last.words()}, {state.last_ago_s:.0f} s ago" if state.last else ""
+    return Diagnosis(
+        cause,
+        waiting,
+        tuple(sorted(state.rank for state in busy)),
+        ends="perhaps",
+        sentence=f"rank {state.rank} {doing} ({state.quiet_s:.0f} s){last}",
+        cure=cure,
+    )
+
+
+def _may_take_its_time(state: State, io_patience_s: float) -> bool:
+    """Whether the others wait for this rank with its knowledge, or it visibly gets on with a file, a compilation or an import."""
+    if state.kind in _SLOW_IO:
+        return state.io_quiet_s < io_patience_s
+    return bool(state.block) or (state.kind in ("compiling", "importing") and state.quiet_s < 10 * io_patience_s)
+
+
+def _unreachable(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
+    ranks = tuple(seen.rank for seen in silent)
+    hosts = sorted({seen.note.host for seen in silent if seen.note is not None})
+    pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    return Diagnosis(
+        "unreachable",
+        waiting,
+        ranks,
+        ends="hardly",
+        sentence=(
+            f"{ranks_in_words(ranks)} ({pids}) does not answer, nor does the launcher on {', '.join(hosts)}: a lost machine, or the network "
+            "to it is down"
+        ),
+        cure="look at that machine and at the network between (`ping`, `dmesg`); with --max_restarts the job waits for its return.",
+    )
+
+
+def _silent(waiting: tuple[int, ...], silent: Sequence[Seen]) -> Diagnosis:
+    ranks = tuple(seen.rank for seen in silent)
+    pids = ", ".join(f"pid {seen.note.pid} on {seen.note.host}" for seen in silent[:4] if seen.note is not None)
+    activity = next((seen.activity for seen in silent if seen.activity), "")
+    if all(seen.note is None for seen in silent):
+        words = f"{ranks_in_words(ranks)} has not made an Accelerator yet, or its machine is lost"
+    elif activity:
+        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: busy in native code that lets no other thread of Python run ({activity})"
+    else:
+        words = f"{ranks_in_words(ranks)} ({pids}) does not answer: native code that never lets Python run, or a lost machine"
+    return Diagnosis(
+        "silent",
+        waiting,
+        ranks,
+        ends="perhaps",
+        sentence=words,
+        cure=(
+            "a long regular expression, json, pickle or a C extension may go on for as long as it takes; if it should not, look at that "
+            "process there (`py-spy dump --native --pid PID`, `dmesg`, the network between the machines)."
+        ),
+    )
+
+
+def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis | None:
+    """Ranks that begin other collectives, outside of blocks in which the others are meant to wait for them."""
+    if not moving:
+        return None
+    ranks = tuple(state.rank for state in moving)
+    return Diagnosis(
+        "elsewhere",
+        waiting,
+        ranks,
+        ends="perhaps",
+        sentence=(
+            f"{ranks_in_words(ranks)} {_is(ranks)} busy with other collectives, now at {moving[0].spot.words()}, while others wait in one "
+            f"that {'it has' if len(ranks) == 1 else 'they have'} not begun"
+        ),
+        cure=(
+            "let every rank of a group make the same calls in the same order; if only some ranks have work, let the others wait in "
+            "main_process_first(), or raise stall_after_s if it takes this long."
+        ),
+    )
+
+
+def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
+    """Every rank waits: for each other in different calls, or all in the same one."""
+    places: dict[tuple[str, str], list[int]] = {}
+    even = not any(ahead.values())  # then the same call from different lines is one collective
+    for rank, state in states.items():
+        places.setdefault(("" if even else state.spot.site, state.spot.call), []).append(rank)
+    everyone = tuple(sorted(states))
+    if len(places) == 1:
+        return _same_place(states, everyone)
+    groups = sorted(places.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    first, other = states[groups[0][0]], states[groups[1][0]]
+    uneven = ""
+    if len({state.step for state in states.values()}) > 1:
+        fewest, most = (pick(states.values(), key=lambda state: state.step) for pick in (min, max))
+        uneven = f"; rank {fewest.rank} has made {fewest.step} updates and rank {most.rank} {most.step}"
+    return Diagnosis(
+        "other call",
+        everyone,
+        (),
+        ends=_ends(states, ahead),
+        sentence=(
+            f"{ranks_in_words(groups[0])} waits at {first.spot.words()} while {ranks_in_words(groups[1])} waits at "
+            f"{other.spot.words()}: the ranks called different collectives{uneven}"
+        ),
+        cure=(
+            "every rank must make the same calls in the same order: move the call out of `if is_main_process:` and other "
+            "branches that depend on the rank, and give all ranks the same number of batches (prepare() the loader)."
+        ),
+    )
+
+
+def _same_place(states: Mapping[int, State], everyone: tuple[int, ...]) -> Diagnosis:
+    first = states[everyone[0]]
+    shapes = {(state.op, state.shape, state.dtype) for state in states.values()}
+    if len(shapes) > 1:
+        table = "; ".join(f"rank {rank}: {_tensor(states[rank])}" for rank in everyone[:8])
+        return Diagnosis(
+            "other shape",
+            everyone,
+            (),
+            ends="perhaps",
+            sentence=f"all ranks wait at {first.spot.words()} with different tensors ({table})",
+            cure="give the same shape and dtype on every rank: pad first (pad_across_processes), or use gather_for_metrics.",
+        )
+    return Diagnosis(
+        "same call",
+        everyone,
+        (),
+        ends="perhaps",
+        sentence=f"all ranks wait in the same call, {first.spot.words()}: the data does not get through",
+        cure=(
+            "a slow or broken network, or a firewall between the machines (try `hasten test`, NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME); "
+            "raise stall_after_s if the transfer is that large."
+        ),
+    )
+
+
+def _tensor(state: State) -> str:
+    return f"{state.op} of {list(state.shape) if state.shape is not None else 'no tensor'} {state.dtype}".rstrip()
+
+
+def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
+    """Whether ranks in different calls can go on."""
+    if any(
+        not ahead[rank] and (state.kind == "device" or (state.kind in _TRAINING and _is_behind(state, states)))
+        for rank, state in states.items()
+    ):
+        return "perhaps"  # a device computes without the processor, and a step may come to the collective of the others yet
+    return "never" if _deadlock(states, ahead) else "hardly"
+
+
+def _is_behind(state: State, states: Mapping[int, State]) -> bool:
+    """Whether another rank has begun a collective of a common group that this one has not."""
+    return any(
+        other.counts.get(group, 0) > count
+        for other in states.values()
+        for group, count in state.counts.items()
+        if not group.startswith(_BARRIER)
+    )
+
+
+def _deadlock(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> bool:
+    """Whether ranks in different calls can never go on: nobody is still receiving what another has sent already."""
+    at_barrier = [rank for rank, state in states.items() if state.barrier]
+    in_group = [rank for rank in states if rank not in at_barrier]
+    if any(states[rank].kind != "collective" and not ahead[rank] for rank in in_group):
+        return False  # a backward may still compute
+    if not in_group:
+        return True
+    if at_barrier:
+        return all(any(not group.startswith(_BARRIER) for group in ahead[rank]) for rank in in_group)
+    groups = {group for state in states.values() for group in state.counts if not group.startswith(_BARRIER)}
+    if len(groups) > 1:
+        return all(ahead[rank] for rank in in_group)
+    (group,) = groups
+    most = max(states[rank].counts.get(group, 0) for rank in in_group)
+    return not any(_may_receive(states[rank]) for rank in in_group if states[rank].counts.get(group, 0) < most)
+
+
+def _may_receive(state: State) -> bool:
+    """Whether a rank behind the others may still be receiving what they have sent: a large tensor, or nobody knows what."""
+    return not state.op if state.shape is None else prod(state.shape) > _LARGE
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

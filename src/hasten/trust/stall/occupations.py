@@ -1,0 +1,61 @@
+"""Descriptions of ranks that work while others wait for them. Pure."""
+
+from __future__ import annotations
+
+from hasten.trust.divergence.state import IDLE_SHARE, Cause, State
+
+
+def occupation(state: State) -> tuple[Cause, str, str]:
+    """Return the cause, what the rank is doing, and what to do about it."""
+    where = state.spot.words()
+    match state.kind:
+        case "loader":
+            return (
+                "data",
+                f"waits for its next batch at {where}",
+                "look at the dataset's slowest samples and at the DataLoader's workers (num_workers, prefetch_factor, a worker that "
+                "waits for a lock or a download).",
+            )
+        case "checkpoint":
+            return (
+                "checkpoint",
+                f"is in a save or load at {where} and has read and written nothing for {state.io_quiet_s:.0f} s",
+                "the disk or network file system does not answer: look at its mount, its quota and `dmesg`.",
+            )
+        case "compiling":
+            return "compiling", f"compiles at {where}", "raise stall_after_s if compiling takes this long."
+        case "importing":
+            return "importing", f"imports modules at {where}", "look at the disk that holds the Python environment."
+        case "debugger":
+            return "debugger", f"is in the Python debugger at {where}", "leave it with `c`, or run with stall=off."
+        case "ending":
+            return (
+                "user code",
+                f"is in end_training() at {where}",
+                "call end_training() on every rank, and after it nothing that other ranks take part in; if trackers or background "
+                "saves take this long, raise stall_after_s.",
+            )
+        case "over":
+            return (
+                "user code",
+                "has come to the end of its program, and other threads keep its process alive",
+                "let every rank do the same steps and end together; join threads before the program ends, or make them daemons.",
+            )
+    if state.in_dataset:
+        return (
+            "data",
+            f"is in the dataset's own code at {where}, called by its DataLoader",
+            "find out what keeps this sample: a lock, a download, a loop that does not end.",
+        )
+    return (
+        "user code",
+        f"is in user code at {where} in {state.function}(), {_activity(state)},",
+        "an endless loop, a lock, or work that only this rank does: let all ranks do it, put it into main_process_first(), or "
+        "raise stall_after_s if it takes this long.",
+    )
+
+
+def _activity(state: State) -> str:
+    if state.thread == "disk":
+        return "waiting for the disk or for memory that was swapped out"
+    return "asleep" if state.cpu_share < IDLE_SHARE and state.thread == "asleep" else "busy"

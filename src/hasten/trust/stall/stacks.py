@@ -1,0 +1,219 @@
+"""Where a thread is: its calls, and which of them says what the rank is doing."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from torch import Tensor
+
+from hasten.comm.collective_log import LIBRARIES
+
+Kind = Literal[
+    "collective",
+    "backward",
+    "forward",
+    "device",
+    "loader",
+    "checkpoint",
+    "compiling",
+    "importing",
+    "debugger",
+    "user",
+    "ending",
+    "over",
+]
+MAY_WAIT: Final = ("backward", "forward", "device")
+"""Kinds in which a rank either computes or waits for others: its CPU time tells which."""
+_WAIT_IN: Final = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/",
+    "/torch/autograd/",
+    "/torch/_tensor.py",
+    "/torch/_ops.py",
+    "/torch/cuda/",
+)
+"""Files whose calls wait for other ranks in native code; below any other a step loads, builds or computes something."""
+
+_STDLIB: Final = tuple(f"{sysconfig.get_paths()[name]}/" for name in ("stdlib", "platstdlib"))
+_FOREIGN: Final = (*LIBRARIES, *_STDLIB, "<frozen ")
+_GENERIC: Final = frozenset(
+    {"wrapper", "inner", "decorate_context", "__call__", "__enter__", "__exit__", "__next__", "_first"}
+)
+_DEEPEST: Final = 200
+_FACADE: Final = "/hasten/accelerator/facade.py"
+_IMPORT: Final = "<frozen importlib._bootstrap"
+
+# (a part of the path, what a rank with a call from there is doing); the first that fits wins
+_SIGNS: Final[tuple[tuple[str, Kind], ...]] = (
+    ("/pdb.py", "debugger"),
+    ("/bdb.py", "debugger"),
+    ("/hasten/comm/", "collective"),
+    ("/torch/distributed/distributed_c10d.py", "collective"),
+    ("/torch/distributed/_functional_collectives.py", "collective"),
+    ("/torch/_inductor/", "compiling"),
+    ("/torch/_dynamo/convert_frame.py", "compiling"),
+    ("/hasten/checkpoint/", "checkpoint"),
+    ("/hasten/accelerator/saving.py", "checkpoint"),
+    ("/torch/serialization.py", "checkpoint"),
+    ("/torch/distributed/checkpoint/", "checkpoint"),
+    ("/torch/utils/data/", "loader"),
+    ("/hasten/data/", "loader"),
+    ("/torch/distributed/fsdp/", "forward"),
+    ("/torch/nn/parallel/distributed.py", "forward"),
+    ("/torch/autograd/graph.py", "backward"),
+    ("/torch/_tensor.py", "backward"),
+    ("/torch/cuda/", "device"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """The tensor that the user's code gave to a collective of torch."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a thread is doing, and the line of the user's code from which it does it."""
+
+    kind: Kind
+    call: str
+    """The function that the user's code called, such as gather; empty when the thread is in the user's code itself."""
+    file: str
+    line: int
+    function: str
+    """The user's function."""
+    barrier: bool = False
+    in_dataset: bool = False
+    """The user's code runs on behalf of a DataLoader."""
+
+    @property
+    def site(self) -> str:
+        """`file:line` with the file as one would type it."""
+        return f"{short(self.file)}:{self.line}"
+
+
+def calls_of(thread_id: int) -> list[Call]:
+    """The calls of a thread, innermost first; empty if it has ended."""
+    frame = sys._current_frames().get(thread_id)
+    found: list[Call] = []
+    while frame is not None and len(found) < _DEEPEST:
+        found.append(Call(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def handed_over(thread_id: int) -> Handed | None:
+    """The tensor in the collective of torch that a thread is in; None if it is in none, or in one that hasten called."""
+    frame, found = sys._current_frames().get(thread_id), None
+    while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
+        code = frame.f_code
+        if code.co_filename.startswith(LIBRARIES[0]):
+            return None
+        if code.co_filename.endswith("/distributed_c10d.py"):
+            values = (frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
+            tensor = next((value for value in values if isinstance(value, Tensor)), None)
+            if tensor is not None:
+                found = Handed(code.co_name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        frame = frame.f_back
+    return found
+
+
+def root_of(calls: Sequence[Call]) -> str:
+    """The outermost of these calls; empty if there is none."""
+    return f"{calls[-1].file} {calls[-1].function}" if calls else ""
+
+
+def is_over(calls: Sequence[Call]) -> bool:
+    """Whether the owner of these calls, the main thread, has run its program to the end and waits for other threads."""
+    return any(call.function == "_shutdown" and call.file.endswith("/threading.py") for call in calls)
+
+
+def place_of(calls: Sequence[Call]) -> Place:
+    """What the owner of these calls is doing."""
+    at = next((i for i, call in enumerate(calls) if not is_library(call.file)), max(0, len(calls) - 1))
+    user = calls[at] if calls else Call("?", 0, "?")
+    inner = [call for call in calls[:at] if not call.file.startswith("<")]
+    kind: Kind = "user"
+    if is_over(calls):
+        kind = "over"
+    elif _imports(calls[:at]):
+        kind = "importing"
+    elif inner:
+        kind = next((kind for part, kind in _SIGNS if any(part in call.file for call in inner)), "user")
+        if kind in MAY_WAIT and not any(part in calls[0].file for part in _WAIT_IN):
+            kind = "user"
+        if kind != "collective" and any(
+            call.function == "end_training" and call.file.endswith(_FACADE) for call in inner
+        ):
+            kind = "ending"
+    outer = calls[at:]
+    if kind == "user" and any("/hasten/checkpoint/" in call.file for call in outer):
+        kind = "checkpoint"  # the user's own state_dict(), called by a save
+    named = [call.function for call in inner if call.function not in _GENERIC]
+    return Place(
+        kind,
+        named[-1] if named and kind != "user" else "",
+        user.file,
+        user.line,
+        user.function,
+        barrier=any(call.file.endswith("/hasten/comm/rollcall.py") for call in inner),
+        in_dataset=kind == "user" and any("/torch/utils/data/" in call.file for call in outer),
+    )
+
+
+def _imports(calls: Sequence[Call]) -> bool:
+    """Whether these calls load a module, which takes long on a busy machine or a slow disk, and wait for no rank inside of it."""
+    at = next((i for i, call in enumerate(calls) if call.file.startswith(_IMPORT)), None)
+    return at is not None and not any(
+        part in call.file for call in calls[:at] for part, kind in _SIGNS if kind == "collective"
+    )
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is not the user's own: of Python, of torch, of hasten or an installed package."""
+    return file.startswith(_FOREIGN) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+def short(file: str) -> str:
+    """The path as one would type it: of a package from its name on, else relative to the working folder if below it."""
+    for folder in ("/site-packages/", "/dist-packages/"):
+        if folder in file:
+            return file.rpartition(folder)[2]
+    if file.startswith(LIBRARIES[0]):
+        return file[len(LIBRARIES[0]) - len("hasten/") :]
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file
+
+
+def source_line(file: str, line: int) -> str:
+    """The text of a line of source without its comment; empty if the file cannot be read."""
+    text = linecache.getline(file, line).partition("  # ")[0].strip()
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def text_of(calls: Sequence[Call]) -> list[str]:
+    """The stack in lines, outermost first as in a traceback, from the first call of the user's code on."""
+    lines = list(reversed(calls))
+    first = next((i for i, call in enumerate(lines) if not is_library(call.file)), 0)
+    return [f"{short(call.file)}:{call.line} in {call.function}" for call in lines[first:]]

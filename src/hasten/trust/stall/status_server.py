@@ -1,0 +1,143 @@
+"""The desk: answers other processes of the same user about this rank, on a local socket, in the watchdog's thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import replace
+from multiprocessing.connection import wait as wait_for
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from hasten.errors import CommError
+from hasten.runtime.topology import Topology
+from hasten.trust.memory.memory import process_memory
+from hasten.trust.stall.job_sockets import POST, Address, knock, listening, peer_is_owner, private_folder, receive_line
+from hasten.trust.stall.observe import Observer
+from hasten.trust.stall.recent_log import RecentLog
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_S: Final = 0.5
+_SPAN: Final = 30
+"""Wakings of the watchdog that a rate is taken over: about as many seconds."""
+
+
+class Desk:
+    """One rank's socket. Everything but `open` and `close` runs in the thread that calls `wait`."""
+
+    def __init__(self, observer: Observer, topology: Topology, device: torch.device, folder: Path) -> None:
+        self._observer = replace(observer)  # its own clocks: looking must not disturb the watch
+        self._topology = topology
+        self._device = device
+        self._folder = folder
+        self._recent = RecentLog()
+        self._began_s = time.time()
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_SPAN)
+        self._socket: socket.socket | None = None
+        self._path: Path | None = None
+        self._bell: socket.socket | None = None
+        self._ringer: socket.socket | None = None
+
+    def open(self) -> None:
+        """Begin to listen. Without a private folder nobody can ask, which is logged; the job runs all the same."""
+        self._recent.start()
+        self._bell, self._ringer = socket.socketpair()
+        try:
+            folder = private_folder(self._folder)
+            for number in range(1 << 10):
+                path = folder / Address(os.getppid(), self._topology.rank, os.getpid(), number).name
+                if not path.exists():
+                    break
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket, self._path = made, path
+            made.bind(str(path))
+            path.chmod(0o600)
+            made.listen(4)
+        except (OSError, CommError) as error:
+            log.info("`hasten top` cannot see this rank: %s", error)
+
+    def wait(self, seconds: float) -> bool:
+        """Return after so many seconds, or when rung; answer who asks meanwhile. Whether the watchdog is asked to post."""
+        now = time.monotonic()
+        end = now + seconds
+        self._steps.append((now, self._observer.step()))
+        sources = [one for one in (self._bell, self._socket) if one is not None]
+        while now < end:
+            ready = wait_for(sources, end - now)  # not select(), which takes no descriptor above 1023
+            if self._bell in ready:
+                return False
+            if ready and self._answer():
+                return True
+            now = time.monotonic()
+        return False
+
+    def ask_to_post(self, pids: Collection[int]) -> None:
+        """Ask ranks of this machine to post what they are doing."""
+        for address, path in listening(self._folder):
+            if address.pid in pids:
+                knock(path)
+
+    def ring(self) -> None:
+        """End a `wait` in another thread."""
+        if self._ringer is not None:
+            self._ringer.send(b"!")
+
+    def close(self) -> None:
+        """Stop listening and remove the socket."""
+        self._recent.stop()
+        for one in (self._socket, self._bell, self._ringer):
+            if one is not None:
+                one.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def _answer(self) -> bool:
+        """Answer one request; whether it asks the watchdog to post."""
+        assert self._socket is not None, "somebody has connected"
+        try:
+            connection, _ = self._socket.accept()
+            with connection:
+                connection.settimeout(_PATIENCE_S)  # the watch goes on, whatever the asker does
+                if peer_is_owner(connection):
+                    request = msgspec.json.decode(receive_line(connection), type=dict[str, Any])
+                    if request.get(POST):
+                        return True
+                    connection.sendall(msgspec.json.encode(self._status(bool(request.get("stacks")))) + b"\n")
+        except (OSError, msgspec.DecodeError) as error:  # the asker has gone, or asks nonsense
+            log.debug("no answer was given: %s", error)
+        return False
+
+    def _status(self, stacks: bool) -> dict[str, Any]:  # Any: JSON values
+        state = self._observer.look(0.0, {})
+        return {
+            "rank": state.rank,
+            "world_size": self._topology.world_size,
+            "host": state.host,
+            "pid": state.pid,
+            "script": Path(sys.argv[0]).name,
+            "seconds": round(time.time() - self._began_s, 1),
+            "step": state.step,
+            "steps_per_s": self._rate(state.step),
+            "waits": state.waits and self._topology.world_size > 1,
+            "doing": state.kind,
+            "at": state.spot.words(),
+            "memory": process_memory(self._device),
+            "log": list(self._recent.lines),
+            **({"stack": list(state.stack)} if stacks else {}),
+        }
+
+    def _rate(self, step: int) -> float | None:
+        """Updates per second over the last half minute; None before the first."""
+        if not self._steps or step == self._steps[0][1]:
+            return None
+        since, before = self._steps[0]
+        return round((step - before) / max(time.monotonic() - since, 1e-3), 3)

@@ -1,0 +1,367 @@
+"""The watchdog: a sleeping thread beside the training thread that notices a wait, asks the others and says why.
+
+While collectives follow each other it wakes once a second, compares a few counters and sleeps again; the store and the group hear
+nothing from it. When this rank has begun no collective for some seconds it posts what it is doing. One of the ranks that wait, the
+lowest, reads what all have posted. Of those that say nothing it asks the kernel, and through their sockets the ranks themselves: one that
+still goes on posts then, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from hasten.runtime import env, launcher_files
+from hasten.runtime.store import LOST
+from hasten.runtime.topology import Topology
+from hasten.trust.divergence.state import Note, Seen, State, Status
+from hasten.trust.stall import ending, processes
+from hasten.trust.stall import wording as words
+from hasten.trust.stall.diagnose import Diagnosis, diagnose
+from hasten.trust.stall.evidence import Evidence, pause_s
+from hasten.trust.stall.observe import Observer, error_words
+from hasten.trust.stall.reception import Reception
+from hasten.trust.stall.stall_store import Bulletin
+from hasten.trust.stall.status_server import Desk
+
+log = logging.getLogger(__name__)
+
+LEAST_S: Final = 60.0
+MOST_S: Final = 600.0
+_LOOK_S: Final = 5.0
+_TICK_S: Final = 1.0
+_PATIENCE: Final = 10.0
+_LONGER: Final = 3.0
+_FAR: Final = 8
+_SILENCE: Final = 4.0
+_LEAVING_S: Final = 15.0  # while a process ends, torch notices by itself, and says more
+_ANSWERED_S: Final = 12.5  # who asked reads the answer within ten seconds
+
+
+@dataclass(frozen=True, slots=True)
+class WatchSettings:
+    """When a wait is reported, and whether the job then ends."""
+
+    after_s: float | None = None
+    """Seconds of waiting before a report; None: from the longest wait so far, 60 to 600."""
+    then: Literal["abort", "report"] = "abort"
+    timeout_s: float = 1800.0
+    """The group's own timeout."""
+    folder: Path = field(default_factory=Path)
+    """Where the report is written."""
+
+
+class Watchdog:
+    """One rank's watch. `start` begins it, `close` ends it; both are called by the training thread."""
+
+    def __init__(
+        self,
+        observer: Observer,
+        bulletin: Bulletin,
+        topology: Topology,
+        settings: WatchSettings,
+        desk: Desk | None = None,
+    ) -> None:
+        self._desk = desk
+        self._observer = observer
+        self._bulletin = bulletin
+        self._ranks = range(topology.world_size)
+        first = topology.rank - topology.local_rank
+        self._local = range(first, first + topology.local_world_size)
+        self._settings = settings
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hasten-watchdog", daemon=True)
+        self._counts: dict[str, int] = {}
+        self._quiet_since = 0.0
+        self._look_at = 0.0
+        self._asked_at = float("-inf")
+        self._longest_s = 0.0
+        self._tick = min(_TICK_S, (settings.after_s or LEAST_S) / 8)
+        self._speaks = False
+        self._turn = 0
+        self._heard = ("", 0.0)
+        self._evidence = Evidence(observer.rank, self._tick)
+        self._neighbours = processes.Neighbours()
+        self._failure = ""
+        self._reported: tuple[object, ...] = ()
+
+    def start(self) -> None:
+        """Say where this rank runs, and begin to watch."""
+        self._bulletin.introduce(self._observer.note())
+        if self._desk is not None:
+            self._desk.open()
+        self._thread.start()
+
+    def close(self, ended: str = "", failed: bool = False) -> None:
+        """End the watch; with `ended`, leave word of how this rank ended."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        if self._desk is not None:
+            self._desk.ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _TICK_S)
+        if self._desk is not None:
+            self._desk.close()
+        if ended:
+            try:
+                self._bulletin.leave(self._observer.note(ended, failed))
+            except LOST:  # whoever serves the store has ended before: nobody is left to read it
+                return
+
+    # -- the watching thread ----------------------------------------------------------------------------------------
+    @property
+    def after_s(self) -> float:
+        """Seconds of waiting before a report."""
+        if self._settings.after_s is not None:
+            return self._settings.after_s
+        return min(MOST_S, max(LEAST_S, _LONGER * self._longest_s))
+
+    @property
+    def _look_s(self) -> float:
+        """Seconds without a collective after which this rank posts what it is doing."""
+        return min(_LOOK_S, self.after_s / 2)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds of waiting for a rank that still works, before the job is ended: never less than the group's own timeout."""
+        return max(_PATIENCE * self.after_s, self._settings.timeout_s)
+
+    def _run(self) -> None:
+        tick = self._tick
+        before = self._quiet_since = time.monotonic()
+        while not self._over.is_set():
+            asked = self._sleep(tick)
+            if self._over.is_set():
+                return
+            now = time.monotonic()
+            counts = self._observer.counts()
+            if counts != self._counts or now - before > 10 * tick + 2.0:  # got on, or was itself stopped for a while
+                self._moved(counts, now)
+            elif now - self._quiet_since >= self._look_s and (asked or now >= self._look_at):
+                self._look_at = now + self._pause(now)
+                self._wait(now)
+            if asked and now - self._quiet_since < self._look_s:
+                self._say_that_it_moves(now)
+            before = now
+
+    def _sleep(self, seconds: float) -> bool:
+        """Let the time pass, answering who asks; whether somebody asks this rank to post."""
+        if self._desk is not None:
+            return self._desk.wait(seconds)
+        self._over.wait(seconds)
+        return False
+
+    def _moved(self, counts: dict[str, int], now: float) -> None:
+        """The rank goes on: take back what it said."""
+        self._counts = counts
+        waited, self._quiet_since, self._look_at = now - self._quiet_since, now, 0.0
+        self._longest_s = max(self._longest_s, waited)
+        if self._reported:
+            log.warning("the ranks go on after %.0f s", waited)
+        self._reported = ()
+        self._evidence.forget()
+        try:
+            if now - self._asked_at > _ANSWERED_S:
+                self._bulletin.withdraw()
+            if self._speaks:
+                self._speaks = False
+                self._bulletin.be_silent()
+        except LOST:  # the training thread loses the store, too, and says so
+            return
+        self._observer.start_looking()
+
+    def _wait(self, now: float) -> None:
+        """This rank has begun no collective for a while: post it, and find out why if it is this rank's turn."""
+        try:
+            if verdict := self._bulletin.verdict():
+                self._end(verdict, 2.5)  # after the rank that has found out, which the launcher quotes
+            self._say_that_it_failed()
+            nearby = filter(self._is_neighbour, self._bulletin.notes(self._local).values())
+            seen = self._neighbours.look({note.rank: note for note in nearby})
+            self._bulletin.post(self._observer.look(now - self._quiet_since, self._counts, *seen))
+            if self._takes_the_word(now):
+                notes, states = self._bulletin.notes(self._ranks), self._bulletin.states(self._ranks)
+                states = self._evidence.fresh(states, now)
+                variables = env.snapshot()
+                lost, ended = launcher_files.silent_machines(variables), launcher_files.ended_ranks(variables)
+                states = {rank: state for rank, state in states.items() if state.host not in lost}
+                self._judge(_world(self._ranks, notes, states, ended), lost)
+                self._ask(notes, states)
+        except LOST as error:
+            log.debug("the watchdog of rank %d lost the store: %s", self._observer.rank, error)
+
+    def _say_that_it_moves(self, now: float) -> None:
+        """Another rank waits and asks: post that this one goes on."""
+        try:
+            state = self._observer.look(now - self._quiet_since, self._counts)
+            self._bulletin.post(msgspec.structs.replace(state, moves=True))
+            self._asked_at = now
+        except LOST as error:
+            log.debug("rank %d could not post: %s", self._observer.rank, error)
+
+    def _say_that_it_failed(self) -> None:
+        """Leave word of the exception that ended the main thread, where another thread keeps the process alive."""
+        if not self._failure and (found := self._observer.failure()):
+            self._failure = found
+            self._bulletin.leave(self._observer.note(found, failed=True))
+
+    def _ask(self, notes: dict[int, Note], states: dict[int, State]) -> None:
+        """Ask ranks of this machine to post: those that have not by themselves, and all while a diagnosis is to be confirmed."""
+        if self._desk is not None:
+            asked = [
+                note
+                for rank, note in notes.items()
+                if self._evidence.suspects or rank not in states or states[rank].moves
+            ]
+            self._desk.ask_to_post({note.pid for note in asked if self._is_neighbour(note)})
+
+    def _is_neighbour(self, note: Note) -> bool:
+        return note.rank != self._observer.rank and not note.ended and _is_local(note)
+
+    def _takes_the_word(self, now: float) -> bool:
+        """Whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
+        if not self._speaks:
+            delay_s = 0.25 * self._look_s * min(self._observer.rank, _FAR)
+            heard = self._bulletin.speaker()
+            if heard != self._heard[0]:
+                self._heard = (heard, now)
+            silent_s = now - self._heard[1]
+            self._speaks = (
+                silent_s > _SILENCE * self._pause(now) if heard else now - self._quiet_since > self._look_s + delay_s
+            )
+        if self._speaks:
+            self._turn += 1
+            self._bulletin.speak(self._turn)
+        return self._speaks
+
+    def _pause(self, now: float) -> float:
+        """Seconds between two looks."""
+        return pause_s(self._tick, now - self._quiet_since)
+
+    def _judge(self, world: list[Seen], lost: frozenset[str]) -> None:
+        found = diagnose(world, io_patience_s=self.after_s, lost_hosts=lost)
+        if found is None:
+            self._evidence.forget()
+            return
+        if not self._evidence.confirms(found, world):
+            return
+        waited = max(seen.state.quiet_s for seen in world if seen.rank in found.waiting and seen.state is not None)
+        leaving = found.cause == "left" and any(_is_leaving(seen) for seen in world if seen.rank in found.missing)
+        limit = min(_LONGER * self.after_s, _LEAVING_S) if leaving else self._limit_s(found)
+        ends = self._settings.then == "abort" and waited >= limit
+        sure = (found.ends == "never" and not leaving) or found.cause == "unreachable"
+        # A rank that came later has posted within its own look, and one that goes on may come yet.
+        due = {
+            "silent": self.after_s + 2 * self._look_s,
+            "elsewhere": _LONGER * self.after_s,
+            "left": limit,
+        }.get(found.cause, self.after_s)
+        if found.key != self._reported and (ends or waited >= due or sure):
+            self._reported = found.key
+            self._tell(found, world, waited, self._then(ends, limit))
+        elif ends:
+            log.error("the job ends (exit code %d) after %.0f s: %s", ending.STALLED, waited, found.sentence)
+        if ends:
+            self._bulletin.set_verdict(found.sentence)
+            self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
+
+    def _limit_s(self, found: Diagnosis) -> float:
+        """Seconds of waiting after which the job is ended."""
+        if found.cause == "stopped":  # whoever stopped the rank can let it go on
+            return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
+        return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
+
+    def _tell(self, found: Diagnosis, world: list[Seen], waited_s: float, then: str) -> None:
+        text = words.report(found, world, waited_s, then)
+        path = _write(text, self._settings.folder)
+        log.error("%s%s", text, f"\n  this report: {path}" if path else "")
+
+    def _then(self, ends: bool, limit_s: float) -> str:
+        if ends:
+            return f"the job ends (exit code {ending.STALLED}); stall=report would let it wait"
+        if self._settings.then == "report":
+            return "the job goes on waiting (stall=report)"
+        return f"the job goes on waiting, and ends after {limit_s:.0f} s"
+
+    def _end(self, summary: str, pause_s: float, others: Sequence[Note] = ()) -> None:
+        """End this process, unless its training thread ends it first."""
+        if not self._over.wait(pause_s):
+            ending.end_process(summary, others)
+
+
+def watch(owner: object, dog: Watchdog | Reception | None) -> None:
+    """Start the watchdog or reception, if there is one; it ends with `owner`, or with the process, of whose end it leaves word."""
+    if dog is None:
+        return
+    dog.start()
+    at_exit = partial(_leave_word, weakref.ref(dog), os.getpid())
+    atexit.register(at_exit)  # runs before the group is destroyed: what is registered last runs first
+    weakref.finalize(owner, _forget, dog, at_exit).atexit = False
+
+
+def _forget(dog: Watchdog | Reception, at_exit: Callable[[], None]) -> None:
+    atexit.unregister(at_exit)
+    dog.close()
+
+
+def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
+    dog = ref()
+    if dog is None or os.getpid() != pid:  # a fork of the rank is not the rank
+        return
+    error = getattr(sys, "last_value", None)
+    at = f"at {time.strftime('%H:%M:%S')}"
+    dog.close(at if error is None else f"{at} with {error_words(error)}", failed=error is not None)
+
+
+def _is_leaving(seen: Seen) -> bool:
+    """Whether the rank has said that it ends, and its process is still here."""
+    note = seen.note
+    return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
+
+
+def _is_local(note: Note) -> bool:
+    """Whether the note's pid means something in this process: the same machine, and the same container."""
+    return note.host == socket.gethostname() and note.namespace == processes.namespace()
+
+
+def _world(ranks: range, notes: dict[int, Note], states: dict[int, State], exit_codes: dict[int, int]) -> list[Seen]:
+    """Every rank as far as it is known: how it ended, what the launcher and its neighbours see, what it says itself."""
+    seen_by_others = {rank: status for state in states.values() for rank, status in state.peers.items()}
+    activities = {rank: words for state in states.values() for rank, words in state.activities.items()}
+    world = []
+    for rank in ranks:
+        note, state = notes.get(rank), states.get(rank)
+        status: Status = "here" if state is not None else "silent"
+        if note is not None and note.ended:
+            status = "failed" if note.failed else "left"
+        elif rank in exit_codes:
+            status = "left" if exit_codes[rank] == 0 else "gone"
+        elif rank in seen_by_others:
+            status = seen_by_others[rank]
+        # what a rank has posted before it was stopped or ended is not what it does now
+        world.append(Seen(rank, status, state if status == "here" else None, note, activities.get(rank, "")))
+    return world
+
+
+def _write(text: str, folder: Path) -> Path | None:
+    path = folder / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    except OSError:  # a full or dead disk may be what stalled: the log has the report
+        return None
+    return path

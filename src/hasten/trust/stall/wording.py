@@ -1,0 +1,80 @@
+"""The stall report as text. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hasten.runtime.nodelist import ranks_in_words
+from hasten.trust.divergence.state import Seen, State
+from hasten.trust.stall.diagnose import Diagnosis
+
+_SHOWN_RANKS: Final = 16
+_STACK_RANKS: Final = 4
+
+
+def report(diagnosis: Diagnosis, world: Sequence[Seen], waited_s: float, then: str) -> str:
+    """The whole report: what happened, every rank in a line, the cause, the cure, what comes now, and the stacks."""
+    states = {seen.rank: seen.state for seen in world if seen.state is not None}
+    lines = [
+        f"stalled: {ranks_in_words(diagnosis.waiting)} of {len(world)} waited {waited_s:.0f} s for other ranks",
+        *_ranks(world),
+        f"  cause: {diagnosis.sentence}.",
+        f"  cure:  {diagnosis.cure}",
+        f"  now:   {then}",
+    ]
+    shown = [*diagnosis.missing, *diagnosis.waiting][:_STACK_RANKS]
+    for rank in shown:
+        if (state := states.get(rank)) is not None and state.stack:
+            lines += [f"  stack of rank {rank}:", *(f"    {line}" for line in state.stack)]
+    return "\n".join(lines)
+
+
+def _ranks(world: Sequence[Seen]) -> list[str]:
+    """Ranks that do the same in one line, those that wait first."""
+    groups: dict[str, list[int]] = {}
+    for seen in world:
+        groups.setdefault(_doing(seen), []).append(seen.rank)
+    lines = [f"  {ranks_in_words(ranks)}: {words}" for words, ranks in groups.items()]
+    if len(lines) > _SHOWN_RANKS:
+        lines = [*lines[:_SHOWN_RANKS], f"  … and {len(lines) - _SHOWN_RANKS} more"]
+    return lines
+
+
+def _doing(seen: Seen) -> str:
+    if seen.status != "here" or seen.state is None:
+        ended = f" {seen.note.ended}" if seen.note is not None and seen.note.ended else ""
+        words = {
+            "left": f"ended without an error{ended}",
+            "failed": f"failed{': ' if ended else ''}{ended.strip()}",
+            "gone": "its process is gone",
+            "stopped": "stopped by a signal",
+        }
+        activity = f": {seen.activity}" if seen.activity else ""
+        return words.get(seen.status, f"does not answer{activity}")
+    return _state_words(seen.state)
+
+
+def _state_words(state: State) -> str:
+    step = f", after {state.step} updates" if state.step else ""
+    since = f"for {_rounded(state.quiet_s)} s"
+    tensor = f" ({state.op} of {list(state.shape)} {state.dtype})" if state.shape is not None and state.waits else ""
+    if state.moves:
+        return f"is busy with other collectives, now at {state.spot.words()}{step}"
+    if state.waits:
+        return f"waits at {state.spot.words()}{tensor} {since}{step}"
+    doing = {
+        "loader": "loads data at",
+        "checkpoint": "saves or loads at",
+        "compiling": "compiles at",
+        "importing": "imports modules at",
+        "debugger": "is in the debugger at",
+        "ending": "is in end_training() at",
+        "over": "has come to the end of its program, and other threads keep its process alive, at",
+    }.get(state.kind, "is in user code at")
+    return f"{doing} {state.spot.words()} {since}{step}"
+
+
+def _rounded(seconds: float) -> int:
+    """Whole seconds; ranks that began to wait together fall into the same line."""
+    return max(1, round(seconds))
