@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from hasten.runtime.axes import Axis, MeshSpec
+from hasten.runtime.mesh_plan import Axis, MeshSpec
 
 SPEC: Final = MeshSpec(dp_shard=2, cp=2, tp=2)
 PER_MACHINE: Final = 4

@@ -16,20 +16,22 @@ from hasten.version import __version__
 if TYPE_CHECKING:
     from hasten.accelerator.established import DistributedType as DistributedType
     from hasten.accelerator.facade import Accelerator as Accelerator
-    from hasten.accelerator.mapping import map_dataset as map_dataset
-    from hasten.accelerator.pipelined import prepare_pipeline as prepare_pipeline
+    from hasten.accelerator.inference import map_dataset as map_dataset
+    from hasten.accelerator.inference import prepare_pipeline as prepare_pipeline
     from hasten.accelerator.process import Process as Process
     from hasten.bigmodel.align import AlignDevicesHook as AlignDevicesHook
     from hasten.bigmodel.align import attach_align_device_hook as attach_align_device_hook
     from hasten.bigmodel.align import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
     from hasten.bigmodel.align import remove_hook_from_submodules as remove_hook_from_submodules
-    from hasten.bigmodel.budget import get_max_memory as get_max_memory
-    from hasten.bigmodel.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from hasten.bigmodel.device_map import check_device_map as check_device_map
     from hasten.bigmodel.device_map import compute_module_sizes as compute_module_sizes
+    from hasten.bigmodel.device_map import find_tied_parameters as find_tied_parameters
     from hasten.bigmodel.device_map import get_balanced_memory as get_balanced_memory
+    from hasten.bigmodel.device_map import get_max_memory as get_max_memory
     from hasten.bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
+    from hasten.bigmodel.device_map import retie_parameters as retie_parameters
     from hasten.bigmodel.dispatch import cpu_offload as cpu_offload
+    from hasten.bigmodel.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
     from hasten.bigmodel.dispatch import disk_offload as disk_offload
     from hasten.bigmodel.dispatch import dispatch_model as dispatch_model
     from hasten.bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
@@ -40,41 +42,39 @@ if TYPE_CHECKING:
     from hasten.bigmodel.offload_files import offload_state_dict as offload_state_dict
     from hasten.bigmodel.quantize import quantize_weights as quantize_weights
     from hasten.bigmodel.tensors import align_module_device as align_module_device
+    from hasten.bigmodel.tensors import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
     from hasten.bigmodel.tensors import has_offloaded_params as has_offloaded_params
     from hasten.bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-    from hasten.bigmodel.ties import find_tied_parameters as find_tied_parameters
-    from hasten.bigmodel.ties import retie_parameters as retie_parameters
-    from hasten.bigmodel.turns import cpu_offload_with_hook as cpu_offload_with_hook
     from hasten.checkpoint.model_state import LoadReport as LoadReport
-    from hasten.cli.basic import write_basic_config as write_basic_config
-    from hasten.config.checkpoint import ProjectConfiguration as ProjectConfiguration
-    from hasten.config.compiling import TorchDynamoPlugin as TorchDynamoPlugin
-    from hasten.config.data import DataLoaderConfiguration as DataLoaderConfiguration
-    from hasten.config.engines import DeepSpeedPlugin as DeepSpeedPlugin
-    from hasten.config.engines import MegatronLMPlugin as MegatronLMPlugin
-    from hasten.config.engines import XLAConfig as XLAConfig
-    from hasten.config.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
-    from hasten.config.launch import LaunchConfig as LaunchConfig
+    from hasten.cli.config_cmd import write_basic_config as write_basic_config
     from hasten.config.legacy import fsdp_from_fsdp1 as fsdp_from_fsdp1
-    from hasten.config.optim import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from hasten.config.parallel import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
-    from hasten.config.parallel import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-    from hasten.config.parallel import ParallelismConfig as ParallelismConfig
-    from hasten.config.parallel import PipelineParallelConfig as PipelineParallelConfig
-    from hasten.config.parallel import TorchContextParallelConfig as TorchContextParallelConfig
-    from hasten.config.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
-    from hasten.config.performance import PerformanceSettings as PerformanceSettings
-    from hasten.config.precision import AORecipeKwargs as AORecipeKwargs
-    from hasten.config.precision import AutocastKwargs as AutocastKwargs
-    from hasten.config.precision import FP8Config as FP8Config
-    from hasten.config.precision import GradScalerKwargs as GradScalerKwargs
-    from hasten.config.precision import TERecipeKwargs as TERecipeKwargs
     from hasten.config.root import Config as Config
-    from hasten.config.sharding import FSDPMixedPrecision as FSDPMixedPrecision
-    from hasten.config.sharding import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-    from hasten.config.tracking import ProfileKwargs as ProfileKwargs
-    from hasten.config.tracking import TrackingConfig as TrackingConfig
-    from hasten.data.skip import skip_first_batches as skip_first_batches
+    from hasten.config.sections.engines import DeepSpeedPlugin as DeepSpeedPlugin
+    from hasten.config.sections.engines import MegatronLMPlugin as MegatronLMPlugin
+    from hasten.config.sections.engines import XLAConfig as XLAConfig
+    from hasten.config.sections.launch import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from hasten.config.sections.launch import LaunchConfig as LaunchConfig
+    from hasten.config.sections.loop import AORecipeKwargs as AORecipeKwargs
+    from hasten.config.sections.loop import AutocastKwargs as AutocastKwargs
+    from hasten.config.sections.loop import DataLoaderConfiguration as DataLoaderConfiguration
+    from hasten.config.sections.loop import FP8Config as FP8Config
+    from hasten.config.sections.loop import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from hasten.config.sections.loop import GradScalerKwargs as GradScalerKwargs
+    from hasten.config.sections.loop import PerformanceSettings as PerformanceSettings
+    from hasten.config.sections.loop import ProfileKwargs as ProfileKwargs
+    from hasten.config.sections.loop import ProjectConfiguration as ProjectConfiguration
+    from hasten.config.sections.loop import TERecipeKwargs as TERecipeKwargs
+    from hasten.config.sections.loop import TorchDynamoPlugin as TorchDynamoPlugin
+    from hasten.config.sections.loop import TrackingConfig as TrackingConfig
+    from hasten.config.sections.parallel import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+    from hasten.config.sections.parallel import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from hasten.config.sections.parallel import FSDPMixedPrecision as FSDPMixedPrecision
+    from hasten.config.sections.parallel import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+    from hasten.config.sections.parallel import ParallelismConfig as ParallelismConfig
+    from hasten.config.sections.parallel import PipelineParallelConfig as PipelineParallelConfig
+    from hasten.config.sections.parallel import TorchContextParallelConfig as TorchContextParallelConfig
+    from hasten.config.sections.parallel import TorchTensorParallelConfig as TorchTensorParallelConfig
+    from hasten.data.loader import skip_first_batches as skip_first_batches
     from hasten.errors import HastenError as HastenError
     from hasten.errors import HastenWarning as HastenWarning
     from hasten.launch.notebook import debug_launcher as debug_launcher
@@ -85,17 +85,17 @@ if TYPE_CHECKING:
     from hasten.modules.hooks import add_hook_to_module as add_hook_to_module
     from hasten.modules.hooks import remove_hook_from_module as remove_hook_from_module
     from hasten.optim.batch_size import find_executable_batch_size as find_executable_batch_size
-    from hasten.optim.dummy import DummyOptim as DummyOptim
-    from hasten.optim.dummy import DummyScheduler as DummyScheduler
+    from hasten.optim.engine import DummyOptim as DummyOptim
+    from hasten.optim.engine import DummyScheduler as DummyScheduler
     from hasten.optim.local_sgd import LocalSGD as LocalSGD
     from hasten.optim.optimizer import PreparedOptimizer as PreparedOptimizer
     from hasten.optim.scheduler import PreparedScheduler as PreparedScheduler
     from hasten.precision.base import StepResult as StepResult
     from hasten.progress.bar import Progress as Progress
     from hasten.progress.tqdm_bar import tqdm as tqdm
-    from hasten.runtime.axes import Axis as Axis
     from hasten.runtime.context import ProcessContext as ProcessContext
     from hasten.runtime.logs import get_logger as get_logger
+    from hasten.runtime.mesh_plan import Axis as Axis
     from hasten.runtime.seeding import set_seed as set_seed
     from hasten.runtime.seeding import synchronize_rng_states as synchronize_rng_states
     from hasten.state.preemption import PREEMPTED_EXIT_CODE as PREEMPTED_EXIT_CODE
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from hasten.strategies.base import Strategy as Strategy
     from hasten.strategies.base import Transform as Transform
     from hasten.strategies.base import Wish as Wish
-    from hasten.strategies.pipeline.measure import balanced_split_points as balanced_split_points
+    from hasten.strategies.pipeline.cut import balanced_split_points as balanced_split_points
     from hasten.testing.pool import Pool as Pool
     from hasten.testing.pool import ranks as ranks
     from hasten.tracking.backends.jsonl import read_metrics as read_metrics
@@ -133,16 +133,16 @@ _PUBLIC: Final = MappingProxyType[str, str](
     {
         "DistributedType": "hasten.accelerator.established",
         "Accelerator": "hasten.accelerator.facade",
-        "map_dataset": "hasten.accelerator.mapping",
-        "prepare_pipeline": "hasten.accelerator.pipelined",
+        "map_dataset": "hasten.accelerator.inference",
+        "prepare_pipeline": "hasten.accelerator.inference",
         "PREEMPTED_EXIT_CODE": "hasten.state.preemption",
         "Process": "hasten.accelerator.process",
         "AlignDevicesHook": "hasten.bigmodel.align",
         "attach_align_device_hook": "hasten.bigmodel.align",
         "attach_align_device_hook_on_blocks": "hasten.bigmodel.align",
         "remove_hook_from_submodules": "hasten.bigmodel.align",
-        "get_max_memory": "hasten.bigmodel.budget",
-        "attach_layerwise_casting_hooks": "hasten.bigmodel.casting",
+        "get_max_memory": "hasten.bigmodel.device_map",
+        "attach_layerwise_casting_hooks": "hasten.bigmodel.tensors",
         "check_device_map": "hasten.bigmodel.device_map",
         "compute_module_sizes": "hasten.bigmodel.device_map",
         "get_balanced_memory": "hasten.bigmodel.device_map",
@@ -160,39 +160,39 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "align_module_device": "hasten.bigmodel.tensors",
         "has_offloaded_params": "hasten.bigmodel.tensors",
         "set_module_tensor_to_device": "hasten.bigmodel.tensors",
-        "find_tied_parameters": "hasten.bigmodel.ties",
-        "retie_parameters": "hasten.bigmodel.ties",
-        "cpu_offload_with_hook": "hasten.bigmodel.turns",
+        "find_tied_parameters": "hasten.bigmodel.device_map",
+        "retie_parameters": "hasten.bigmodel.device_map",
+        "cpu_offload_with_hook": "hasten.bigmodel.dispatch",
         "LoadReport": "hasten.checkpoint.model_state",
-        "write_basic_config": "hasten.cli.basic",
-        "ProjectConfiguration": "hasten.config.checkpoint",
-        "TorchDynamoPlugin": "hasten.config.compiling",
-        "DataLoaderConfiguration": "hasten.config.data",
-        "DeepSpeedPlugin": "hasten.config.engines",
-        "MegatronLMPlugin": "hasten.config.engines",
-        "XLAConfig": "hasten.config.engines",
-        "InitProcessGroupKwargs": "hasten.config.launch",
-        "LaunchConfig": "hasten.config.launch",
+        "write_basic_config": "hasten.cli.config_cmd",
+        "ProjectConfiguration": "hasten.config.sections.loop",
+        "TorchDynamoPlugin": "hasten.config.sections.loop",
+        "DataLoaderConfiguration": "hasten.config.sections.loop",
+        "DeepSpeedPlugin": "hasten.config.sections.engines",
+        "MegatronLMPlugin": "hasten.config.sections.engines",
+        "XLAConfig": "hasten.config.sections.engines",
+        "InitProcessGroupKwargs": "hasten.config.sections.launch",
+        "LaunchConfig": "hasten.config.sections.launch",
         "fsdp_from_fsdp1": "hasten.config.legacy",
-        "GradientAccumulationPlugin": "hasten.config.optim",
-        "DeepSpeedSequenceParallelConfig": "hasten.config.parallel",
-        "DistributedDataParallelKwargs": "hasten.config.parallel",
-        "ParallelismConfig": "hasten.config.parallel",
-        "PipelineParallelConfig": "hasten.config.parallel",
-        "TorchContextParallelConfig": "hasten.config.parallel",
-        "TorchTensorParallelConfig": "hasten.config.parallel",
-        "PerformanceSettings": "hasten.config.performance",
-        "AORecipeKwargs": "hasten.config.precision",
-        "AutocastKwargs": "hasten.config.precision",
-        "FP8Config": "hasten.config.precision",
-        "GradScalerKwargs": "hasten.config.precision",
-        "TERecipeKwargs": "hasten.config.precision",
+        "GradientAccumulationPlugin": "hasten.config.sections.loop",
+        "DeepSpeedSequenceParallelConfig": "hasten.config.sections.parallel",
+        "DistributedDataParallelKwargs": "hasten.config.sections.parallel",
+        "ParallelismConfig": "hasten.config.sections.parallel",
+        "PipelineParallelConfig": "hasten.config.sections.parallel",
+        "TorchContextParallelConfig": "hasten.config.sections.parallel",
+        "TorchTensorParallelConfig": "hasten.config.sections.parallel",
+        "PerformanceSettings": "hasten.config.sections.loop",
+        "AORecipeKwargs": "hasten.config.sections.loop",
+        "AutocastKwargs": "hasten.config.sections.loop",
+        "FP8Config": "hasten.config.sections.loop",
+        "GradScalerKwargs": "hasten.config.sections.loop",
+        "TERecipeKwargs": "hasten.config.sections.loop",
         "Config": "hasten.config.root",
-        "FSDPMixedPrecision": "hasten.config.sharding",
-        "FullyShardedDataParallelPlugin": "hasten.config.sharding",
-        "ProfileKwargs": "hasten.config.tracking",
-        "TrackingConfig": "hasten.config.tracking",
-        "skip_first_batches": "hasten.data.skip",
+        "FSDPMixedPrecision": "hasten.config.sections.parallel",
+        "FullyShardedDataParallelPlugin": "hasten.config.sections.parallel",
+        "ProfileKwargs": "hasten.config.sections.loop",
+        "TrackingConfig": "hasten.config.sections.loop",
+        "skip_first_batches": "hasten.data.loader",
         "HastenError": "hasten.errors",
         "HastenWarning": "hasten.errors",
         "debug_launcher": "hasten.launch.notebook",
@@ -203,15 +203,15 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "add_hook_to_module": "hasten.modules.hooks",
         "remove_hook_from_module": "hasten.modules.hooks",
         "find_executable_batch_size": "hasten.optim.batch_size",
-        "DummyOptim": "hasten.optim.dummy",
-        "DummyScheduler": "hasten.optim.dummy",
+        "DummyOptim": "hasten.optim.engine",
+        "DummyScheduler": "hasten.optim.engine",
         "LocalSGD": "hasten.optim.local_sgd",
         "PreparedOptimizer": "hasten.optim.optimizer",
         "PreparedScheduler": "hasten.optim.scheduler",
         "StepResult": "hasten.precision.base",
         "Progress": "hasten.progress.bar",
         "tqdm": "hasten.progress.tqdm_bar",
-        "Axis": "hasten.runtime.axes",
+        "Axis": "hasten.runtime.mesh_plan",
         "ProcessContext": "hasten.runtime.context",
         "get_logger": "hasten.runtime.logs",
         "set_seed": "hasten.runtime.seeding",
@@ -221,7 +221,7 @@ _PUBLIC: Final = MappingProxyType[str, str](
         "Strategy": "hasten.strategies.base",
         "Transform": "hasten.strategies.base",
         "Wish": "hasten.strategies.base",
-        "balanced_split_points": "hasten.strategies.pipeline.measure",
+        "balanced_split_points": "hasten.strategies.pipeline.cut",
         "Pool": "hasten.testing.pool",
         "ranks": "hasten.testing.pool",
         "read_metrics": "hasten.tracking.backends.jsonl",

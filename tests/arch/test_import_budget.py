@@ -95,7 +95,7 @@ def test_ddp_loads_nothing_of_sharding() -> None:
     code = (
         "import torch.distributed as dist\n"
         "from hasten.config.root import Config\n"
-        "from hasten.config.parallel import DistributedDataParallelKwargs\n"
+        "from hasten.config.sections.parallel import DistributedDataParallelKwargs\n"
         "from hasten.strategies.ddp.strategy import Replicate\n"
         "from hasten.strategies import choose\n"
         "Replicate(DistributedDataParallelKwargs())"

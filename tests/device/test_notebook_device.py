@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hasten.cli.main import main
-from hasten.launch.host import look
+from hasten.launch.base import look
 from hasten.launch.notebook import notebook_launcher
 
 pytestmark = pytest.mark.device

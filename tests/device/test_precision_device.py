@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hasten.accelerator.facade import Accelerator
-from hasten.config.precision import FP8Config
+from hasten.config.sections.loop import FP8Config
 from hasten.optional import available
 from hasten.precision.build import build, supported
 

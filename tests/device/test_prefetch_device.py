@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from hasten.config.data import DataLoaderConfiguration
+from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
 from hasten.optim.clock import StepClock

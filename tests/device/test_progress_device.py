@@ -12,7 +12,7 @@ from rich.console import Console
 
 from hasten.progress.bar import Progress, Surroundings
 from hasten.progress.display import LineDisplay
-from hasten.progress.memory import MemoryGauge
+from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import LateScalars, fetch_scalars
 from hasten.progress.straggler import Pulse
 from hasten.tracking.base import Entry, Tracker

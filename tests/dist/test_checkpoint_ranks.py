@@ -26,8 +26,8 @@ from hasten.checkpoint.store.remote_store import RemoteStore
 from hasten.checkpoint.store.retention import Retention
 from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
-from hasten.config.checkpoint import ProjectConfiguration
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.loop import ProjectConfiguration
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError, HookError, MismatchError, MissingRanksError
 from hasten.runtime.context import ProcessContext
 from hasten.state.preemption import PREEMPTED_EXIT_CODE

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from hasten.comm import ops
-from hasten.comm.agreement import agree
-from hasten.comm.collective_counts import begun_collectives
-from hasten.comm.flag import Flag
+from hasten.comm.agreement import Flag, agree
+from hasten.comm.collective_log import begun_collectives
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.skipping import SkipBegun
 from hasten.errors import CommError, MismatchError, MissingRanksError, PeerFailedError
-from hasten.runtime.axes import BATCH, Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import BATCH, Axis
 from hasten.testing.pool import ranks
 
 DTYPES = (

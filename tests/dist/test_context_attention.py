@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten import Accelerator, TorchContextParallelConfig
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

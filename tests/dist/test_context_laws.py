@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten import Accelerator, DeepSpeedPlugin, TorchContextParallelConfig
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.optional import available
-from hasten.runtime.axes import BATCH, LOSS
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import BATCH, LOSS
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, seeded
 

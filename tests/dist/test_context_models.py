@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, FullyShardedDataParallelPlugin, TorchContextParallelConfig
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hasten.comm.base import Comm
+from hasten.data.dispatch import Wire
 from hasten.data.loader import Loader
-from hasten.data.wire import Wire
 from hasten.errors import PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.loaders import Numbers, Seen, global_order, prepared, seen

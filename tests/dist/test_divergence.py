@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
-from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
+from hasten.config.sections.parallel import DistributedDataParallelKwargs, ParallelismConfig
 from hasten.errors import DivergenceError, HastenWarning
 from hasten.optim.local_sgd import LocalSGD
 from hasten.runtime.context import ProcessContext

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hasten import Accelerator, ParallelismConfig
 from hasten.checkpoint.export import read_model
-from hasten.checkpoint.merge import merge
+from hasten.checkpoint.inspect import merge
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.resharding import Run, Trial, check_pairs, held

@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import hasten
 from hasten import Accelerator
 from hasten.checkpoint.store.locate import locate
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 
 pytestmark = pytest.mark.timed
 
 HOME: Final = str(Path(hasten.__file__).parent) + "/"
-MEETING: Final = ("comm/", "checkpoint/rank_agreement.py", "testing/", "runtime/logs.py")
+MEETING: Final = ("comm/", "comm/agreement.py", "testing/", "runtime/logs.py")
 """What ranks agree through cannot be used to agree on its own failure; and errors in log records are printed."""
 BEFORE: Final = frozenset(
     {

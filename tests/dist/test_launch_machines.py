@@ -330,7 +330,7 @@ def test_every_notebook_of_a_job_is_told_why_it_failed(zygote: Zygote, tmp_path:
         assert [m.end()[0] for m in hosts] == [1] * len(hosts), [m.said for m in hosts]
         return [(tmp_path / file).read_text() for file in files]
 
-    cell = ["--processes_per_machine=2", "-m", "hasten.launch.cell"]
+    cell = ["--processes_per_machine=2", "-m", "hasten.launch.notebook"]
     one, two = (write_call(tmp_path / name, boom, name) for name in ("one", "two"))
     with machines(zygote, 2) as hosts:
         raised = verdicts(hosts, [[*cell, one], [*cell, one]])

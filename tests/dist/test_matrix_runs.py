@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hasten.cli.test_cmd import main
-from hasten.launch import matrix
+from hasten.tools import matrix
 
 OTHER = """
 import sys

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, TorchContextParallelConfig
-from hasten.config.parallel import TorchTensorParallelConfig
+from hasten.config.sections.parallel import TorchTensorParallelConfig
 from hasten.runtime import bytes_plan
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.bytes_plan import Held, Traffic, Weights, held_bytes
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import banner
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.strategies.account import account
 from hasten.testing.pool import ranks
 from hasten.testing.toys import MixtureBlock, TinyLM, TinyMixture, next_token_loss, seeded

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig, TorchContextParallelConfig
-from hasten.config.parallel import PipelineSchedule, TorchTensorParallelConfig
+from hasten.config.sections.parallel import PipelineSchedule, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, TinyMixture, TinyTranslator, next_token_loss, seeded

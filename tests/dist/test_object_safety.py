@@ -15,8 +15,8 @@ from hasten.comm import ops
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
 from hasten.errors import CommError
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import Axis
 from hasten.testing.pool import ranks
 
 # Any in this file: objects of every type.

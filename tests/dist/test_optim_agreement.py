@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hasten.accelerator.facade import Accelerator
-from hasten.config.precision import GradScalerKwargs
+from hasten.config.sections.loop import GradScalerKwargs
 from hasten.optim.batch_size import find_executable_batch_size
 from hasten.optim.clip import clip_norm, clip_value
 from hasten.optim.gradients import multiply

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator, GradScalerKwargs
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded

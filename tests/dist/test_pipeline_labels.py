@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
 from hasten.errors import PeerFailedError, StepError
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import BATCH
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, seeded
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator, ParallelismConfig, PipelineParallelConfig
-from hasten.config.parallel import PipelineSchedule
+from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

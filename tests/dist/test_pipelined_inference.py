@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hasten import prepare_pipeline
-from hasten.accelerator.pipelined import stage_starts
+from hasten.accelerator.inference import stage_starts
 from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.runtime.axes import SHARD
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import SHARD
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 from hasten.tools.plan.memory import held
 from hasten.tools.plan.trace import Findings
-from hasten.tools.plan.traced import ModelTrace, OptimizerFacts
-from hasten.tools.tune.candidate import Candidate
+from hasten.tools.plan.traced import Candidate, ModelTrace, OptimizerFacts
 
 
 def uneven() -> TinyLM:

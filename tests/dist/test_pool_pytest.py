@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from hasten.comm.local import LocalComm
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import Axis
 from hasten.testing.pool import Pool, ranks
 
 FACTOR = 3

@@ -19,8 +19,7 @@ from hasten.errors import ConfigError, DataError, PeerFailedError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.tools.predict.predict import predict_file
-from hasten.tools.predict.predict_parts import Parts
-from hasten.tools.predict.predict_rows import read_rows
+from hasten.tools.predict.rows import Parts, read_rows
 
 MODULE: Final = """
 from pathlib import Path
@@ -221,7 +220,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 
 
 def test_files_of_every_kind_have_rows(tmp_path: Path) -> None:
-    from hasten.tools.predict.predict_rows import read_rows
+    from hasten.tools.predict.rows import read_rows
 
     kinds = {
         "a.csv": "text,label\nhello,1\n",

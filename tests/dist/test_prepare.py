@@ -16,12 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau,
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
-from hasten.config.compiling import TorchDynamoPlugin
-from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.config.sections.loop import TorchDynamoPlugin
+from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import Axis
 from hasten.testing.pool import ranks
 
 

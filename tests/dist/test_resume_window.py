@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten import Accelerator, ProjectConfiguration
-from hasten.config.parallel import ParallelismConfig, TorchContextParallelConfig
+from hasten.config.sections.parallel import ParallelismConfig, TorchContextParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool, ranks
 from hasten.testing.resharding import Run, Trial, check_pairs, held

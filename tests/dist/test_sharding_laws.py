@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from hasten import Accelerator
-from hasten.config.compiling import TorchDynamoPlugin
-from hasten.config.parallel import ParallelismConfig
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.loop import TorchDynamoPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError, MismatchError, PeerFailedError, PrepareError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.fsdp.own_shards import ELEMENTWISE, update_own_shards

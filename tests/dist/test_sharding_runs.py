@@ -24,9 +24,8 @@ from torch.utils.data import DataLoader
 from hasten import Accelerator
 from hasten.checkpoint.export import read_model
 from hasten.cli.ckpt_cmd import main as ckpt
-from hasten.config.compiling import TorchDynamoPlugin
-from hasten.config.parallel import ParallelismConfig
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.loop import TorchDynamoPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.runtime.context import ProcessContext

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.shared_groups import forget, group_of, once
+from hasten.runtime.mesh import forget, group_of, once
 from hasten.testing.pool import ranks
 
 

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 
 from hasten.cli.main import main
 from hasten.launch import failure
-from hasten.trust.stall import ending
+from hasten.trust.stall import observe as ending
 
 pytestmark = pytest.mark.timed
 

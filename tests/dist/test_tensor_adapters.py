@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.plan import working_plan

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator, init_empty_weights
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import PrepareError
-from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import is_dtensor
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded

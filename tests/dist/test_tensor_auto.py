@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.hub_models import (
     gated_t5,

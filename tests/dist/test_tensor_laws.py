@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig, TorchTensorParallelConfig
+from hasten.config.sections.parallel import ParallelismConfig, TorchTensorParallelConfig
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, next_token_loss, seeded

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig, TorchTensorParallelConfig
+from hasten.config.sections.parallel import ParallelismConfig, TorchTensorParallelConfig
 from hasten.errors import ConfigError, PrepareError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

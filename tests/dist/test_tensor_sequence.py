@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hasten import Accelerator, TorchTensorParallelConfig
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.tensor.logits import VocabularyParts

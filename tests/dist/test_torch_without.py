@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten import Accelerator
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

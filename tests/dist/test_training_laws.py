@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator
 from hasten.comm.local import LocalComm
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import Groups
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 from hasten.testing.pool import ranks
 

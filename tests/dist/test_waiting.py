@@ -13,11 +13,10 @@ import torch
 from torch.distributed import TCPStore
 
 from hasten.errors import CommError
-from hasten.runtime import waiting
-from hasten.runtime.bootstrap import GroupSettings, start
+from hasten.runtime import bootstrap as waiting
+from hasten.runtime.bootstrap import GroupSettings, announced_waiting, start
 from hasten.runtime.nodelist import ranks_in_words
 from hasten.runtime.topology import Topology
-from hasten.runtime.waiting import announced_waiting
 
 pytestmark = pytest.mark.timed
 

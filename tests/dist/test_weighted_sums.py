@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator, GradientAccumulationPlugin, GradScalerKwargs
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import StepError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
-from hasten.optim.weightless import zero_if_weightless
+from hasten.optim.gradients import zero_if_weightless
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.config.parallel import ParallelismConfig
-from hasten.modules.dtensors import is_dtensor, whole_of
+from hasten.config.sections.parallel import ParallelismConfig
+from hasten.modules.names import is_dtensor, whole_of
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import ranks
 from hasten.testing.toys import TINY_LM_PLAN, TinyLM, seeded

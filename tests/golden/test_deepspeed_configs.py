@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import pytest
 
-from hasten.config.engines import DeepSpeedPlugin
+from hasten.config.sections.engines import DeepSpeedPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.engines.deepspeed.config import Facts, translate
 

@@ -18,9 +18,8 @@ from hasten.cli.launch_cmd import make_parser
 from hasten.config import handoff
 from hasten.config.resolve import resolve
 from hasten.errors import HastenError
-from hasten.launch.base import Request, Target
+from hasten.launch.base import Host, Request, Target
 from hasten.launch.choose import make_plan
-from hasten.launch.host import Host
 from hasten.launch.mpi import Mpi
 from hasten.runtime.tpu_hosts import Slice
 

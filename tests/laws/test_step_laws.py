@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from hasten import Accelerator, DataLoaderConfiguration
-from hasten.config.parallel import ParallelismConfig
-from hasten.config.precision import GradScalerKwargs
+from hasten.config.sections.loop import GradScalerKwargs
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import CheckpointError
 from hasten.runtime.context import ProcessContext
 from hasten.testing.laws import Law

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hasten import Accelerator, DataLoaderConfiguration, set_seed
 from hasten.errors import DeviceError, NumbersError, PrecisionError
 from hasten.optional import need
-from hasten.strategies.engines.xla.devices import Devices
+from hasten.strategies.engines.xla.placing import Devices
 
 pytestmark = pytest.mark.timeout(400)  # compiling takes most of the time: 90 s for a test that gets a seventh of a core
 

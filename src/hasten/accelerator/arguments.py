@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from hasten import trees
 from hasten.errors import ArgumentError, PrepareError
 from hasten.optim.loader_progress import LoaderCursor
-from hasten.runtime.axes import AXES
+from hasten.runtime.mesh_plan import AXES
 from hasten.trees import Tree
 
 _MAX_CHARS = 60

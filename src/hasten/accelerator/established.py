@@ -7,7 +7,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
-from hasten.runtime.axes import Axis
+from hasten.runtime.mesh_plan import Axis
 
 Accelerator = Any
 """The facade; naming its class here would load torch, which `hasten migrate` does without."""

@@ -20,51 +20,45 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile as TorchProfile  # a class torch spells in lower case
 
-from hasten.accelerator import arguments, metrics, profile
-from hasten.accelerator.accumulation import Accumulation
+from hasten.accelerator import arguments
+from hasten.accelerator import step as metrics
+from hasten.accelerator import step as profile
 from hasten.accelerator.captured_step import CapturedStep
 from hasten.accelerator.established import established
 from hasten.accelerator.preparing import Preparer
 from hasten.accelerator.process import Process
-from hasten.accelerator.recording import Noted
 from hasten.accelerator.retrying import Retrying, Split
-from hasten.accelerator.setup import Parts, build, reports_in
+from hasten.accelerator.setup import Noted, Parts, build, reports_in
+from hasten.accelerator.step import Accumulation
 from hasten.checkpoint import export
-from hasten.checkpoint.model_state import LoadReport
-from hasten.checkpoint.store.paths import check_path
-from hasten.checkpoint.weights import load_weights
+from hasten.checkpoint.model_state import LoadReport, load_weights
+from hasten.checkpoint.store.locate import check_path
 from hasten.comm import ops
 from hasten.comm.agreement import agree
 from hasten.comm.base import Comm, ReduceKind
 from hasten.config.keywords import Keywords
-from hasten.config.precision import AutocastKwargs
 from hasten.config.root import Config
-from hasten.config.tracking import ProfileKwargs
-from hasten.data.loader import Loader
-from hasten.data.skip import skip_first_batches
+from hasten.config.sections.loop import AutocastKwargs, ProfileKwargs
+from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import HastenWarning, PrepareError
 from hasten.optim import clip
-from hasten.optim.dividing import divided
+from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
-from hasten.optim.weightless import zero_if_weightless
-from hasten.optim.window import check_every
-from hasten.runtime.axes import BATCH, Axis
+from hasten.optim.window import check_every, divided
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
+from hasten.runtime.mesh_plan import BATCH, Axis
 from hasten.state.epochs import EpochLoops
-from hasten.state.randomness import Randomness
-from hasten.state.run_state import RunParts
+from hasten.state.run_state import HookHandle, LoadHook, Randomness, RunParts, SaveHook
 from hasten.state.saving import Saving
-from hasten.state.state_hooks import HookHandle, LoadHook, SaveHook
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose
 from hasten.strategies.context.strategy import ContextParallel, SequenceShards
 from hasten.tracking.base import Tracker
 from hasten.trees import Tree
-from hasten.trust.memory.memory_picture import snapshot
-from hasten.trust.numbers.numbers import NumbersWatch
-from hasten.trust.numbers.rollback import Rollback
+from hasten.trust.memory import snapshot
+from hasten.trust.numbers.numbers import NumbersWatch, Rollback
 from hasten.trust.stall.traffic import SentBytes, count_sent
 from hasten.trust.stall.watchdog import watch
 

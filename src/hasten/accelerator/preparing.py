@@ -15,30 +15,92 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from hasten.accelerator.performance import Performance
 from hasten.accelerator.rehearsal import Objects, Rehearsal
 from hasten.config.root import Config
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
 from hasten.errors import HastenWarning, PrepareError, StepError
+from hasten.optim import fused
 from hasten.optim.clock import StepClock
+from hasten.optim.gradients import Unowned
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.optim.schedule_length import unsplit
-from hasten.optim.scheduler import PreparedScheduler
-from hasten.optim.unowned import Unowned
+from hasten.optim.scheduler import PreparedScheduler, unsplit
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
-from hasten.runtime.logs import StartUp, banner
-from hasten.runtime.mesh_plan import mesh_table, mesh_title
+from hasten.runtime.logs import StartUp, banner, get_logger
+from hasten.runtime.mesh_plan import BATCH, mesh_table, mesh_title
 from hasten.runtime.seeding import checked_rng_types
 from hasten.strategies.base import Strategy
+from hasten.strategies.choose import chooses_speed
 
 if TYPE_CHECKING:
     from hasten.strategies.account import Account
 
-log = logging.getLogger(__name__)
+
+log = get_logger(__name__)
+
+
+class Performance:
+    """The choices of one Accelerator. Nothing is chosen unless it was asked for."""
+
+    def __init__(self, config: Config, ctx: ProcessContext, precision: Precision) -> None:
+        self._config = config
+        self._asked = config.performance
+        self._active = chooses_speed(config.performance)
+        self._ctx = ctx
+        self._precision = precision
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Make an optimizer fused where torch can."""
+        if not self._active or not self._asked.fused or fused.is_fused(optimizer):
+            return
+        name = type(optimizer).__name__
+        if self._ctx.device.type != "cuda":
+            self._say("%s stays as it is: fused kernels gain on CUDA, this process trains on %s", name, self._place)
+        elif why := fused.refusal(optimizer):
+            self._say("%s stays as it is: %s", name, why)
+        else:
+            fused.fuse(optimizer)
+            self._say(
+                "%s is fused: one kernel instead of several for each parameter, equal except for rounding; "
+                "performance={'fused': False} turns it off",
+                name,
+            )
+
+    def no_step_graph(self) -> str:
+        """Why capture_step() leaves steps as they are in this run; empty when it may capture them."""
+        config = self._config
+        if not self._active:
+            return "performance is off; Accelerator(performance='auto') captures it"
+        if not self._asked.step_graph:
+            return "performance.step_graph is off"
+        if self._ctx.device.type != "cuda":
+            return f"CUDA graphs need a CUDA device, this process trains on {self._place}"
+        if self._ctx.world.size > 1:
+            return f"{self._ctx.world.size} processes exchange gradients inside the step; only one process is captured"
+        if self._precision.scaler is not None:
+            return "mixed_precision='fp16' decides on the host whether an update is applied; 'bf16' can be captured"
+        if config.numbers not in ("off", "report"):
+            return f"numbers={config.numbers} looks at gradients on the host before each update"
+        if config.gradient_accumulation.num_steps > 1:
+            return "gradients are accumulated over micro-steps, which the host counts"
+        if config.dynamo.makes_cuda_graphs:
+            return (
+                f"dynamo backend {config.dynamo.backend!r} in mode {config.dynamo.mode!r} makes CUDA graphs of its own"
+            )
+        return ""
+
+    @property
+    def _place(self) -> str:
+        return self._ctx.device.type
+
+    def _say(self, text: str, *values: object) -> None:
+        if self._ctx.is_main:
+            log.info(f"performance: {text}", *values)
+
+
+plain_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -132,7 +194,7 @@ class Preparer:
             item.value = self._scheduler(item.value)
         self._loaders(bundle.of("loader"))
         if self._config.debug:
-            log.info(banner(self._facts()))
+            plain_log.info(banner(self._facts()))
         return bundle.in_call_order()
 
     def _facts(self) -> StartUp:

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset, Subset
 
 from hasten import trees
 from hasten.accelerator.arguments import check_callable, check_whole, refuse
-from hasten.comm.agreement import vote
-from hasten.comm.flag import Flag
+from hasten.comm.agreement import Flag, vote
 from hasten.errors import CommError, DataError
 from hasten.runtime import bootstrap, env
 from hasten.runtime.context import ProcessContext

@@ -25,23 +25,21 @@ from torch import Tensor, nn
 
 from hasten import trees
 from hasten.accelerator.process import bounds
-from hasten.comm.collective_counts import begun_collectives
+from hasten.comm.collective_log import begun_collectives
 from hasten.comm.skipping import SkipBegun
 from hasten.errors import ArgumentError, OutOfMemoryError, PeerFailedError, StepError
 from hasten.optim.batch_size import should_reduce_batch_size
 from hasten.optim.clock import StepClock
-from hasten.optim.gradient_stash import SetAside
-from hasten.runtime.axes import Axis
+from hasten.optim.gradients import SetAside
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import empty_cache
 from hasten.runtime.logs import get_logger
-from hasten.state.randomness import Randomness
-from hasten.state.run_state import Objects
-from hasten.strategies.base import Strategy
-from hasten.strategies.retry import Retry
+from hasten.runtime.mesh_plan import Axis
+from hasten.state.run_state import Objects, Randomness
+from hasten.strategies.base import Retry, Strategy
 from hasten.trees import Tree
-from hasten.trust.memory import memory_picture
-from hasten.trust.memory.memory import MemoryReport, measure
+from hasten.trust import memory as memory_picture
+from hasten.trust.memory import MemoryReport, measure
 
 log = get_logger(__name__)
 

@@ -3,53 +3,141 @@
 from __future__ import annotations
 
 import logging
+import platform
+import shlex
+import socket
+import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+import torch
+
 from hasten.accelerator import rehearsal
-from hasten.accelerator.recording import open_run_log
 from hasten.accelerator.rehearsal import Rehearsal
 from hasten.comm.agreement import agree
+from hasten.comm.collective_log import Trail
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config import absent
 from hasten.config.handoff import unpack
+from hasten.config.masking import masked, masked_value
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
+from hasten.config.sections.loop import ProjectConfiguration
+from hasten.config.source import Entry, shown
+from hasten.config.source import Path as SettingPath
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
 from hasten.precision.build import build as build_precision
+from hasten.progress.meter import MemoryGauge
 from hasten.progress.scalars import fetch_scalars
 from hasten.runtime import bootstrap, env
 from hasten.runtime.affinity import set_affinity
-from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.bootstrap import GroupSettings
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import pci_address
 from hasten.runtime.logs import show_logs
-from hasten.runtime.mesh_plan import mesh_of
+from hasten.runtime.mesh_plan import LOSS, Axis, mesh_of
 from hasten.runtime.topology import Topology
 from hasten.strategies.base import Strategy
 from hasten.strategies.choose import choose, device_for
 from hasten.tracking.manager import TrackerManager
 from hasten.tracking.registry import LogWith
 from hasten.tracking.registry import build as build_trackers
-from hasten.tracking.run_log import RunLog
+from hasten.tracking.run_log import FOLDER, RunLog
 from hasten.trust.divergence.replicas import Prepared, Replicas
 from hasten.trust.divergence.sentinel import Sentinel, SentinelSettings
 from hasten.trust.numbers.numbers import NumbersSettings
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.reception import Reception
 from hasten.trust.stall.stall_store import Bulletin
-from hasten.trust.stall.status_server import Desk
+from hasten.trust.stall.status_server import Desk, Reception
 from hasten.trust.stall.watchdog import Watchdog, WatchSettings
+from hasten.version import __version__
 
 log = logging.getLogger(__name__)
+
+
+def open_run_log(
+    project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, Entry], strategy: Strategy
+) -> RunLog | None:
+    """The log of this rank, or None without a local project folder or with `run_log` off."""
+    folder = project.project_dir
+    if folder is None or not project.run_log or "://" in folder:
+        return None
+
+    def facts() -> dict[str, Any]:  # Any: JSON values
+        return {
+            "settings": {".".join(path): _setting(entry) for path, entry in entries.items()},
+            "strategy": strategy.name,
+            "world_size": ctx.world.size,
+            "mesh": {str(axis): ctx.mesh.size(axis) for axis in Axis if ctx.mesh.size(axis) > 1},
+            "restart": ctx.topology.restart_count,
+            "host": socket.gethostname(),
+            "device": _device(ctx.device),
+            "command": masked(shlex.join(sys.argv)),
+            "versions": {
+                "hasten": __version__,
+                "torch": str(torch.__version__),
+                "python": platform.python_version(),
+                "platform": platform.platform(),
+            },
+        }
+
+    trail = ctx.world.trail if isinstance(ctx.world, ProcessGroupComm) else Trail()
+    return RunLog(
+        Path(folder) / FOLDER,
+        ctx.rank,
+        facts,
+        MemoryGauge(ctx.device).used_bytes,
+        collectives_s=lambda: trail.spent_s,
+        gradients_s=strategy.caps.gradients_s,
+    )
+
+
+class Noted:
+    """A block whose end is an event of the run log, with the seconds it took or how it failed.
+
+    The log is only a log: what goes wrong with it is logged and never changes how the block ends.
+    """
+
+    def __init__(self, run_log: RunLog | None, kind: str) -> None:
+        self._run_log = run_log
+        self._kind = kind
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._run_log is None:
+            return
+        try:
+            if error is None:
+                self._run_log.event(self._kind, seconds=round(time.perf_counter() - self._began, 4))
+            else:
+                self._run_log.event(f"{self._kind}: failed", error=masked(f"{type(error).__name__}: {error}"))
+            self._run_log.flush()
+        except Exception as wrong:  # of any kind: other ranks have saved or loaded, and this one has, too
+            log.warning("the run log could not note %r: %s", self._kind, wrong)
+
+
+def _setting(entry: Entry) -> list[str]:
+    return [shown(masked_value(entry.path[-1], entry.value)), str(entry.source)]
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn
+from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
-from hasten.bigmodel.budget import DeviceKey
 from hasten.bigmodel.device_map import (
+    DeviceKey,
     DType,
     as_dtype,
     check_device_map,
@@ -22,7 +27,6 @@ from hasten.bigmodel.device_map import (
     owner_in,
 )
 from hasten.bigmodel.dispatch import Place, device_of, dispatch_model, main_device_of
-from hasten.bigmodel.loading_bar import Progress, reporting
 from hasten.bigmodel.offload_files import save_offload_index
 from hasten.bigmodel.solver import readable
 from hasten.bigmodel.units import Found, tensors_in
@@ -31,6 +35,32 @@ from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import Piece, read_tensors
 from hasten.checkpoint.reshard import Copy
 from hasten.errors import CheckpointError, ConfigError
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes loaded so far and the bytes there are."""
+
+
+@contextmanager
+def reporting(progress: Progress | bool | None, console: Console | None = None) -> Iterator[Progress | None]:
+    """What to call as bytes come in: the caller's own function, a bar on the standard error for True, or nothing."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    if not progress:
+        yield None
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[speed]}"))
+    # rich also takes FORCE_COLOR, which notebooks set for the processes they start, for a terminal
+    console = console or Console(stderr=True, force_terminal=sys.stderr.isatty())
+    with Bar(*columns, console=console, auto_refresh=False) as bar:
+        task, started = bar.add_task("loading", total=None, speed=""), time.perf_counter()
+
+        def advance(done: int, total: int) -> None:
+            speed = done / 1e9 / max(time.perf_counter() - started, 1e-9)
+            bar.update(task, completed=done, total=total, speed=f"{speed:.2f} GB/s", refresh=True)
+
+        yield advance
+
 
 log = logging.getLogger(__name__)
 

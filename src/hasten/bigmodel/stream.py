@@ -20,12 +20,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.blocks import Unit, put_loose, relist, window
-from hasten.bigmodel.lanes import Lanes, Mark
-from hasten.bigmodel.order import Order, spread
 from hasten.bigmodel.packs import Pack
-from hasten.bigmodel.ring import Ring, Span
-from hasten.bigmodel.staging import Staging
+from hasten.bigmodel.staging import Lanes, Mark, Order, Ring, Span, Staging, spread
+from hasten.bigmodel.units import Unit, put_loose, relist, window
 from hasten.errors import PrepareError
 
 BLOCKS_AT_ONCE = 3

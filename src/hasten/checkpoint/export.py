@@ -20,9 +20,9 @@ from hasten.checkpoint.format.layout import Sizes, hub_index, plan_component
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, inside
 from hasten.checkpoint.reshard import as_stored, whole
 from hasten.checkpoint.store.disk import BlobWriter, Disk, cannot_write
+from hasten.checkpoint.store.locate import check_local, check_path
 from hasten.checkpoint.store.occupied import WEIGHTS, check_unlisted, unchanged
 from hasten.checkpoint.store.outside_files import FORGED, open_outside, read_outside
-from hasten.checkpoint.store.paths import check_local, check_path
 from hasten.checkpoint.writer import encode
 from hasten.errors import CheckpointError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need

@@ -14,16 +14,17 @@ from torch.autograd.graph import increment_version
 from hasten.checkpoint.format.formats import MappedFile
 from hasten.checkpoint.format.manifest import CHUNK_BYTES
 from hasten.checkpoint.reshard import Copy
-from hasten.checkpoint.store.disk import default_threads, read_all
-from hasten.checkpoint.transfer import (
+from hasten.checkpoint.store.disk import (
     HostBuffer,
     as_bytes,
     byte_view,
     copy_bytes,
+    default_threads,
     devices_of,
     finish_copies,
     host_memory,
     is_plain,
+    read_all,
     worker_pool,
 )
 from hasten.errors import CheckpointError, CorruptCheckpointError

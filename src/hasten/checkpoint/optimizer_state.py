@@ -16,8 +16,7 @@ from hasten.checkpoint.model_state import empty_like_parameter, model_names
 from hasten.checkpoint.reader import Found
 from hasten.checkpoint.reshard import Copy, as_stored, plan_copies
 from hasten.errors import CheckpointError, CorruptCheckpointError
-from hasten.modules.names import plain_name
-from hasten.modules.stages import stage_part
+from hasten.modules.names import plain_name, stage_part
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[int, str]:

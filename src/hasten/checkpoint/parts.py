@@ -18,14 +18,14 @@ from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.format.formats import encode_torch, read_tensors
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.format.torch_folder import fill, is_torch_folder, names_in
-from hasten.checkpoint.gathering import gathered
 from hasten.checkpoint.model_state import LoadReport, model_component, plan_model
 from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names, plan_optimizer
-from hasten.checkpoint.rank_agreement import agreeing
 from hasten.checkpoint.reader import Found, open_checkpoint
+from hasten.checkpoint.reshard import gathered
 from hasten.checkpoint.store.disk import Disk
 from hasten.checkpoint.store.locate import locate
 from hasten.checkpoint.writer import finish, prepare, start
+from hasten.comm.agreement import agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 from hasten.modules.names import plain_name

@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hasten.checkpoint.base import CheckpointStore, Json
-from hasten.checkpoint.format.checksum import summing_like
-from hasten.checkpoint.format.formats import Piece, TensorFile, read_tensors
-from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside
-from hasten.checkpoint.format.sidecar import SUFFIX, read_by_sidecar
-from hasten.checkpoint.rank_agreement import Agreement, agreeing
+from hasten.checkpoint.format.formats import SUFFIX, Piece, TensorFile, read_by_sidecar, read_tensors
+from hasten.checkpoint.format.manifest import FileRecord, Manifest, inside, summing_like
 from hasten.checkpoint.store.disk import ChunkReader, default_threads
 from hasten.checkpoint.store.outside_files import size_of
+from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafeCheckpointError
 

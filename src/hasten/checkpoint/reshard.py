@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from hasten.checkpoint.base import Slice, StateTree
+from hasten.checkpoint.base import Component, Slice, StateTree
 from hasten.checkpoint.format.formats import MappedFile, Piece
-from hasten.checkpoint.transfer import is_plain
+from hasten.checkpoint.store.disk import is_plain
+from hasten.comm.agreement import Agreement, agreeing
+from hasten.comm.base import Comm
 from hasten.errors import CheckpointError, CorruptCheckpointError
-from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import is_dtensor
 from hasten.optional import need
-from hasten.runtime.axes import AXES
+from hasten.runtime.mesh_plan import AXES
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -176,3 +178,106 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
 def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor whose memory lies one level down
     """The plain memory behind a tensor on this rank."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Where a rank's slice lies, told to the others ahead of the data."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    owned: bool
+    address: int
+
+
+def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
+    """The tree with every sliced tensor whole on the ranks that keep it; others hold placeholders without memory.
+
+    One tensor travels at a time. Ranks: every rank; `keeps` on those that will write.
+    """
+    made: dict[str, Component] = {}
+    with agreeing(comm, "gathering whole tensors") as together:
+        for name, component in tree.components.items():
+            whole = component.sliced and not component.per_rank
+            made[name] = _joined(component, together, keeps) if whole else component
+        return StateTree(made)
+
+
+def _joined(component: Component, together: Agreement, keeps: bool) -> Component:
+    told: list[dict[str, _Piece]] = together.share(
+        {
+            key: _Piece(value.offset, tuple(value.data.shape), value.owned, value.data.data_ptr())
+            for key, value in component.tensors.items()
+            if isinstance(value, Slice)
+        }
+    )
+    made: dict[tuple[object, ...], Tensor] = {}
+    tensors: dict[str, Tensor | Slice] = {}
+    for key, value in component.tensors.items():
+        if not isinstance(value, Slice):
+            tensors[key] = value
+            continue
+        pieces = [rank[key] for rank in told]
+        same = (*value.shape, *(piece.address for piece in pieces))  # tied weights stay one tensor under two names
+        if not any(piece.address for piece in pieces) or same not in made:
+            made[same] = _assemble(value, pieces, together, keeps)
+        tensors[key] = made[same]
+    return replace(component, tensors=tensors, main_only=frozenset(tensors))
+
+
+def _assemble(mine: Slice, pieces: list[_Piece], together: Agreement, keeps: bool) -> Tensor:
+    most = max(torch.Size(piece.extent).numel() for piece in pieces)
+    flat = mine.data.new_zeros(most)
+    flat[: mine.data.numel()] = mine.data.reshape(-1)
+    together.share()  # every rank has its part ready
+    parts = together.comm.all_gather(flat)
+    if not keeps:
+        return torch.zeros((), dtype=mine.data.dtype).expand(mine.shape)
+    whole = torch.empty(mine.shape, dtype=mine.data.dtype)
+    for piece, part in zip(pieces, parts, strict=True):
+        if not piece.owned:
+            continue
+        target = whole
+        for dim, (start, size) in enumerate(zip(piece.offset, piece.extent, strict=True)):
+            target = target.narrow(dim, start, size)
+        target.copy_(part[: target.numel()].reshape(piece.extent))
+    return whole
+
+
+Layout = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+"""Offset and local shape of every slice, by `component/name`."""
+
+
+class MachineOwners:
+    """The first rank of the machine that holds a slice owns it. Ranks tell each other their layouts when one has changed."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._owned: frozenset[str] = frozenset()
+
+    def owned(self, tree: StateTree, ranks: Sequence[int], together: Agreement) -> StateTree:
+        """The tree with its slices owned so; `ranks` are those of this machine. Ranks: every rank."""
+        layout = {
+            f"{name}/{key}": (tuple(value.offset), tuple(value.data.shape))
+            for name, component in tree.components.items()
+            for key, value in component.tensors.items()
+            if isinstance(value, Slice)
+        }
+        if any(together.share(layout != self._layout)):
+            layouts: list[Layout] = together.share(layout)
+            me = together.comm.ranks[together.comm.rank]
+            before = [layouts[rank] for rank in ranks if rank < me]
+            self._owned = frozenset(key for key, at in layout.items() if all(other.get(key) != at for other in before))
+            self._layout = layout
+        return StateTree(
+            {
+                name: replace(
+                    component,
+                    tensors={
+                        key: replace(value, owned=f"{name}/{key}" in self._owned) if isinstance(value, Slice) else value
+                        for key, value in component.tensors.items()
+                    },
+                )
+                for name, component in tree.components.items()
+            }
+        )

@@ -14,12 +14,11 @@ import msgspec
 from torch import Tensor
 
 from hasten.checkpoint.base import Blob, CheckpointInfo, CheckpointStore, Component, Draft, StateTree, local_data
-from hasten.checkpoint.format.formats import encode_safetensors
+from hasten.checkpoint.format.formats import SUFFIX, encode_safetensors, encode_with_sidecar
 from hasten.checkpoint.format.layout import FilePlan, Sizes, check_names, hub_index, plan_component
 from hasten.checkpoint.format.manifest import ComponentRecord, FileRecord, Manifest
-from hasten.checkpoint.format.sidecar import SUFFIX, encode_with_sidecar
-from hasten.checkpoint.rank_agreement import Agreement, agreeing
 from hasten.checkpoint.store.retention import Kept, Retention, expired
+from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
 from hasten.errors import CheckpointBusyError, CheckpointError, MismatchError
 

@@ -3,25 +3,120 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final, Literal
 
-from hasten.cli.basic import basic_config
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from hasten.cli.flags import SettingsParser
-from hasten.cli.machine import examine
-from hasten.cli.show import explain, table
+from hasten.cli.machine import Machine, examine, recommended_precision
 from hasten.config import files
-from hasten.config.effective import effective
-from hasten.config.resolve import resolve
+from hasten.config.decode import encode
+from hasten.config.files import default_path, write
+from hasten.config.handoff import effective
+from hasten.config.masking import masked_value
+from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
-from hasten.config.source import Entry
+from hasten.config.schema import SETTABLE, FieldInfo
+from hasten.config.source import Entry, shown
 from hasten.errors import ConfigError
 from hasten.runtime import env as environment
+
+log = logging.getLogger(__name__)
+
+
+def basic_config(machine: Machine, mixed_precision: str | None = None) -> Config:
+    """Return settings that suit a machine: all its devices, or its CPU, and its precision unless one is given."""
+    code: dict[str, Any] = {"mixed_precision": mixed_precision or recommended_precision(machine)[0]}
+    if machine.device == "cpu":
+        code["cpu"] = True
+    elif machine.device == "tpu":
+        code |= {"launch.tpu": True, "strategy": "xla"}
+    elif machine.num_devices > 1:
+        code |= {"launch.multi_gpu": True, "strategy": "ddp"}
+    return resolve(code=code).config
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | PathLike[str] | None = None
+) -> Path | Literal[False]:
+    """Write settings that suit this machine and return the file; False if there is one already, which is kept."""
+    path = Path(save_location) if save_location is not None else default_path(environment.snapshot())
+    if path.exists():
+        log.warning("%s exists and is kept; write another with `hasten config`, or give save_location", path)
+        return False
+    return write(basic_config(examine(), mixed_precision), path)
+
+
+def value_of(resolved: Resolved, info: FieldInfo) -> Any:
+    """Return the value that holds for a setting."""
+    value: Any = resolved.config
+    for name in info.path:
+        value = getattr(value, name)
+    return value
+
+
+def explain(resolved: Resolved, *, changed: bool = False) -> list[dict[str, Any]]:
+    """Return one row per setting: name, value, source, and the weaker sources it replaced."""
+    rows = []
+    for info in SETTABLE:
+        value, source = value_of(resolved, info), resolved.source(info.path)
+        if changed and source.kind == "default" and value == info.default:
+            continue
+        replaced = [
+            {"value": masked_value(info.path[-1], encode(entry.value)), "source": str(entry.source)}
+            for entry in resolved.shadowed.get(info.path, ())
+        ]
+        rows.append(
+            {
+                "name": info.name,
+                "value": masked_value(info.path[-1], encode(value)),
+                "source": str(source),
+                "replaced": replaced,
+            }
+        )
+    return rows
+
+
+def table(resolved: Resolved, *, changed: bool = False, console: Console | None = None) -> None:
+    """Print one line per setting with its value, its source and what it replaced; defaults are dim."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 240  # a file or pipe has no edge to break lines at
+    rows = explain(resolved, changed=changed)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("setting", "value", "source", "instead of"):
+        if heading != "instead of" or any(row["replaced"] for row in rows):
+            grid.add_column(heading, overflow="fold", no_wrap=heading == "setting")
+    section = ""
+    for row in rows:
+        if (group := row["name"].rpartition(".")[0].split(".")[0]) != section:
+            grid.add_section()
+            section = group
+        style = "dim" if row["source"] == "default" else "bold"
+        replaced = ", ".join(f"{_spelled(item['value'])} ({item['source']})" for item in row["replaced"])
+        cells = (row["name"], _spelled(row["value"]), row["source"], replaced)[: len(grid.columns)]
+        grid.add_row(*(Text(cell, style=style) for cell in cells))
+    console.print(grid)
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return ", ".join(_spelled(item) for item in value) or "[]"
+    return shown(value)
+
 
 USAGE: Final = """usage: hasten config [command] [options]
 

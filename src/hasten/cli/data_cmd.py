@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from hasten.cli.argument_types import whole
+from hasten.cli.flags import whole
 
 _EXAMPLE = """example:
   hasten data show run/checkpoints/checkpoint_3 --rank 1 --batch 17

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.argument_types import whole
+from hasten.cli.flags import whole
 
 _ABOUT = """target:
   a folder or file with weights     sizes come from the headers of its files

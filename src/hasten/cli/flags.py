@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, NoReturn, Union, get_args, get_origin
 
@@ -286,3 +288,44 @@ def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(_plain(item) for item in value) if isinstance(value, tuple) else str(value)
+
+
+def run_module(words: Sequence[str], command: str, given: argparse.Namespace, typed: Sequence[str]) -> int:
+    """Run the module with its arguments under the settings of the command line, or print its plan; returns the exit code."""
+    as_module = Entry(("launch", "module"), "true", Source("flag", command), text=True)
+    job_module = import_module("hasten.launch.job")  # so that --help loads neither files nor machines
+    job = job_module.prepare(words, settings=[*given.settings, as_module], config_file=given.config_file, typed=typed)
+    if given.dry_run:
+        sys.stdout.write(job.plan.render() + "\n")
+        return 0
+    code: int = job.run()
+    return code
+
+
+_MOST: Final = 10**12
+
+
+def whole(least: int = 0, most: int = _MOST) -> Callable[[str], int]:
+    """Return the type of an argument that takes a whole number from `least` to `most`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return number
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """Return a positive number of seconds. Raises: ArgumentTypeError for other text."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number

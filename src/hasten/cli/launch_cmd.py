@@ -49,7 +49,7 @@ def main(argv: Sequence[str], program: str = "hasten", settings: Sequence[Entry]
     try:
         return _launch(given, words, argv[: len(argv) - len(given.script)])
     except HastenError as error:
-        import_module("hasten.launch.verdict").leave(str(error))  # only a launch that failed needs it
+        import_module("hasten.launch.failure").leave(str(error))  # only a launch that failed needs it
         raise
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from hasten.config.precision import PrecisionType
-from hasten.launch.host import DeviceKind, Host, look
+from hasten.config.sections.loop import PrecisionType
+from hasten.launch.base import DeviceKind, Host, look
 
 _GIB: Final = 1024**3
 _BF16_CAPABILITY: Final = 8.0  # Ampere

@@ -14,11 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.argument_types import whole
-from hasten.cli.flags import split_at_dashes
+from hasten.cli.flags import split_at_dashes, whole
 from hasten.config import files
 from hasten.errors import ConfigError
-from hasten.runtime import links
+from hasten.runtime import bytes_plan as links
 from hasten.runtime.bytes_plan import size
 from hasten.tools.plan import hardware, report
 from hasten.tools.plan.search import Plan, Request, search

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from hasten.cli.argument_types import whole
-from hasten.cli.flags import SettingsParser
-from hasten.cli.job import run_module
+from hasten.cli.flags import SettingsParser, run_module, whole
 from hasten.errors import ConfigError
-from hasten.tools.predict.predict_rows import KINDS
+from hasten.tools.predict.rows import KINDS
 
 ESSENTIAL: Final = frozenset(
     ("mixed_precision", "cpu", "num_processes", "gpu_ids", "num_machines", "main_process_ip", "quiet")

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from hasten.cli.flags import SettingsParser
-from hasten.cli.job import run_module
+from hasten.cli.flags import SettingsParser, run_module
 from hasten.errors import ConfigError
 
 
@@ -55,7 +54,7 @@ def _matrix(given: argparse.Namespace) -> int:
             f"{others[0]} was given with --matrix, whose cells have their own settings, so it would have no effect; leave it out, or "
             "choose cells with --only. (--cpu is allowed.)"
         )
-    room = import_module("hasten.tools.matrix.matrix")  # rich, and a look at the machine
+    room = import_module("hasten.tools.matrix")  # rich, and a look at the machine
     cpu = any(str(entry.value).lower() in ("true", "1", "yes") for entry in given.settings)
     code: int = room.run(given.only, given.json, cpu)
     return code

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hasten.cli.argument_types import seconds
+from hasten.cli.flags import seconds
 from hasten.errors import ConfigError
 from hasten.runtime import env
 from hasten.trust.stall.job_sockets import Address, ask, listening

@@ -18,16 +18,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from hasten.cli.argument_types import whole
-from hasten.cli.flags import split_at_dashes
+from hasten.cli.flags import split_at_dashes, whole
 from hasten.config import files
 from hasten.config.root import Config
 from hasten.errors import ConfigError
-from hasten.launch.host import look
+from hasten.launch.base import look
 from hasten.runtime.bytes_plan import size
 from hasten.tools.tune import tuning
-from hasten.tools.tune.failures import in_output
-from hasten.tools.tune.tuning import Machine, Outcome, Trial, Tuning, Values
+from hasten.tools.tune.tuning import Machine, Outcome, Trial, Tuning, Values, in_output
 
 _ABOUT: Final = """Every trial is the script itself, from its start, with the same data, stopped after a few updates. A value is taken
 when steps are more than 2 % faster and the losses of the first updates are those of the script as it is, within 0.1 % (1 % for a script in half

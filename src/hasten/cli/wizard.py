@@ -3,18 +3,249 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import questionary
 
-from hasten.cli.machine import Machine
-from hasten.cli.questions import Question, questions, remembered, to_arguments
+from hasten.cli.machine import Machine, offers_fp8, recommended_precision
 from hasten.config.files import dump, read, write
 from hasten.config.resolve import resolve
 from hasten.config.root import Config
 from hasten.errors import ConfigError
+
+Answers = Mapping[str, Any]
+Kind = Literal["choice", "number", "yesno", "text"]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question. `key` is a dotted setting, or begins with `?` where it only steers what is asked next."""
+
+    key: str
+    prompt: str
+    kind: Kind
+    default: Any
+    choices: tuple[tuple[Any, str], ...] = ()
+    minimum: int = 0
+    check: Callable[[str], str] = field(default=lambda text: "")
+    """For text: what is wrong with an answer, or nothing."""
+
+
+def questions(machine: Machine, answers: Answers) -> Iterator[Question]:
+    """Yield the questions in order; `answers` is read again before each, so that it steers what follows."""
+    yield from _place(machine)
+    if answers["?place"] != "tpu":
+        yield from _machines(machine, answers)
+        yield from _processes(machine, answers)
+    yield _precision(machine, answers)
+    if answers["mixed_precision"] == "fp8":
+        backends = (("auto", "whichever is installed"), ("ao", "torchao"), ("te", "Transformer Engine"))
+        yield Question("fp8.backend", "Which fp8 implementation?", "choice", "auto", backends)
+    if answers["?place"] != "tpu" and num_processes(machine, answers) > 1:
+        yield _strategy(machine, answers)
+        match answers["strategy"]:
+            case "fsdp":
+                yield from _fsdp(answers)
+            case "deepspeed":
+                yield from _deepspeed(answers)
+            case "megatron":
+                yield from _megatron(machine, answers)
+    compilers = (
+        ("no", "no"),
+        ("regional", "the repeated block (short compile time)"),
+        ("whole", "the whole model"),
+    )
+    yield Question("?compile", "Compile the model with torch.compile?", "choice", "no", compilers)
+    accumulation = "Micro-steps accumulated per optimizer update?"
+    yield Question("gradient_accumulation.num_steps", accumulation, "number", 1, minimum=1)
+
+
+def num_processes(machine: Machine, answers: Answers) -> int:
+    """Return how many processes the answers so far ask for."""
+    given = answers.get("launch.num_processes")
+    return int(given) if given else devices(machine, answers) * int(answers.get("launch.num_machines", 1))
+
+
+def devices(machine: Machine, answers: Answers) -> int:
+    """Return how many processes one machine runs by itself."""
+    return max(1, machine.num_devices) if answers.get("?place") == "accelerator" else 1
+
+
+def _place(machine: Machine) -> Iterator[Question]:
+    choices: list[tuple[str, str]] = []
+    if machine.device not in ("cpu", "tpu"):
+        choices.append(("accelerator", f"{machine.num_devices} x {machine.device_name or machine.device} (found)"))
+    if machine.device == "tpu":
+        choices.append(("tpu", f"TPU, {machine.num_devices} cores (found)"))
+    choices.append(("cpu", f"CPU, {machine.cores} cores" + ("" if choices else " (nothing else was found)")))
+    if machine.device == "cpu":
+        choices.append(("accelerator", "GPUs or other accelerators of another machine"))
+    if machine.device != "tpu":
+        choices.append(("tpu", "TPU of another machine"))
+    yield Question("?place", "Where will training run?", "choice", choices[0][0], tuple(choices))
+
+
+def _machines(machine: Machine, answers: Answers) -> Iterator[Question]:
+    yield Question("launch.num_machines", "How many machines?", "number", 1, minimum=1)
+    if answers["launch.num_machines"] > 1:
+        scheduler = machine.cluster or "SLURM, MPI, LSF or Kubernetes"
+        ways = (
+            ("cluster", f"{scheduler} tells them"),
+            ("by hand", "I start the command on each machine, with --machine_rank"),
+        )
+        default = "cluster" if machine.cluster else "by hand"
+        yield Question("?meeting", "How does each machine learn its number?", "choice", default, ways)
+        if answers["?meeting"] == "by hand":
+            prompt = "Address of machine 0?"
+            yield Question("launch.main_process_ip", prompt, "text", "", check=lambda text: "" if text else "needed")
+            yield Question("launch.main_process_port", "Free port on machine 0?", "number", 29500, minimum=1)
+
+
+def _processes(machine: Machine, answers: Answers) -> Iterator[Question]:
+    default = devices(machine, answers) * answers["launch.num_machines"]
+    prompt = "How many processes, over all machines?" if answers["launch.num_machines"] > 1 else "How many processes?"
+    yield Question("launch.num_processes", prompt, "number", default, minimum=answers["launch.num_machines"])
+
+
+def _precision(machine: Machine, answers: Answers) -> Question:
+    elsewhere = answers["?place"] == "accelerator" and machine.device == "cpu"
+    best, why = recommended_precision(machine if answers["?place"] != "cpu" else Machine())
+    if elsewhere or answers["?place"] == "tpu":
+        best, why = "bf16", "right for accelerators of the last years"
+    words = {
+        "no": "no (fp32)",
+        "bf16": "bf16",
+        "fp16": "fp16 (with loss scaling)",
+        "fp8": "fp8 (linear layers)",
+    }
+    offered = [name for name in words if name != "fp8" or offers_fp8(machine) or elsewhere]
+    ordered = sorted(offered, key=lambda name: name != best)
+    choices = tuple((name, words[name] + (f" (recommended: {why})" if name == best else "")) for name in ordered)
+    return Question("mixed_precision", "Mixed precision?", "choice", best, choices)
+
+
+def _strategy(machine: Machine, answers: Answers) -> Question:
+    choices = [
+        ("ddp", "DDP: every process holds the whole model (recommended while it fits)"),
+        ("fsdp", "FSDP2: parameters, gradients and optimizer state are sharded"),
+        ("deepspeed", "DeepSpeed: ZeRO and offload by its engine"),
+    ]
+    if answers["?place"] == "accelerator":
+        choices.append(("megatron", "Megatron-LM: tensor and pipeline parallel by its engine"))
+    return Question("strategy", "How is the model spread over processes?", "choice", "ddp", tuple(choices))
+
+
+def _fsdp(answers: Answers) -> Iterator[Question]:
+    reshard = ((True, "after forward too (least memory)"), (False, "after backward only (less traffic)"))
+    yield Question("fsdp.reshard_after_forward", "When are gathered parameters freed?", "choice", True, reshard)
+    policies = (
+        ("auto", "the repeated block, found by itself (recommended)"),
+        ("transformer_based_wrap", "blocks by class name"),
+        ("size_based_wrap", "modules above a size"),
+    )
+    yield Question("fsdp.auto_wrap_policy", "What is sharded as one unit?", "choice", "auto", policies)
+    if answers["fsdp.auto_wrap_policy"] == "transformer_based_wrap":
+        prompt = "Class names of the blocks, separated by commas?"
+        key = "fsdp.transformer_cls_names_to_wrap"
+        yield Question(key, prompt, "text", "", check=lambda text: "" if text else "at least one is needed")
+    elif answers["fsdp.auto_wrap_policy"] == "size_based_wrap":
+        yield Question("fsdp.min_num_params", "Smallest unit, in parameters?", "number", 100_000_000, minimum=1)
+    if answers["launch.num_machines"] > 1:
+        prompt = "Shard inside each machine only, and replicate across machines (HSDP)?"
+        yield Question("fsdp.hybrid_shard", prompt, "yesno", False)
+    yield Question(
+        "fsdp.cpu_offload", "Keep parameters in host memory between uses (slow, saves memory)?", "yesno", False
+    )
+    prompt = "Recompute activations in backward (slower, saves memory)?"
+    yield Question("fsdp.activation_checkpointing", prompt, "yesno", False)
+
+
+def _deepspeed(answers: Answers) -> Iterator[Question]:
+    yield Question("?own file", "Do you have a DeepSpeed configuration file?", "yesno", False)
+    if answers["?own file"]:
+        prompt = "Path of the DeepSpeed configuration?"
+        yield Question("deepspeed.hf_ds_config", prompt, "text", "", check=lambda text: "" if text else "needed")
+        return
+    stages = (
+        (2, "2: optimizer state and gradients"),
+        (3, "3: parameters too"),
+        (1, "1: optimizer state"),
+        (0, "0: nothing"),
+    )
+    yield Question("deepspeed.zero_stage", "What does ZeRO shard?", "choice", 2, stages)
+    stage = answers["deepspeed.zero_stage"]
+    places = (("none", "on the device"), ("cpu", "in host memory"), ("nvme", "on NVMe"))
+    for part, lowest, words in (("optimizer", 1, "the optimizer state"), ("param", 3, "parameters")):
+        if stage >= lowest:
+            key = f"deepspeed.offload_{part}_device"
+            yield Question(key, f"Where does {words} live?", "choice", "none", places)
+            if answers[key] == "nvme":
+                prompt, key = f"Folder on NVMe for {words}?", f"deepspeed.offload_{part}_nvme_path"
+                yield Question(key, prompt, "text", "", check=lambda text: "" if text else "needed")
+    if stage == 3:
+        yield Question("deepspeed.zero3_init_flag", "Shard while the model is built?", "yesno", True)
+        yield Question("deepspeed.zero3_save_16bit_model", "Gather 16-bit weights when saving?", "yesno", True)
+
+
+def _megatron(machine: Machine, answers: Answers) -> Iterator[Question]:
+    yield Question("megatron.tp_degree", "Tensor parallel size?", "number", 1, minimum=1)
+    if answers["megatron.tp_degree"] > 1:
+        yield Question("megatron.sequence_parallelism", "Sequence parallelism too?", "yesno", True)
+    yield Question("megatron.pp_degree", "Pipeline stages?", "number", 1, minimum=1)
+    if answers["megatron.pp_degree"] > 1:
+        yield Question("megatron.num_micro_batches", "Micro-batches per step?", "number", 4, minimum=1)
+    yield Question("megatron.recompute_activations", "Recompute attention in backward?", "yesno", True)
+
+
+def remembered(question: Question, before: Config) -> Question:
+    """Return a question whose default is what the settings said before, where that is one of its answers."""
+    value = _said_before(question.key, before)
+    if isinstance(value, tuple):
+        value = ", ".join(value)
+    if value is None or (question.choices and value not in [choice for choice, _ in question.choices]):
+        return question
+    return replace(question, default=value)
+
+
+def _said_before(key: str, before: Config) -> Any:
+    match key:
+        case "?place":
+            return "tpu" if before.launch.tpu else "cpu" if before.cpu else "accelerator"
+        case "?meeting":
+            return "by hand" if before.launch.main_process_ip else "cluster"
+        case "?own file":
+            return before.deepspeed.hf_ds_config is not None
+        case "?compile":
+            regional = "regional" if before.dynamo.use_regional_compilation else "whole"
+            return "no" if before.dynamo.backend == "no" else regional
+    value: Any = before
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def to_arguments(machine: Machine, answers: Answers) -> dict[str, Any]:
+    """Return the settings the answers ask for, as arguments of `resolve`."""
+    arguments = {key: value for key, value in answers.items() if not key.startswith("?")}
+    place = answers.get("?place")
+    default = devices(machine, answers) * int(answers.get("launch.num_machines", 1))
+    known = place == "accelerator" and machine.device != "cpu"
+    if known and arguments.get("launch.num_processes") == default:
+        del arguments["launch.num_processes"]  # found at launch, also on a machine with another number of devices
+    if place == "cpu":
+        arguments["cpu"] = True
+    elif place == "tpu":
+        arguments |= {"launch.tpu": True, "strategy": "xla"}
+    elif num_processes(machine, answers) > 1:
+        arguments["launch.multi_gpu"] = True
+    if answers.get("?compile", "no") != "no":
+        arguments["dynamo.backend"] = "inductor"
+        arguments["dynamo.use_regional_compilation"] = answers["?compile"] == "regional"
+    return arguments
+
 
 Ask = Callable[[Question], Any]
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 LIBRARIES: Final = (
     f"{Path(__file__).parents[1]}/",
@@ -88,3 +89,17 @@ def caller(depth: int) -> tuple[str, int]:
     while frame.f_code.co_filename.startswith(LIBRARIES) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def begun_collectives(device_type: str) -> dict[str, int]:
+    """The number of collectives so far by group and device type, as `name/cpu`; every group counts from its creation."""
+    found: dict[str, int] = {}
+    for group, name in dict(c10d._world.pg_names).items():
+        for kind in {"cpu", device_type}:
+            try:
+                backend = group._get_backend(torch.device(kind))
+                count = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stub
+            except RuntimeError:  # the group has no backend for this device, or was destroyed meanwhile
+                continue
+            found[f"{name}/{kind}"] = count
+    return found

@@ -8,10 +8,9 @@ from typing import Any, Final
 from hasten.config.decode import Mismatch, to_bool
 from hasten.config.layers import Problems, nearest
 from hasten.config.legacy import OLD_NAMES
-from hasten.config.marked import Marked
 from hasten.config.root import Config
 from hasten.config.schema import SETTABLE
-from hasten.config.source import Entry, Path, Source, shown
+from hasten.config.source import Entry, Marked, Path, Source, shown
 from hasten.errors import ConfigFileError, SettingValueError, UnknownSettingError
 
 SWITCHES: Final = MappingProxyType(

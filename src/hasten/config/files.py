@@ -16,12 +16,11 @@ from hasten.config.base import Section, default_of, meta_of
 from hasten.config.decode import encode
 from hasten.config.established import MARKS, from_accelerate
 from hasten.config.layers import Problems, from_tree
-from hasten.config.marked import Marked
 from hasten.config.masking import masked_tree
 from hasten.config.resolve import decode_all
 from hasten.config.root import Config
 from hasten.config.schema import subsection
-from hasten.config.source import Entry
+from hasten.config.source import Entry, Marked
 from hasten.config.yaml_text import parse
 from hasten.errors import ConfigFileError
 

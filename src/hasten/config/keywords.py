@@ -8,17 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
-from hasten.config.checkpoint import ProjectConfiguration
-from hasten.config.compiling import TorchDynamoPlugin
-from hasten.config.data import DataLoaderConfiguration
-from hasten.config.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
-from hasten.config.launch import InitProcessGroupKwargs, LaunchConfig
-from hasten.config.optim import GradientAccumulationPlugin
-from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
-from hasten.config.performance import PerformanceSettings
-from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.config.tracking import ProfileKwargs, TrackingConfig
+from hasten.config.sections.engines import DeepSpeedPlugin, MegatronLMPlugin, XLAConfig
+from hasten.config.sections.launch import InitProcessGroupKwargs, LaunchConfig
+from hasten.config.sections.loop import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    FP8Config,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    PerformanceSettings,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    TrackingConfig,
+)
+from hasten.config.sections.parallel import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 
 Fields: TypeAlias = Mapping[str, Any]
 """A section as a mapping of its fields."""

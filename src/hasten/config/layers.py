@@ -9,15 +9,20 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hasten.config.base import Section, fit, given, kind_of
-from hasten.config.launch import InitProcessGroupKwargs
 from hasten.config.legacy import OLD_NAMES
-from hasten.config.marked import Marked
-from hasten.config.parallel import DistributedDataParallelKwargs
-from hasten.config.precision import AORecipeKwargs, AutocastKwargs, FP8Config, GradScalerKwargs, TERecipeKwargs
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH, FIELDS, SETTABLE, section_at
-from hasten.config.source import Entry, Path, Source, dotted, shown
-from hasten.config.tracking import ProfileKwargs
+from hasten.config.sections.launch import InitProcessGroupKwargs
+from hasten.config.sections.loop import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    FP8Config,
+    GradScalerKwargs,
+    ProfileKwargs,
+    TERecipeKwargs,
+)
+from hasten.config.sections.parallel import DistributedDataParallelKwargs
+from hasten.config.source import Entry, Marked, Path, Source, dotted, shown
 from hasten.errors import ConfigError, ContradictionError, SettingValueError, UnknownSettingError
 
 ARGUMENTS: Final = MappingProxyType[str, Path](

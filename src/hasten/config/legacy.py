@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hasten.config.base import fit
 from hasten.config.decode import Mismatch, decode, to_bool
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.config.source import Entry, Source
 from hasten.errors import SettingValueError, UnknownSettingError
 

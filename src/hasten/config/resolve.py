@@ -6,8 +6,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from hasten.config.base import Section, fit
-from hasten.config.checks import contradictions
-from hasten.config.choices import settle_choices
+from hasten.config.checks import contradictions, settle_choices
 from hasten.config.established import from_established_environment
 from hasten.config.layers import Problems, from_code, from_environment, unknown
 from hasten.config.legacy import translate

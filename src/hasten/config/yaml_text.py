@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import yaml
 
-from hasten.config.marked import Marked
+from hasten.config.source import Marked
 from hasten.errors import ConfigFileError
 
 _WORDS: Final = MappingProxyType[str, Any](

@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch.utils.data import BatchSampler, DataLoader
 
 from hasten.comm.local import LocalComm
-from hasten.config.data import DataLoaderConfiguration
+from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.dispatch import Seats
 from hasten.data.foreign import plainly
 from hasten.data.order import DistributedOrder, Order, check_distributed, order_of
@@ -15,8 +15,8 @@ from hasten.data.plan import LoaderPlan, plan_batches, plan_rows
 from hasten.data.sampler import Assignment
 from hasten.data.sharded_order import PartOrder, empty_part, fit_of
 from hasten.errors import ConfigError
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import BATCH
 
 ALONE: Final = Seats(0, 1, (0,))
 """The place of a rank whose order is its own."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from hasten.comm.local import LocalComm
-from hasten.config.data import DataLoaderConfiguration
+from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.assignment import ALONE, assignment_of, refuse_full_padding
 from hasten.data.dispatch import DispatchSource, Reader, Seats
 from hasten.data.foreign import has_fixed_shard_order, is_hub_stream, length_of, plainly
@@ -29,9 +29,9 @@ from hasten.data.source import Ahead, IndexedSource, Source, engine_of
 from hasten.data.stream import StreamSource
 from hasten.errors import ConfigError, DataError, PrepareError
 from hasten.optim.clock import StepClock
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
+from hasten.runtime.mesh_plan import BATCH
 from hasten.runtime.seeding import synchronize_rng_states
 
 log = get_logger(__name__)

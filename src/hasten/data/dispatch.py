@@ -2,15 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
+import msgspec
+import torch
+from torch import Tensor
+
+from hasten import trees
 from hasten.comm.base import Comm
+from hasten.comm.session import Session
 from hasten.data.position import Position
 from hasten.data.source import Item, OuterSource, Source
-from hasten.data.wire import Wire
 from hasten.errors import PeerFailedError
+
+# Any in this file: what travels is the user's own tree.
+_ALIGN: Final = 64
+_HEADER: Final = 64  # bytes: (room needed, length of the skeleton), padded to the alignment
+_FIRST_ROOM: Final = 1 << 14
+_LABEL: Final = "a batch of the dispatching loader"
+
+
+class _Hole(msgspec.Struct, frozen=True):
+    """Stands for a tensor in the sealed skeleton."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Wire:
+    """Sends one tree a rank from the first member of a group, in one message while the sizes do not grow."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._room = _FIRST_ROOM
+        self._buffers: list[Tensor] = []
+
+    def pack(self, parts: Sequence[Any]) -> list[Packed]:
+        """The parts, ready to be sent. Whatever cannot be packed raises here, before anybody waits for it."""
+        seal = self._comm.session()
+        return [Packed.of(part, seal) for part in parts]
+
+    def send(self, packed: Sequence[Packed], place: Sequence[int]) -> None:
+        """Send `packed[place[r]]` to member r. Ranks: the first member only, while the others `receive`.
+
+        The first member has its own part already: it is not written for it alone.
+        """
+        need = max(one.num_bytes for one in packed)
+        if need > self._room:
+            notice = self._buffer(0)
+            notice[:_HEADER].view(torch.int64)[0] = need
+            self._scatter([notice] * self._comm.size)
+            self._grow(need)
+        filled = []
+        for index, one in enumerate(packed):
+            buffer = self._buffer(index)
+            if index in place[1:]:
+                one.write(buffer, need)
+            filled.append(buffer)
+        self._scatter([filled[where] for where in place])
+
+    def receive(self) -> Any:
+        """What the first member sent here."""
+        seal = self._comm.session()
+        while True:
+            buffer = self._scatter(None)
+            need, length = buffer[:_HEADER].view(torch.int64)[:2].tolist()
+            if need <= self._room:
+                return _unpack(buffer, length, seal)
+            self._grow(need)
+
+    def _scatter(self, parts: Sequence[Tensor] | None) -> Tensor:
+        return self._comm.scatter(parts, torch.empty(self._room, dtype=torch.uint8))
+
+    def _grow(self, need: int) -> None:
+        self._room = -(-need // 4096) * 4096
+        self._buffers.clear()
+
+    def _buffer(self, index: int) -> Tensor:
+        while len(self._buffers) <= index:
+            self._buffers.append(torch.empty(self._room, dtype=torch.uint8))
+        return self._buffers[index]
+
+
+class Packed:
+    """A tree ready to be written: the sealed skeleton and the tensors with their places."""
+
+    def __init__(self, skeleton: bytes, tensors: list[tuple[_Hole, Tensor]], num_bytes: int) -> None:
+        self.skeleton = skeleton
+        self.tensors = tensors
+        self.num_bytes = num_bytes
+
+    @classmethod
+    def of(cls, tree: Any, seal: Session) -> Packed:
+        held: list[tuple[_Hole, Tensor]] = []
+        offset = 0
+
+        def dig(x: Tensor) -> Any:
+            nonlocal offset
+            if x.layout != torch.strided or x.is_quantized or type(x) is not Tensor:
+                return x  # travels inside the skeleton
+            hole = _Hole(offset, tuple(x.shape), x.dtype)
+            held.append((hole, x))
+            offset += _aligned(x.numel() * x.element_size())
+            return hole
+
+        dug = trees.map_tensors(dig, tree)
+        skeleton = seal.seal(seal.pack(dug), _LABEL)
+        return cls(skeleton, held, _HEADER + _aligned(len(skeleton)) + offset)
+
+    def write(self, buffer: Tensor, need: int) -> None:
+        length = len(self.skeleton)
+        head = buffer[:_HEADER].view(torch.int64)
+        head[0], head[1] = need, length
+        buffer[_HEADER : _HEADER + length] = torch.frombuffer(bytearray(self.skeleton), dtype=torch.uint8)
+        body = _HEADER + _aligned(length)
+        for hole, x in self.tensors:
+            _view(buffer, body, hole).copy_(x)
+
+
+def _unpack(buffer: Tensor, length: int, seal: Session) -> Any:
+    raw = buffer[_HEADER : _HEADER + length].numpy().tobytes()
+    body = _HEADER + _aligned(length)
+    skeleton = seal.open(raw, _LABEL)
+    return trees.map_leaves(lambda leaf: _view(buffer, body, leaf) if isinstance(leaf, _Hole) else leaf, skeleton)
+
+
+def _view(buffer: Tensor, body: int, hole: _Hole) -> Tensor:
+    num_bytes = hole.dtype.itemsize * int(torch.Size(hole.shape).numel())
+    first = body + hole.offset
+    return buffer[first : first + num_bytes].view(hole.dtype).reshape(hole.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 class Round(NamedTuple):

@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hasten.data.foreign import length_of
 from hasten.data.memory import Memory
+from hasten.data.plan import derive_seed
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
-from hasten.data.reader_rng import RandomStates, seed_everything
-from hasten.data.shuffle import derive_seed
 from hasten.data.source import engine_of
-from hasten.data.workers import Forwarding
+from hasten.data.workers import Forwarding, RandomStates, seed_everything
 from hasten.runtime.logs import get_logger
 
 log = get_logger(__name__)

@@ -13,14 +13,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hasten import trees
-from hasten.config.data import Pad
+from hasten.config.sections.loop import Pad
 from hasten.data.foreign import begin_anew, has_plain_state, is_hub_stream, own_epoch, state_loses_samples
 from hasten.data.memory import Memory
-from hasten.data.plan import LoaderPlan, Padding, cut
+from hasten.data.plan import LoaderPlan, Padding, cut, derive_seed
 from hasten.data.rank_differences import NUM_SAMPLES, Sample, leaves_of
-from hasten.data.reader_rng import OwnRng, RandomStates, States
-from hasten.data.shuffle import derive_seed
-from hasten.data.workers import Forwarding
+from hasten.data.workers import Forwarding, OwnRng, RandomStates, States
 
 # Any in this file: samples, batches and dataset states are the user's own objects.
 Sharing = Literal["strided", "own", "asked", "given"]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hasten import trees
-from hasten.config.data import DataLoaderConfiguration
+from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.loader import MakeMove, Move, plain_move
 from hasten.data.prefetch import LookAhead, Prefetch
 from hasten.data.source import Ahead

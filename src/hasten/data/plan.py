@@ -1,24 +1,118 @@
-"""Who reads what: the arithmetic that gives each data-parallel rank its part of an epoch's global order.
-
-An epoch is one global order of *units*: samples, or whole batches when the user's own batch sampler forms them. Every
-step takes the next `global_batch` units off that order and cuts them into one contiguous share a rank. The tail, the
-last units that do not fill a step, is dropped (`drop_last`), or spread over the ranks as evenly as it goes. With
-`even`, shares of the tail are brought to equal size by units from the beginning of the epoch, which come last in the
-global order: at most `num_shards - 1` units are ever read twice. With `pad="full"` the tail is cut as a full step is:
-the shares that it does not fill are brought to full size by such units, or stay short where the plan is not even.
-"""
+"""The split of a loader, decided without torch: which rank reads which sample in which step, in a shuffled order that can be entered anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hasten.config.data import Pad
-from hasten.data.shuffle import Indices
-from hasten.errors import ConfigError
+from hasten.config.sections.loop import Pad
+from hasten.errors import ConfigError, DataError
+
+Indices = NDArray[np.int64]
+
+_MASK: Final = (1 << 64) - 1
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_TABLE_SIZE: Final = 4096
+_ROUNDS: Final = 8
+_STRETCH: Final = np.uint32(0x7FEB352D)
+_SPREAD: Final = np.uint32(0x846CA68B)
+_FOLD: Final = np.uint32(15)
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """A permutation of `range(size)` that depends on (seed, epoch) and on nothing else.
+
+    Small sizes keep a sorted-by-hash table of at most 32 KiB. Larger ones run each position through a keyed Feistel
+    network over the next power of two and walk on until the value falls inside, so memory does not grow with size.
+    The order is part of the format of saved positions: it must not change between versions.
+    """
+
+    size: int
+    seed: int
+    epoch: int
+    _keys: NDArray[np.uint32] = field(init=False, repr=False, compare=False)
+    _table: Indices | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.size < 1 << 62, f"a shuffle of {self.size} samples is out of range"
+        keys = np.array(_key_stream(self.seed, self.epoch, 2 * _ROUNDS), dtype=np.uint64).astype(np.uint32)
+        object.__setattr__(self, "_keys", keys)
+        table = _sorted_by_hash(self.size, keys) if self.size <= _TABLE_SIZE else None
+        object.__setattr__(self, "_table", table)
+
+    def at(self, positions: Indices) -> Indices:
+        """The dataset index at each position."""
+        if self._table is not None:
+            return self._table[positions]
+        assert not positions.size or 0 <= positions.min() <= positions.max() < self.size, "a position past the end"
+        values = self._encrypt(positions)
+        outside = np.flatnonzero(values >= self.size)
+        while outside.size:
+            values[outside] = walked = self._encrypt(values[outside])
+            outside = outside[walked >= self.size]
+        return values
+
+    def _encrypt(self, x: Indices) -> Indices:
+        """One pass of an alternating Feistel network: a bijection of the next power of two.
+
+        Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which processors take eight at a time.
+        """
+        bits = (self.size - 1).bit_length()
+        low_bits = bits // 2
+        low = (x & ((1 << low_bits) - 1)).astype(np.uint32)
+        high = (x >> low_bits).astype(np.uint32)
+        keys = self._keys
+        for turn in range(0, 2 * _ROUNDS, 4):
+            low ^= _hash_bits(high, keys[turn], keys[turn + 1], low_bits)
+            high ^= _hash_bits(low, keys[turn + 2], keys[turn + 3], bits - low_bits)
+        out = high.astype(np.int64)
+        out <<= low_bits
+        out |= low
+        return out
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from several numbers; different parts give unrelated seeds."""
+    state = 0
+    for part in parts:
+        state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
+    return state >> 1
+
+
+def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits: int) -> NDArray[np.uint32]:
+    """`num_bits` well-mixed bits of each value under two keys."""
+    h = x ^ key
+    h *= _STRETCH
+    h ^= h >> _FOLD
+    h += tweak
+    h *= _SPREAD
+    h >>= np.uint32(32 - num_bits)
+    return h
+
+
+def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
+    """All places in the order of a 62-bit hash of theirs."""
+    places = np.arange(size, dtype=np.uint32)
+    high, low = (_hash_bits(places ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
+    return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
+
+
+def _key_stream(seed: int, epoch: int, count: int) -> list[int]:
+    state = derive_seed(seed, epoch)
+    return [_mix((state + (turn + 1) * _GOLDEN) & _MASK) for turn in range(count)]
+
+
+def _mix(x: int) -> int:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
 
 How = Literal["shard", "split", "dispatch"]
 
@@ -188,3 +282,73 @@ def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = 
     rows, longer = divmod(size, num_shards)
     mine = rows + (shard < longer)
     return Share(shard * rows + min(shard, longer), mine, mine)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A batch of one rank."""
+
+    epoch: int
+    batch: int
+    """Counted from 1 at the beginning of the epoch."""
+    num_batches: int
+    """Batches of that rank in the epoch."""
+    samples: tuple[int, ...]
+    """Dataset indices, padding left out."""
+    given: bool
+    """Whether the batch had been given when the checkpoint was saved."""
+    left_out: bool
+    """Whether the run reads past it, because it has gone back before it."""
+
+
+def reading_of(plan: LoaderPlan, shuffled: bool) -> dict[str, Any]:  # Any: JSON values
+    """What a state must hold so that `find` can compute the samples of a batch; equal on every rank."""
+    return {
+        "shuffled": shuffled,
+        "shards": plan.num_shards,
+        "global_batch": plan.global_batch,
+        "drop_last": plan.drop_last,
+        "even": plan.even,
+        "pad": plan.pad,
+    }
+
+
+def find(state: Mapping[str, Any], shard: int, batch: int, epoch: int | None = None) -> Found:
+    """The `batch`-th batch (from 1) of data-parallel rank `shard` in an epoch, by default the one that `state` lies in.
+
+    Raises: DataError when the state does not tell, or there is no such batch.
+    """
+    reading = state.get("reading")
+    if reading is None:
+        raise DataError(
+            "the checkpoint does not say how its loader was read, so the samples of a batch cannot be computed: the loader reads a "
+            "stream, or its sampler is of your own. Number the samples in the dataset, and log them with the batch."
+        )
+    shards, size = int(reading["shards"]), int(state["size"])
+    if not 0 <= shard < shards:
+        raise DataError(
+            f"the loader was read by {shards} data-parallel ranks, and rank {shard} is not among 0 to {shards - 1}."
+        )
+    even, drop_last = bool(reading["even"]), bool(reading["drop_last"])
+    plan = LoaderPlan(
+        how="shard",
+        num_shards=shards,
+        shard=shard,
+        global_batch=int(reading["global_batch"]),
+        drop_last=drop_last,
+        even=even,
+        pad=reading.get("pad", "least"),
+    )
+    steps = plan.steps(size)
+    if not 1 <= batch <= steps:
+        raise DataError(
+            f"batch {batch} does not exist: an epoch has batches 1 to {steps} on each rank ({size} samples, {plan.global_batch} a step)."
+        )
+    at = int(state["epoch"]) if epoch is None else epoch
+    share = plan.share(size, batch - 1)
+    positions = np.arange(share.first, share.first + share.real, dtype=np.int64)
+    indices = Shuffle(size, int(state["seed"]), at).at(positions) if reading["shuffled"] else positions
+    first, end = plan.consumed(size, batch - 1), plan.consumed(size, batch)
+    given = (at, end) <= (int(state["epoch"]), int(state["consumed"]))
+    out = any(one[0] == at and one[1] < end and first < one[2] for one in state.get("left_out", ()))
+    return Found(at, batch, steps, tuple(int(index) for index in indices), given, out)

@@ -11,12 +11,10 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch.utils.data import BatchSampler
 
-from hasten.data.lookup import reading_of
 from hasten.data.order import DistributedOrder, Order, SequentialOrder, ShuffledOrder
-from hasten.data.plan import LoaderPlan, cut
+from hasten.data.plan import Indices, LoaderPlan, cut, reading_of
 from hasten.data.position import Part, Position, Unit
 from hasten.data.sharded_order import PartOrder, fit_of
-from hasten.data.shuffle import Indices
 from hasten.data.workers import Picked
 from hasten.errors import DataError
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from hasten.comm.base import Comm
 from hasten.data.memory import Memory
 from hasten.data.rank_differences import different_data
-from hasten.data.reader_rng import OwnRng, RandomStates, States, decode_states
+from hasten.data.workers import OwnRng, RandomStates, States, decode_states
 
 # Any in this file: samplers and units are the user's own.
 NUM_UNITS: Final = 64

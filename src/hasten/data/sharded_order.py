@@ -11,8 +11,8 @@ import torch
 from hasten.comm.base import Comm
 from hasten.data.foreign import Split
 from hasten.data.order import Order, SharedOrder
+from hasten.data.plan import Indices
 from hasten.data.position import Part, Position
-from hasten.data.shuffle import Indices
 from hasten.errors import ConfigError, DataError, PeerFailedError
 
 # Any in this file: a unit is whatever the user's sampler yields.

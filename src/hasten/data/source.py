@@ -15,13 +15,11 @@ from torch.utils.data import DataLoader
 
 from hasten.data.foreign import is_torchdata
 from hasten.data.order import SharedOrder
-from hasten.data.plan import Padding
+from hasten.data.plan import Padding, derive_seed
 from hasten.data.position import Position, Unit
-from hasten.data.reader_rng import RandomStates
 from hasten.data.sampler import Assignment, Feed, Lot
 from hasten.data.sharded_order import PartOrder
-from hasten.data.shuffle import derive_seed
-from hasten.data.workers import WorkerDataset, seed_of_batch
+from hasten.data.workers import RandomStates, WorkerDataset, seed_of_batch
 from hasten.errors import DataError
 
 Item = tuple[Any, Padding | None, bool, Any]

@@ -16,12 +16,11 @@ from hasten.comm.base import Comm
 from hasten.data.first_samples import read_head
 from hasten.data.foreign import has_fixed_shard_order, length_of
 from hasten.data.iterable import BlockCollate, Cutting, Stand, Start, StreamShard
-from hasten.data.plan import Padding
+from hasten.data.plan import Padding, derive_seed
 from hasten.data.position import Position, Unit
 from hasten.data.rank_differences import Sample, decoded, different_data, samples_differ
-from hasten.data.reader_rng import RandomStates, decode_states, encode_states
-from hasten.data.shuffle import derive_seed
 from hasten.data.source import Item, engine_of, own_generator
+from hasten.data.workers import RandomStates, decode_states, encode_states
 from hasten.errors import DataError, PeerFailedError
 
 # Any in this file: batches and dataset states are the user's own objects.

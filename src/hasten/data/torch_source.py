@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from hasten.data.loader import Loader, forward_epoch
+from hasten.data.loader import Loader, forward_epoch, skip_first_batches
 from hasten.data.position import Position, Unit
-from hasten.data.skip import skip_first_batches
 from hasten.data.source import Item
 
 # Any in this file: batches and samplers are the user's own.

@@ -1,11 +1,207 @@
-"""What runs in a DataLoader's worker processes around the user's map-style dataset: seeds a batch, names a failing index."""
+"""Worker processes and readers: their settings, and random states of their own that a resume restores."""
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+import ctypes
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
-from hasten.data.reader_rng import seed_everything
-from hasten.data.shuffle import derive_seed
+import numpy as np
+import torch
+from torch import Tensor
+
+from hasten.data.plan import derive_seed
+from hasten.errors import DataError
+
+# Any in this file: states of three libraries, each in its own form.
+_PYTHON_WORDS: Final = 625
+_NUMPY_BYTES: Final = 624 * 4 + 4  # numpy's MT19937: its words, then its place among them
+
+
+class NumpyState(NamedTuple):
+    """The state of numpy's global generator: its memory, and the normal number it holds back."""
+
+    raw: bytes
+    has_gauss: int = 0
+    gauss: float = 0.0
+
+    def tuple_(self) -> tuple[Any, ...]:
+        """The form `np.random.set_state` takes."""
+        key = np.frombuffer(self.raw[:-4], dtype=np.uint32).copy()
+        return "MT19937", key, int.from_bytes(self.raw[-4:], "little"), self.has_gauss, self.gauss
+
+
+class States(NamedTuple):
+    """The CPU random states of a process."""
+
+    torch: Tensor
+    python: tuple[Any, ...]
+    numpy: NumpyState
+
+    def same(self, other: States) -> bool:
+        """Whether nothing was drawn between the two."""
+        return self.numpy == other.numpy and self.python == other.python and torch.equal(self.torch, other.torch)
+
+
+class RandomStates:
+    """Reads, writes and seeds the CPU random states of this process.
+
+    numpy takes about 100 us to read or to write its state, more than most batches take to be read. The memory of its
+    generator is copied instead wherever no normal number is held back, which the object knows of states it put there.
+    """
+
+    def __init__(self) -> None:
+        self._last: NumpyState | None = None
+        self._address = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_last": None, "_address": 0}  # addresses mean nothing in another process
+
+    def read(self) -> States:
+        """The states now."""
+        return States(torch.get_rng_state(), random.getstate(), self._read_numpy())
+
+    def write(self, states: States) -> None:
+        """Put states in place."""
+        torch.set_rng_state(states.torch)
+        random.setstate(states.python)
+        address = self._find()
+        last = self._last
+        if address and last and not last.has_gauss and not states.numpy.has_gauss and self._raw(address) == last.raw:
+            ctypes.memmove(address, states.numpy.raw, _NUMPY_BYTES)
+        else:
+            np.random.set_state(states.numpy.tuple_())
+        self._last = states.numpy
+
+    def seed(self, seed: int) -> None:
+        """Begin all three at a seed."""
+        seed_everything(seed)
+        address = self._find()
+        self._last = NumpyState(self._raw(address)) if address else None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A block after which the states are what they were before."""
+        outside = self.read()
+        try:
+            yield
+        finally:
+            self.write(outside)
+
+    def _read_numpy(self) -> NumpyState:
+        address = self._find()
+        last = self._last
+        if address and last and not last.has_gauss and self._raw(address) == last.raw:
+            return last
+        state: Any = np.random.get_state()
+        if state[0] != "MT19937":
+            raise DataError(
+                f"numpy's global generator is a {state[0]}, whose state hasten does not keep, so data could not be read "
+                f"again on resume. Leave np.random's own MT19937 in place, or draw from a Generator of your own."
+            )
+        raw = np.asarray(state[1], dtype=np.uint32).tobytes() + int(state[2]).to_bytes(4, "little")
+        self._last = NumpyState(raw, int(state[3]), float(state[4]))
+        return self._last
+
+    def _find(self) -> int:
+        """Where numpy's generator keeps its state; 0 where it is not laid out as expected."""
+        bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
+        if type(bits) is not np.random.MT19937:
+            return 0
+        address = int(bits.ctypes.state_address)
+        if address != self._address:
+            state = bits.state["state"]
+            expected = state["key"].astype(np.uint32).tobytes() + int(state["pos"]).to_bytes(4, "little")
+            if self._raw(address) != expected:
+                return 0
+            self._address = address
+        return address
+
+    @staticmethod
+    def _raw(address: int) -> bytes:
+        return ctypes.string_at(address, _NUMPY_BYTES)
+
+
+class OwnRng:
+    """Random states of one reader. They begin at a seed, and go on wherever `entered` was left."""
+
+    def __init__(self, seed: int, process: RandomStates) -> None:
+        self._seed = seed
+        self._process = process
+        self._states: States | None = None
+        self._drawn = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """A block that draws from these states; what was there before is gone afterwards (see RandomStates.kept)."""
+        if self._states is None:
+            self._process.seed(self._seed)
+            self._states = self._process.read()
+        else:
+            self._process.write(self._states)
+        try:
+            yield
+        finally:
+            states = self._process.read()
+            self._drawn = self._drawn or not states.same(self._states)
+            self._states = states
+
+    def state(self) -> States | None:
+        """The states, or None while nothing was drawn."""
+        return self._states if self._drawn else None
+
+    def place(self, states: States | None) -> None:
+        """Go on from what `state` gave."""
+        self._states, self._drawn = states, states is not None
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the CPU random states that datasets draw from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def encode_states(states: States) -> dict[str, Any]:
+    """The states as JSON values."""
+    version, words, gauss = states.python
+    return {
+        "torch": _text(bytes(states.torch.numpy())),
+        "python": [version, _text(np.array(words, dtype=np.uint32).tobytes()), gauss],
+        "numpy": [_text(states.numpy.raw), states.numpy.has_gauss, states.numpy.gauss],
+    }
+
+
+def decode_states(saved: Mapping[str, Any]) -> States:
+    """The states that `encode_states` wrote, tried out on generators that nobody uses. Raises: DataError."""
+    try:
+        version, words, gauss = saved["python"]
+        numbers = np.frombuffer(base64.b64decode(words), dtype=np.uint32)
+        if len(numbers) != _PYTHON_WORDS:
+            raise ValueError(f"{len(numbers)} words instead of {_PYTHON_WORDS}")
+        python = (version, tuple(numbers.tolist()), gauss)
+        random.Random().setstate(python)
+        raw, has_gauss, cached = saved["numpy"]
+        numpy = NumpyState(base64.b64decode(raw), int(has_gauss), float(cached))
+        if len(numpy.raw) != _NUMPY_BYTES:
+            raise ValueError(f"{len(numpy.raw)} bytes instead of {_NUMPY_BYTES}")
+        np.random.RandomState().set_state(numpy.tuple_())
+        state = torch.from_numpy(np.frombuffer(base64.b64decode(saved["torch"]), dtype=np.uint8).copy())
+        torch.Generator().set_state(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the loader's state holds random states that cannot be read ({error}), so data would be drawn differently. "
+            f"Use another checkpoint, or begin a new epoch."
+        ) from error
+    return States(state, python, numpy)
+
+
+def _text(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
 
 # Any in this file: indices, samples and attributes are the user's own objects.
 

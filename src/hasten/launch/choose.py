@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, assert_never, cast
 
-from hasten.config.launch import LaunchConfig
+from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import deepspeed, mpi, single, slurm, torchrun, xla
-from hasten.launch.base import LaunchPlan, Request
-from hasten.launch.host import Host
+from hasten.launch.base import Host, LaunchPlan, Request
 from hasten.launch.shape import Shape, decide
 from hasten.runtime.tpu_hosts import Slice
 

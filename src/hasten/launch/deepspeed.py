@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hasten.errors import ConfigError
-from hasten.launch.base import LaunchPlan, PlannedFile, Proc, Request
-from hasten.launch.host import Host
+from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc, Request
 from hasten.launch.shape import elsewhere
 from hasten.launch.torchrun import supervision
 from hasten.runtime.topology import DEFAULT_PORT

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Self
 
+from hasten.runtime import env as environment
 from hasten.runtime.nodelist import ranks_in_words
 
 
@@ -55,7 +56,7 @@ _SECONDARY: Final = re.compile(
 
 PREEMPTED: Final = 85  # hasten.PREEMPTED_EXIT_CODE, whose module loads torch
 
-STALLED: Final = 86  # hasten.trust.stall.ending.STALLED, whose module loads torch
+STALLED: Final = 86  # hasten.trust.stall.observe.STALLED, whose module loads torch
 
 # (what the traceback or the log says, what to do)
 _HINTS: Final = (
@@ -233,3 +234,24 @@ def _summaries(failures: Sequence[Failure]) -> list[str]:
             words = end_words(failure.code) + (f": {failure.summary.splitlines()[-1][:160]}" if failure.summary else "")
         groups.setdefault(words, []).append(failure.rank)
     return [f"{ranks_in_words(ranks)}: {words}" for words, ranks in groups.items()]
+
+
+VARIABLE: Final = "HASTEN_VERDICT_FILE"
+"""Names the file; set by whoever wants to know."""
+
+
+def leave(words: str, env: Mapping[str, str] | None = None) -> None:
+    """Write down why the launch failed, if somebody asked for it; the first word stays."""
+    path = (environment.snapshot() if env is None else env).get(VARIABLE)
+    if path and not Path(path).exists():
+        Path(path).write_text(words)
+
+
+def failure_words(first: Failure, *, many_machines: bool = False) -> str:
+    """The failure that ended the job in one sentence."""
+    host = f" on {first.host}" if many_machines else ""
+    if first.summary:
+        return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"
+    if not first.code:
+        return f"rank {first.rank}{host} ended early, while other ranks still needed it; see the output above"
+    return f"rank {first.rank}{host} failed: {end_words(first.code)}; see the output above"

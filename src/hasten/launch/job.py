@@ -11,21 +11,19 @@ from types import MappingProxyType
 from typing import Final
 
 from hasten.config import absent, handoff
-from hasten.config.effective import effective
+from hasten.config.handoff import effective
 from hasten.config.resolve import Resolved
 from hasten.config.root import Config
 from hasten.config.source import Entry
 from hasten.errors import ConfigError, MissingPackageError
-from hasten.launch import tpu_slice
-from hasten.launch.base import LaunchPlan, Request, Target
+from hasten.launch import xla as tpu_slice
+from hasten.launch.base import Host, LaunchPlan, Request, Target, look
 from hasten.launch.choose import make_plan, uses_mpi
-from hasten.launch.host import Host, look
 from hasten.launch.mpi import Mpi, kind_of, read_hostfile
 from hasten.launch.run import complete, execute
 from hasten.optional import check_installed
-from hasten.runtime.axes import Axis
 from hasten.runtime.bytes_plan import outlook
-from hasten.runtime.mesh_plan import mesh_of, mesh_table, mesh_title, shards_parameters
+from hasten.runtime.mesh_plan import Axis, mesh_of, mesh_table, mesh_title, shards_parameters
 
 _ENGINES: Final = MappingProxyType({"deepspeed": "deepspeed", "megatron": "megatron", "xla": "torch_xla"})
 """Strategies that need a package, and its name."""

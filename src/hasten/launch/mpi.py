@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.errors import ConfigError
-from hasten.launch.base import LaunchPlan, Proc, Request
-from hasten.launch.host import Host
+from hasten.launch.base import Host, LaunchPlan, Proc, Request
 from hasten.launch.shape import check_memory, elsewhere, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN

@@ -14,9 +14,8 @@ from typing import Final
 from hasten.config.base import Section, default_of
 from hasten.config.masking import masked_value
 from hasten.config.root import Config
-from hasten.launch.base import LaunchPlan, Target
+from hasten.launch.base import Host, LaunchPlan, Target
 from hasten.launch.checkin import Report
-from hasten.launch.host import Host
 
 _PACKAGES: Final = (
     "hasten",
@@ -56,7 +55,7 @@ _LOCAL: Final = frozenset(
     )
 )
 _MAX_FILES: Final = 500
-CELL: Final = "hasten.launch.cell"
+CELL: Final = "hasten.launch.notebook"
 """The program that runs a notebook's function; its one argument is a folder."""
 SOURCE: Final = "source.txt"
 """The function's own text in that folder, by which machines compare their cells."""

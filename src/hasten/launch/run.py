@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,18 +21,57 @@ from typing import Final, assert_never
 
 from hasten.config.root import Config
 from hasten.errors import ConfigError, LaunchError
-from hasten.launch import network, verdict
-from hasten.launch.base import LaunchPlan, PlannedFile, Proc
+from hasten.launch import failure as verdict
+from hasten.launch import network
+from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc
 from hasten.launch.checkin import Report
 from hasten.launch.failure import PREEMPTED, end_words, read_failure, render_failure
 from hasten.launch.guard import SAVING, STOPPING, kill_groups
-from hasten.launch.host import Host
-from hasten.launch.memory_folder import memory_folder
 from hasten.launch.report import make_report
 from hasten.launch.worker import LAUNCHER_PID, die_with
 from hasten.runtime import env as environment
 from hasten.runtime import secret
 from hasten.runtime.last_words import ERROR_FILE
+
+_MEMORY: Final = Path("/dev/shm")  # where Linux keeps files in memory
+_LOCK: Final = "launcher"
+
+
+@contextmanager
+def memory_folder(memory: Path = _MEMORY) -> Iterator[Path | None]:
+    """A private folder for the time of the block; None where the system keeps no files in memory.
+
+    The launcher holds a lock in it. What launchers left that were killed has no holder, and is removed first.
+    """
+    if not memory.is_dir() or not os.access(memory, os.W_OK):
+        yield None
+        return
+    prefix = f"hasten-{os.geteuid()}-"
+    for left in memory.glob(f"{prefix}*"):
+        _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=memory))  # 0700
+    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # just being made, or another's
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:  # its launcher runs
+        return
+    finally:
+        os.close(descriptor)
+
 
 PARENT_PID: Final = "HASTEN_PARENT_PID"
 """Set by a program that starts the launcher and wants it to end with itself, such as a notebook."""

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from hasten.accelerator.facade import Accelerator
 from hasten.comm.ops import gather_object
-from hasten.runtime.axes import BATCH
-from hasten.runtime.links import Links
-from hasten.runtime.shared_groups import group_of
+from hasten.runtime.bytes_plan import Links
+from hasten.runtime.mesh import group_of
+from hasten.runtime.mesh_plan import BATCH
 
 Check = Callable[[Accelerator], str]
 

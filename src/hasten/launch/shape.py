@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hasten.config.base import given
-from hasten.config.launch import LaunchConfig
+from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import Request, Target
+from hasten.launch.base import Host, Request, Target
 from hasten.launch.cluster import Allocation, read_allocation, split_range
-from hasten.launch.host import Host
 from hasten.runtime.env import CONFIG
 
 _LEAST_PROCESS_BYTES: Final = 64 * 1024**2

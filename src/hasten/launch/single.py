@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hasten.launch.base import LaunchPlan, Proc, Request
-from hasten.launch.host import Host
+from hasten.launch.base import Host, LaunchPlan, Proc, Request
 from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.torchrun import supervision
 

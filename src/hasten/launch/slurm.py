@@ -9,11 +9,10 @@ from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Final
 
-from hasten.config.launch import LaunchConfig
+from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import LaunchPlan, PlannedFile, Proc, Request
+from hasten.launch.base import Host, LaunchPlan, PlannedFile, Proc, Request
 from hasten.launch.failure import PREEMPTED
-from hasten.launch.host import Host
 from hasten.launch.shape import Shape, worker_argv
 from hasten.launch.torchrun import supervision
 from hasten.runtime.secret import TOKEN

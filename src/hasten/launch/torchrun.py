@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from hasten.config.launch import LaunchConfig
+from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
-from hasten.launch.base import LaunchPlan, Meeting, MeetingKind, Proc, Request, Supervision
-from hasten.launch.host import Host
+from hasten.launch.base import Host, LaunchPlan, Meeting, MeetingKind, Proc, Request, Supervision
 from hasten.launch.shape import Shape, worker_argv
 from hasten.runtime.topology import DEFAULT_PORT
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hasten.comm.base import Comm
 from hasten.errors import StepError
-from hasten.modules.dtensors import is_dtensor, placements
+from hasten.modules.names import is_dtensor, placements
 from hasten.optim.gradients import alike, gradients
 
 if TYPE_CHECKING:

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from hasten.errors import StepError
-from hasten.optim.loader_progress import Cursors, LoaderCursor, Watch
-from hasten.optim.parts import Part
-from hasten.optim.per_loss_gradients import Lanes
-from hasten.optim.step_timing import StepMarks
-from hasten.optim.unowned import Unowned
+from hasten.optim.gradients import Unowned
+from hasten.optim.loader_progress import Cursors, LoaderCursor, StepMarks, Watch
 from hasten.optim.window import (
     Holder,
     Key,
+    Lanes,
     Number,
+    Part,
     Window,
     agree_on_factors,
     agree_on_unit,

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import PrepareError
-from hasten.modules.dtensors import is_dtensor, placements
-from hasten.modules.names import plain_name
-from hasten.modules.stages import stage_part
+from hasten.modules.names import is_dtensor, placements, plain_name, stage_part
 
 Convert = Callable[[str, str, Tensor, Tensor], Tensor]
 """(parameter name, state key, old value, new parameter) -> the value for the new parameter."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
 
 from torch import Tensor
+from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LRScheduler
 
 from hasten.optim.optimizer import PreparedOptimizer
@@ -59,3 +63,65 @@ class PreparedScheduler(LRScheduler):
 
     def __repr__(self) -> str:
         return f"PreparedScheduler({self.scheduler!r})"
+
+
+# Any in this file: schedulers of torch and of other libraries share no base class.
+_LENGTHS: Final = (
+    (torch_schedules.OneCycleLR, "total_steps"),
+    (torch_schedules.CosineAnnealingLR, "T_max"),
+    (torch_schedules.PolynomialLR, "total_iters"),
+)
+
+
+def total_of(scheduler: Any) -> int | None:
+    """Return the number of steps after which a schedule is at its end; None where it has none, or only warms up."""
+    if isinstance(scheduler, torch_schedules.SequentialLR):
+        last = total_of(scheduler._schedulers[-1])
+        return None if last is None else last + int(scheduler.state_dict()["_milestones"][-1])
+    if isinstance(scheduler, torch_schedules.LinearLR):
+        return int(scheduler.total_iters) if scheduler.end_factor < scheduler.start_factor else None
+    if isinstance(scheduler, torch_schedules.LambdaLR):
+        return next((total for total in map(_of_function, scheduler.lr_lambdas) if total is not None), None)
+    found = next((getattr(scheduler, name) for kind, name in _LENGTHS if isinstance(scheduler, kind)), None)
+    return int(found) if isinstance(found, int | float) else None
+
+
+def _of_function(function: Callable[..., Any]) -> int | None:
+    """The length in a function that transformers or diffusers made: an argument or a variable named num_training_steps."""
+    if isinstance(function, functools.partial):
+        found = function.keywords.get("num_training_steps")
+    elif inspect.isfunction(function):
+        found = inspect.getclosurevars(function).nonlocals.get("num_training_steps")
+    else:
+        return None
+    return int(found) if isinstance(found, int | float) else None
+
+
+def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, every: int) -> str | None:
+    """Say that a schedule fits whole epochs of a loader before its batches were divided over processes; None if it does not.
+
+    `num_whole` and `num_share` are the batches of an epoch before and on one process; `every` is the number of batches of an update.
+    """
+    total = total_of(scheduler)
+    if not total or num_share >= num_whole or not num_share:
+        return None
+    epochs = _epochs(total, num_whole, 1) or _epochs(total, num_whole, every)
+    if not epochs:
+        return None
+    updates = -(-num_share // every)
+    words = (
+        f"{type(scheduler).__name__} was made for {total} steps: {epochs} epoch(s) of the loader before it was prepared ({num_whole} batches). On "
+        f"{num_processes} processes an epoch has {updates} update(s), and a schedule steps once per update, so a run of {epochs} epoch(s) would "
+        f"end at step {epochs * updates} of {total}. Prepare the loader first and make the schedule with its length, len(loader), or divide the "
+        "schedule's length by accelerator.num_processes."
+    )
+    if total % updates:
+        return words
+    return f"{words} If you train for {total // updates} epochs, {total} is right; prepare the loader first all the same, and this is not asked."
+
+
+def _epochs(total: int, num_batches: int, every: int) -> int:
+    """The whole number of epochs with so many steps; 0 if there is none."""
+    epochs = round(total * every / num_batches)
+    fits = (num_batches * epochs // every, -(-num_batches * epochs // every), -(-num_batches // every) * epochs)
+    return epochs if total in fits else 0

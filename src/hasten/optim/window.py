@@ -3,20 +3,94 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hasten.config.optim import MAX_MICRO_STEPS
-from hasten.errors import ConfigError
-from hasten.optim.per_loss_gradients import Lanes
+from hasten.config.sections.loop import MAX_MICRO_STEPS
+from hasten.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
     from hasten.comm.base import Comm
+
+
+class Lanes:
+    """One set of gradients for each loss of a micro-step; the one in use lies in the parameters' own .grad."""
+
+    __slots__ = ("_current", "_kept")
+
+    def __init__(self) -> None:
+        self._current = 0
+        self._kept: dict[int, dict[Tensor, Tensor]] = {}
+
+    def switch(self, lane: int, parameters: Iterable[Tensor]) -> None:
+        """Let the next backward add to the gradients of this lane.
+
+        Raises: StepError when the gradients so far are not in the parameters.
+        """
+        if lane == self._current:
+            return
+        here, there = self._kept.setdefault(self._current, {}), self._kept.setdefault(lane, {})
+        parameters = list(dict.fromkeys(parameters))
+        if not any(self._kept.values()) and not any(p.grad is not None for p in parameters):
+            raise StepError(
+                "two weighted backward()s came in one micro-step, but the gradients of the first are not in the "
+                "parameters yet, so they cannot be kept apart (replicated shards add them up elsewhere). Pass "
+                "GradientAccumulationPlugin(sync_each_batch=True), or add the losses before backward()."
+            )
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None:
+                # A view lies in memory that the next reduction may overwrite.
+                here[parameter] = grad.clone() if grad._is_view() else grad
+            parameter.grad = there.pop(parameter, None)
+        self._current = lane
+
+    @torch.no_grad()
+    def merge(self, parameters: Iterable[Tensor], factors: Mapping[int, float | Tensor]) -> None:
+        """Put the sum of all lanes, each multiplied by its factor, into the parameters' .grad.
+
+        Raises: StepError for a lane without a factor.
+        """
+        for parameter in parameters:
+            held = [(self._current, parameter.grad)]
+            held += [(lane, kept.pop(parameter, None)) for lane, kept in self._kept.items() if lane != self._current]
+            total: Tensor | None = None
+            for lane, grad in held:
+                if grad is None:
+                    continue
+                if lane not in factors:
+                    raise StepError(
+                        f"the window ends without loss number {lane + 1} of its micro-steps, whose gradients are "
+                        "neither weighed nor synchronised. Call backward() equally often in every micro-step of a "
+                        "window, with weight=0 for a loss that does not count."
+                    )
+                factor = factors[lane]
+                part = grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+                total = part if total is None else total.add_(part)
+            parameter.grad = total
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the gradients of these parameters, which are being cleared."""
+        for parameter in parameters:
+            for kept in self._kept.values():
+                kept.pop(parameter, None)
+
+    def refuse_leftovers(self, parameters: Iterable[Tensor]) -> None:
+        """Raise when a parameter still has gradients in a lane that is not in use."""
+        wanted = set(parameters)
+        if any(parameter in wanted for kept in self._kept.values() for parameter in kept):
+            raise StepError(
+                "a window with several weighted losses per micro-step ended without the step of an optimizer that has "
+                "gradients from it; they cannot be carried into the next window. Call step() or zero_grad() of every "
+                "optimizer where the window ends."
+            )
+
 
 Key = tuple[int, ...]
 Number = int | float | Tensor
@@ -183,3 +257,55 @@ def check_every(every: object) -> None:
             f"gradient_accumulation_steps={every!r} is not a whole number of at least 1 and at most {MAX_MICRO_STEPS}; a window of that "
             f"length never ends. Set it to 1 to update after every backward()."
         )
+
+
+@dataclass(slots=True)
+class Part:
+    """One part of a batch that is run in several passes; a share of zero is a pass that must not count."""
+
+    share: float
+    """Its rows, divided by those of the batch."""
+    weight: Number | None = None
+    """The weight its loss was given."""
+
+    def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
+        """The loss and the weight that the window should see.
+
+        Raises: StepError for a second weighted loss.
+        """
+        if weight is None:
+            return loss * self.share, None
+        if window.turn > 0:
+            raise StepError(
+                "run_step() got a second backward(weight=...) in one micro-step. Each weighted loss is divided by its own total "
+                "weight, which is known only when all parts of the batch have run. Add the losses before backward(), or call "
+                "backward() without a weight."
+            )
+        weight = weight * (self.share > 0)
+        self.weight = weight
+        return loss, weight
+
+
+def divided(loss: Tensor, parts: int) -> Tensor:
+    """The loss divided by the number of parts."""
+    return loss if parts == 1 else loss / parts
+
+
+def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: torch's own keywords
+    """Backpropagate the loss divided by `parts`; `kwargs` are passed to `Tensor.backward`.
+
+    A backward of `loss / parts` begins with the gradient 1 and makes 1 / parts of it. Beginning there saves the division and its
+    backward, which a small micro-step on a GPU would feel; the gradients are the same to the last bit.
+    """
+    if parts != 1:
+        if type(loss) is Tensor and loss.numel() == 1 and kwargs.get("gradient") is None:
+            kwargs["gradient"] = torch.full_like(loss, _share(parts, loss.dtype))
+        else:
+            loss = loss / parts
+    loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+@lru_cache(maxsize=64)  # asked for in every micro-step, and the same few numbers come again
+def _share(parts: int, dtype: torch.dtype) -> float:
+    """One divided by the number of parts, rounded as a tensor of this type rounds it."""
+    return float((torch.ones((), dtype=dtype) / parts).item())

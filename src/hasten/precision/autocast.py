@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hasten.config.precision import AutocastKwargs, PrecisionType
+from hasten.config.sections.loop import AutocastKwargs, PrecisionType
 from hasten.errors import PrecisionError
 from hasten.modules import forwarding
 from hasten.precision.base import StepResult

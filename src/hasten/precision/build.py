@@ -8,12 +8,11 @@ from typing import assert_never
 import torch
 
 from hasten.comm.base import Comm
-from hasten.config.precision import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
+from hasten.config.sections.loop import AutocastKwargs, FP8Config, GradScalerKwargs, PrecisionType
 from hasten.errors import PrecisionError
 from hasten.precision.autocast import AutocastPrecision
-from hasten.precision.base import Precision
+from hasten.precision.base import FullPrecision, Precision
 from hasten.precision.fp8 import Fp8Precision
-from hasten.precision.full import FullPrecision
 from hasten.precision.scaler import LossScaler
 from hasten.runtime.devices import kind_of
 

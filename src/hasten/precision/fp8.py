@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hasten.config.precision import AORecipeKwargs, AutocastKwargs, FP8Config, PrecisionType, TERecipeKwargs
+from hasten.config.sections.loop import AORecipeKwargs, AutocastKwargs, FP8Config, PrecisionType, TERecipeKwargs
 from hasten.errors import PrecisionError
 from hasten.modules import forwarding, surgery
 from hasten.optional import available, need

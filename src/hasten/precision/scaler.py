@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from hasten.comm.base import Comm
-from hasten.config.precision import GradScalerKwargs
+from hasten.config.sections.loop import GradScalerKwargs
 from hasten.errors import HastenWarning, LossScaleError, StepError
 from hasten.precision.base import StepResult
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from hasten import trees
 from hasten.errors import ConfigError
 from hasten.progress.display import Display, LineDisplay
-from hasten.progress.memory import MemoryGauge
-from hasten.progress.meter import Meter, Reading
+from hasten.progress.meter import MemoryGauge, Meter, Reading
 from hasten.progress.scalars import LateScalars
 from hasten.progress.straggler import Pulse, StragglerWatch
 

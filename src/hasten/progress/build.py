@@ -9,10 +9,10 @@ from rich.console import Console
 
 from hasten.progress.bar import Counter, Progress, Surroundings
 from hasten.progress.display import choose_display, error_console
-from hasten.progress.memory import MemoryGauge
+from hasten.progress.meter import MemoryGauge
 from hasten.progress.straggler import Pulse, StoreNotes, StragglerWatch
-from hasten.runtime.axes import BATCH
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import BATCH
 
 T = TypeVar("T")
 

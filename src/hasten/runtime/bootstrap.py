@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import errno
+import logging
 import os
+import re
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Final
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hasten.comm.base import Comm
@@ -23,16 +29,167 @@ from hasten.comm.collective_log import Trail
 from hasten.comm.local import LocalComm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.comm.session import Credentials
-from hasten.errors import CommError, DeviceError, TopologyError
+from hasten.errors import CommError, DeviceError, PeerFailedError, TopologyError
 from hasten.runtime import env, launcher_files, secret, store
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of, use_device
-from hasten.runtime.kernel import warn_of_old_kernel
+from hasten.runtime.logs import get_logger
 from hasten.runtime.mesh import Groups, stop
-from hasten.runtime.missing_ranks import call_roll
+from hasten.runtime.mesh_plan import MeshSpec
+from hasten.runtime.nodelist import ranks_in_words
+from hasten.runtime.store import join
 from hasten.runtime.topology import Topology
-from hasten.runtime.waiting import announced_waiting
+
+log = get_logger(__name__)
+_LEAST: Final = (5, 5)
+
+
+def warn_of_old_kernel() -> None:
+    """Log a warning, on the main process, if this machine has a Linux kernel before 5.5."""
+    version = os.uname().release if sys.platform == "linux" else ""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found and (int(found[1]), int(found[2])) < _LEAST:
+        log.warning(
+            "Detected kernel version %s, which is below the recommended minimum of 5.5.0; this can cause the process to "
+            "hang. It is recommended to upgrade the kernel to the minimum version or higher.",
+            version,
+        )
+
+
+_FINE: Final = "fine"
+_LONGEST_PAUSE_S: Final = 0.5
+_LOOK_S: Final = 1.0
+
+Ended = Callable[[], Mapping[int, int]]
+"""Exit codes of the ranks that have ended, as far as the launcher knows."""
+
+
+def call_roll(store: Store, rank: int, size: int, within: timedelta, ended: Ended = dict) -> None:
+    """Return when all ranks are there. Ranks: every rank.
+
+    Raises: TopologyError on every rank that is there when two differ in the world's size; PeerFailedError when a rank has ended without
+    coming; RuntimeError when the time is up.
+    """
+    deadline = time.monotonic() + within.total_seconds()
+    store.set(f"roll/{rank}", str(size))
+    if rank == 0:
+        store.set("roll", _answer(store, size, deadline, ended))
+    _wait(store, "roll", deadline, ended, range(size))
+    answer = store.get("roll").decode()
+    if answer != _FINE:
+        raise TopologyError(answer)
+
+
+def _answer(store: Store, size: int, deadline: float, ended: Ended) -> str:
+    """What rank 0 tells all: that they agree, or who does not."""
+    for other in range(1, size):
+        _wait(store, f"roll/{other}", deadline, ended, range(other, size))
+        told = int(store.get(f"roll/{other}"))
+        if told != size:
+            return (
+                f"rank {other} was started with WORLD_SIZE={told} and rank 0 with WORLD_SIZE={size}, so they would wait for ranks that "
+                "do not exist. Start all ranks of the job with the same number of processes and machines, and end what is left of "
+                "other jobs that meet at this address."
+            )
+    return _FINE
+
+
+def _wait(store: Store, key: str, deadline: float, ended: Ended, ranks: Collection[int]) -> None:
+    """Return when the key is there, unless one of `ranks` has ended without coming."""
+    started = looked = time.monotonic()
+    while not store.check([key]):
+        now = time.monotonic()
+        if now > deadline:
+            raise RuntimeError("not all ranks have come")
+        if now - looked > _LOOK_S:
+            looked = now
+            gone = {rank: code for rank, code in ended().items() if rank in ranks}
+            absent = {rank: code for rank, code in gone.items() if not store.check([f"roll/{rank}"])}
+            if absent and not store.check([key]):
+                raise PeerFailedError(_ended_words(absent))
+        time.sleep(min(0.002 + 0.05 * (now - started), _LONGEST_PAUSE_S))
+
+
+def _ended_words(codes: Mapping[int, int]) -> str:
+    how = ", ".join(sorted({f"exit code {code}" for code in codes.values()}))
+    return (
+        f"{ranks_in_words(sorted(codes))} ended ({how}) before making an Accelerator, so the other ranks would wait for it in vain. Let "
+        "every rank make the Accelerator before it may leave: look for a sys.exit or return that depends on the rank."
+    )
+
+
+plain_log = logging.getLogger(__name__)
+
+_PRESENT_AFTER_S: Final = 1.0
+_FIRST_WORD_S: Final = 5.0
+_ANSWER: Final = timedelta(seconds=5)
+
+
+@contextlib.contextmanager
+def announced_waiting(url: str, topology: Topology, say: Callable[[str], None] = plain_log.warning) -> Iterator[None]:
+    """A block that waits for other ranks; after five seconds, and then ever less often, it says who is missing.
+
+    Ranks that have waited a second leave a note in the store at `url`, over a connection of their own: until the group is formed the main
+    one is blocked. The lowest rank that is there says who is not; if that is rank 0, which serves the store, all the others do.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(url, topology, say, over), name="hasten-waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * _ANSWER.total_seconds())
+
+
+def _watch(url: str, topology: Topology, say: Callable[[str], None], over: threading.Event) -> None:
+    start, next_word = time.monotonic(), _FIRST_WORD_S
+    if over.wait(_PRESENT_AFTER_S):
+        return
+    notes: TCPStore | None = None
+    while not over.wait(0.2):
+        try:
+            if notes is None and (notes := _connect(url)) is not None:
+                notes.set(_key(topology, topology.rank), "")
+            elapsed = time.monotonic() - start
+            if elapsed < next_word:
+                continue
+            next_word *= 2
+            words = _words(notes, topology)
+        except (DistError, OSError):  # rank 0 went away: the main thread is told so by torch
+            notes = None
+            continue
+        if words and not over.is_set():
+            say(f"rank {topology.rank} of {topology.world_size} waits for {words} at {url} ({elapsed:.0f} s)")
+
+
+def _words(notes: TCPStore | None, topology: Topology) -> str:
+    """Who is missing; nothing if a lower rank is there to say it, or nobody is missing any more."""
+    if notes is None:
+        return "the others" if topology.is_main else "rank 0"
+    ranks = range(topology.world_size)
+    missing = [rank for rank in ranks if not notes.check([_key(topology, rank)])]
+    if any(rank not in missing for rank in range(topology.rank)):
+        return ""
+    return ranks_in_words(missing)
+
+
+def _key(topology: Topology, rank: int) -> str:
+    return f"hasten/{topology.restart_count}/waiting/{rank}"
+
+
+def _connect(url: str) -> TCPStore | None:
+    """A connection to the store at `url`; None if nobody serves one there yet."""
+    place = urlsplit(url)
+    if place.scheme != "tcp" or not place.hostname or not place.port:
+        return None
+    try:
+        with closing(socket.create_connection((place.hostname, place.port), timeout=1.0)):
+            pass
+    except OSError:
+        return None
+    return join(place.hostname, place.port, _ANSWER)
+
 
 MeshOf = Callable[[int], MeshSpec]
 

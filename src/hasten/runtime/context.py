@@ -9,7 +9,7 @@ import torch
 
 from hasten.comm.base import Comm
 from hasten.comm.collective_log import Trail
-from hasten.runtime.axes import MeshSpec
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 
 

@@ -1,12 +1,213 @@
-"""The mesh that settings and a number of processes lead to, and the table that shows it: numbers without torch."""
+"""Axes of the mesh and the arithmetic of ranks along them, without torch."""
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+from typing import Final, Self
 
-from hasten.config.parallel import ParallelismConfig
 from hasten.config.root import Config
-from hasten.runtime.axes import AXES, MeshSpec
+from hasten.config.sections.parallel import ParallelismConfig
+from hasten.errors import ConfigError
+
+FILL: Final = -1
+"""The size that means: whatever is left of the world."""
+
+
+class Axis(StrEnum):
+    """One way in which processes differ; the order is row-major over ranks (PP outermost, TP innermost)."""
+
+    PP = "pp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    CP = "cp"
+    TP = "tp"
+
+
+AXES: Final = tuple(Axis)
+"""Every axis: the whole world."""
+BATCH: Final = (Axis.DP_REPLICATE, Axis.DP_SHARD)
+"""Ranks that read different samples."""
+LOSS: Final = (*BATCH, Axis.CP)
+"""Ranks whose gradients are averaged: they see different tokens."""
+SHARD: Final = (Axis.DP_SHARD, Axis.CP)
+"""Ranks that hold different shards of the same parameter under fully sharded data parallelism."""
+
+EXPERTS: Final = "ep"
+"""Ranks that hold different experts: some of those of BATCH."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSpec:
+    """The size of every axis. The world is their product; rank 0 has coordinate zero on each."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    """Data-parallel ranks that hold different experts: neighbours in the order of ranks, not a factor of the world."""
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.size(axis) < 1:
+                raise ConfigError(
+                    f"{axis}={self.size(axis)} is not a mesh size: every axis holds at least one process. "
+                    f"Give a positive number, or {FILL} to MeshSpec.build to fill the world."
+                )
+        if self.ep != 1:
+            _check_experts(self)
+
+    @classmethod
+    def flat(cls, world_size: int) -> Self:
+        """Every rank is a replica: plain data parallelism."""
+        return cls(dp_replicate=world_size)
+
+    @classmethod
+    def build(
+        cls,
+        world_size: int,
+        *,
+        pp: int = 1,
+        dp_replicate: int | None = None,
+        dp_shard: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+    ) -> Self:
+        """Axes that multiply to `world_size`; the axis given as -1 takes what the others leave.
+
+        `dp_replicate=None` means: fill if no other axis does, else 1. `ep=-1` means: all data-parallel ranks.
+        Raises: ConfigError if two axes fill, or the sizes do not divide the world.
+        """
+        if world_size < 1:
+            raise ConfigError(f"world_size={world_size} is not a number of processes; it must be at least 1.")
+        sizes = {Axis.PP: pp, Axis.DP_SHARD: dp_shard, Axis.CP: cp, Axis.TP: tp}
+        if dp_replicate is None:
+            dp_replicate = 1 if FILL in sizes.values() else FILL
+        sizes[Axis.DP_REPLICATE] = dp_replicate
+        filled = _fill(world_size, sizes)
+        everyone = filled[Axis.DP_REPLICATE] * filled[Axis.DP_SHARD]
+        return cls(**{str(axis): size for axis, size in filled.items()}, ep=everyone if ep == FILL else ep)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the mesh."""
+        return self.size(*AXES)
+
+    def size(self, *axes: Axis) -> int:
+        """The number of ranks that are peers along `axes` (1 for no axes)."""
+        return prod([getattr(self, axis) for axis in set(axes)])
+
+    def coordinate(self, rank: int) -> dict[Axis, int]:
+        """Where `rank` stands on each axis."""
+        self._check_rank(rank)
+        where: dict[Axis, int] = {}
+        for axis in reversed(AXES):
+            rank, where[axis] = divmod(rank, getattr(self, axis))
+        return dict(reversed(where.items()))
+
+    def index(self, rank: int, *axes: Axis) -> int:
+        """The position of `rank` among its peers along `axes`: `peers(rank, *axes)[index] == rank`."""
+        where = self.coordinate(rank)
+        position = 0
+        for axis in _ordered(axes):
+            position = position * int(getattr(self, axis)) + where[axis]
+        return position
+
+    def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, itself included, ascending."""
+        base = rank - sum(step * self._stride(axis) for axis, step in self.coordinate(rank).items() if axis in axes)
+        return tuple(base + offset for offset in self._offsets(_ordered(axes)))
+
+    def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
+        """Every set of peers along `axes`: a partition of the world, ordered by first rank."""
+        members = self._offsets(_ordered(axes))
+        rest = [axis for axis in AXES if axis not in axes]
+        return tuple(tuple(first + offset for offset in members) for first in self._offsets(rest))
+
+    @property
+    def expert_sizes(self) -> tuple[int, int, int]:
+        """Ranks with copies of the same experts, with shards of the same experts, and with different experts."""
+        around = max(1, self.ep // self.dp_shard)
+        return self.dp_replicate // around, self.dp_shard * around // self.ep, self.ep
+
+    def expert_index(self, rank: int) -> int:
+        """Which part of the experts `rank` holds."""
+        self._check_rank(rank)
+        return rank % self.ep
+
+    def _stride(self, axis: Axis) -> int:
+        return self.size(*AXES[AXES.index(axis) + 1 :])
+
+    def _offsets(self, axes: list[Axis]) -> list[int]:
+        """What walking along `axes` adds to a rank that stands at their start, ascending."""
+        offsets = [0]
+        for axis in axes:
+            stride = self._stride(axis)
+            offsets = [base + step * stride for base in offsets for step in range(getattr(self, axis))]
+        return offsets
+
+    def _check_rank(self, rank: int) -> None:
+        assert 0 <= rank < self.world_size, f"rank {rank} is outside the mesh of {self.world_size} ranks: {self}"
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of `number`, ascending."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def _check_experts(mesh: MeshSpec) -> None:
+    """Raise unless the experts can be divided among neighbouring data-parallel ranks."""
+    replicas, shards, others = mesh.dp_replicate, mesh.dp_shard, (Axis.PP, Axis.CP, Axis.TP)
+    beside = [axis for axis in others if mesh.size(axis) > 1]
+    if beside:
+        raise ConfigError(
+            f"ep={mesh.ep} was asked for with {beside[0]}={mesh.size(beside[0])}; experts are divided among data-parallel "
+            f"ranks only in this version. Set {beside[0]}_size=1, or ep_size=1."
+        )
+    fitting = sorted({*divisors(shards), *(shards * more for more in divisors(replicas))})
+    if mesh.ep not in fitting:
+        raise ConfigError(
+            f"ep={mesh.ep} does not fit dp_replicate={replicas} and dp_shard={shards}: experts are divided among the "
+            f"ranks of a shard group, or among whole shard groups, and ranks would be left over. Set ep_size to one of {fitting}."
+        )
+
+
+def _ordered(axes: tuple[Axis, ...]) -> list[Axis]:
+    return [axis for axis in AXES if axis in axes]
+
+
+def _fill(world_size: int, sizes: dict[Axis, int]) -> dict[Axis, int]:
+    """`sizes` with the one axis that is FILL made concrete, checked against the world."""
+    shown = ", ".join(f"{axis}={sizes[axis]}" for axis in AXES if sizes[axis] != 1) or "all sizes 1"
+    for axis in AXES:
+        if sizes[axis] != FILL and (sizes[axis] < 1 or world_size % sizes[axis]):
+            raise ConfigError(
+                f"{axis}={sizes[axis]} does not divide world_size={world_size} ({shown}), so ranks would be left over; "
+                f"set {axis} to one of {divisors(world_size)}, or to {FILL} to fill."
+            )
+    filling = [axis for axis in AXES if sizes[axis] == FILL]
+    if len(filling) > 1:
+        raise ConfigError(
+            f"{' and '.join(filling)} are both {FILL}, and only one axis can take what is left of "
+            f"world_size={world_size}; give the others a number from {divisors(world_size)}."
+        )
+    fixed = prod(size for size in sizes.values() if size != FILL)
+    if filling and world_size % fixed == 0:
+        return {**sizes, filling[0]: world_size // fixed}
+    if fixed != world_size:
+        raise ConfigError(
+            f"{shown} multiply to {fixed}{' without ' + filling[0] if filling else ''}, which "
+            f"{'does not divide' if filling else 'is not'} world_size={world_size}, so ranks would be left over; choose "
+            f"sizes whose product {'divides it' if filling else 'equals it'} (divisors: {divisors(world_size)}), "
+            f"{'or start more processes' if filling else f'or set one axis to {FILL} to fill'}."
+        )
+    return sizes
+
 
 _SHOWN: Final = 64
 """Ranks a table lists; of a larger mesh the first and the last ones."""

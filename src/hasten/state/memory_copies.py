@@ -11,17 +11,24 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.format.manifest import FileRecord, Manifest, decode
-from hasten.checkpoint.rank_agreement import Agreement, agreeing
-from hasten.checkpoint.store.copies import Choice, Copy, group_by_folder, neighbour, newest_common, why_none
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import numbered
-from hasten.checkpoint.store.memory_folder import MemoryFolder
+from hasten.checkpoint.store.memory_folder import (
+    Choice,
+    Copy,
+    MemoryFolder,
+    group_by_folder,
+    neighbour,
+    newest_common,
+    why_none,
+)
+from hasten.comm.agreement import Agreement, agreeing
 from hasten.errors import ConfigError
 from hasten.optim.loader_progress import Cursors, LoaderCursor
 from hasten.runtime import env
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
+from hasten.runtime.mesh_plan import Axis
 
 log = get_logger(__name__)
 

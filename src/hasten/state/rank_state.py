@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hasten.checkpoint.base import Component, Slice, StateTree
-from hasten.checkpoint.rank_agreement import Agreement
 from hasten.checkpoint.reader import Checkpoint
-from hasten.checkpoint.transfer import as_bytes
+from hasten.checkpoint.store.disk import as_bytes
+from hasten.comm.agreement import Agreement
 from hasten.errors import CorruptCheckpointError
 from hasten.runtime.logs import get_logger
 from hasten.state.run_state import RunParts, load_packed, named_buffers, packed

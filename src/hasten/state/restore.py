@@ -9,12 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.model_state import LoadReport, ModelPlan, plan_model
+from hasten.checkpoint.model_state import LoadReport, ModelPlan, names_elsewhere, plan_model
 from hasten.checkpoint.optimizer_state import OptimizerPlan, parameter_names, plan_optimizer
-from hasten.checkpoint.rank_agreement import Agreement
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import Copy, local_tensor
-from hasten.checkpoint.stages import names_elsewhere
+from hasten.comm.agreement import Agreement
 from hasten.errors import CheckpointError, CorruptCheckpointError
 from hasten.optim.clock import StepClock
 from hasten.runtime.devices import kind_of

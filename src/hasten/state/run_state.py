@@ -2,29 +2,92 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from hasten.checkpoint.base import Component, Format, StateTree
 from hasten.checkpoint.format.packing import pack, unpack
 from hasten.checkpoint.model_state import model_component
 from hasten.checkpoint.optimizer_state import optimizer_component, parameter_names
-from hasten.checkpoint.rank_agreement import Agreement
 from hasten.checkpoint.reader import Checkpoint
 from hasten.checkpoint.reshard import whole
-from hasten.modules.dtensors import is_dtensor
-from hasten.modules.names import plain_name
+from hasten.comm.agreement import Agreement
+from hasten.errors import CorruptCheckpointError, HookError
+from hasten.modules.names import is_dtensor, plain_name
 from hasten.optim.clock import StepClock
 from hasten.precision.base import Precision
+from hasten.runtime.seeding import RngState, set_seed
 from hasten.state.epochs import EpochLoops
-from hasten.state.randomness import Randomness
 from hasten.state.undo import Stateful
 from hasten.state.window_state import gradients_component, unowned_component
-from hasten.strategies.alone import Alone
 from hasten.strategies.base import KeepsLoopState, LoopState
+from hasten.strategies.native import Alone
+
+log = logging.getLogger(__name__)
+
+
+class Randomness:
+    """Captures and restores python's, numpy's, torch's and the device's generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def capture(self) -> dict[str, Any]:  # Any: tensors and numbers
+        """The state of all generators, and the seed the run was started with."""
+        return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
+
+    def holding(self) -> Callable[[], None]:
+        """Returns what puts the generators back to where they are now."""
+        state = RngState.capture(self._device)
+        return lambda: state.restore(self._device)
+
+    def restoring(self, saved: Any, strict: bool = True) -> Callable[[], None]:
+        """Checks a saved state and returns what puts it in place.
+
+        Raises: CorruptCheckpointError when it is not one.
+        """
+        state = RngState.from_tree(_checked(saved)["generators"])
+        _try_out(state)
+        return lambda: state.restore(self._device, "error" if strict else "warn")
+
+    def deriving(self, saved: Any, rank: int, step: int) -> Callable[[], None]:
+        """Returns what seeds the generators by (seed of the run, rank, step), for another number of processes."""
+        digest = hashlib.sha256(f"{_checked(saved)['seed']}/{rank}/{step}".encode()).digest()
+        seed = int.from_bytes(digest[:7], "little")
+
+        def derive() -> None:
+            set_seed(seed)
+
+        return derive
+
+
+def _checked(saved: Any) -> Mapping[str, Any]:
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("generators"), Mapping) or "seed" not in saved:
+        raise CorruptCheckpointError("the file of random states holds something else. Nothing was loaded.")
+    return saved
+
+
+def _try_out(state: RngState) -> None:
+    """Set generators that nobody uses, so that an impossible state is found before any real one changes."""
+    try:
+        words = tuple(state.python["words"].tolist())
+        random.Random().setstate((state.python["version"], words, state.python["gauss"]))
+        n = state.numpy
+        position, has_gauss, gauss = n["position"], n["has_gauss"], n["gauss"]
+        np.random.RandomState().set_state((n["kind"], n["words"].numpy().astype(np.uint32), position, has_gauss, gauss))
+        torch.Generator().set_state(state.cpu)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise CorruptCheckpointError(
+            f"the saved random state is impossible ({error}). Nothing was loaded; use another checkpoint."
+        ) from error
 
 
 class Objects(Protocol):
@@ -152,3 +215,63 @@ def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # 
     if found.data is None:
         return tensors
     return unpack(found.data, tensors)
+
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]  # Any: state dicts hold extra state
+LoadHook = Callable[[list[nn.Module], str], None]
+
+
+class HookHandle:
+    """Takes a hook off again."""
+
+    def __init__(self, hooks: dict[int, Any], key: int) -> None:  # Any: hooks of either kind
+        self._hooks = hooks
+        self._key = key
+
+    def remove(self) -> None:
+        """Take the hook off; harmless to repeat."""
+        self._hooks.pop(self._key, None)
+
+
+def run_save_hooks(
+    hooks: Mapping[int, SaveHook], parts: RunParts, folder: str, together: Agreement
+) -> list[Mapping[str, Any] | None]:
+    """What hooks left of each model's weights; None where there was none to ask. Ranks: every rank.
+
+    Scripts write models in a format of their own, and take the weights out, on the main process alone: what is taken out
+    there is taken out on every rank, and nothing else is.
+    """
+    models = list(parts.plain_models())
+    given: list[dict[str, Any]] = [dict(model.state_dict()) for model in models] if hooks else []
+    weights = list(given)
+    for hook in list(hooks.values()):
+        _call(hook, list(models), weights, folder)
+    own: list[Mapping[str, Any] | None] = [None] * len(models)
+    kept = [True] * len(models)
+    if len(weights) == len(given):
+        own = list(weights) or own
+    else:
+        left = {id(weight) for weight in weights}
+        own, kept = list(given), [id(weight) in left for weight in given]
+    on_main: list[bool] = together.share(kept)[0]
+    if len(on_main) != len(own):  # ranks hold different models: refused, by name, when the state is compared
+        return own
+    return [weight if stays else {} for weight, stays in zip(own, on_main, strict=True)]
+
+
+def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) -> list[nn.Module | None]:
+    """The models that hooks left to be loaded, None in place of the others."""
+    given = list(parts.plain_models())
+    models = list(given)
+    for hook in list(hooks.values()):
+        _call(hook, models, folder)
+    left = {id(model) for model in models}
+    return [model if id(model) in left else None for model in given]
+
+
+def _call(hook: Callable[..., None], *given: Any) -> None:  # Any: what hooks of either kind are given
+    try:
+        hook(*given)
+    except Exception as error:  # of any type: other ranks must hear of it
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise HookError(f"the hook {name} raised {type(error).__name__}: {error}") from error

@@ -17,44 +17,90 @@ from hasten.checkpoint.async_writer import AsyncWriter
 from hasten.checkpoint.base import CheckpointStore, Format, StateTree
 from hasten.checkpoint.format.layout import Sizes
 from hasten.checkpoint.format.manifest import Manifest
-from hasten.checkpoint.gathering import gathered
-from hasten.checkpoint.model_state import LoadReport
-from hasten.checkpoint.rank_agreement import Agreement, agreeing
+from hasten.checkpoint.model_state import LoadReport, divided
 from hasten.checkpoint.reader import open_checkpoint
-from hasten.checkpoint.reshard import owned_by_axes
-from hasten.checkpoint.stages import divided
+from hasten.checkpoint.reshard import MachineOwners, gathered, owned_by_axes
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import (
     check_naming,
     join_place,
     locate,
+    locate_existing,
+    newest_of_all,
+    newest_step,
     next_number,
     number_of,
     numbered,
     open_store,
 )
-from hasten.checkpoint.store.machine_owners import MachineOwners
 from hasten.checkpoint.store.retention import Retention
 from hasten.checkpoint.writer import DiskGroup, Outcome, Prepared, finish, prepare, retire_expired, start
+from hasten.comm.agreement import Agreement, agreeing
 from hasten.comm.base import Comm
-from hasten.config.checkpoint import ProjectConfiguration
+from hasten.config.sections.loop import ProjectConfiguration
 from hasten.errors import ConfigError, MismatchError
-from hasten.runtime.axes import AXES, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.logs import get_logger
+from hasten.runtime.mesh_plan import AXES, Axis
 from hasten.state.memory_copies import Machine, MemoryCopies, memory_root
 from hasten.state.preemption import FinishFirst, Preemption
 from hasten.state.rank_state import with_own_state
 from hasten.state.restore import plan_restore
-from hasten.state.run_state import RunParts, collect, num_updates, settle_loops
-from hasten.state.sources import automatic_root, find_source
-from hasten.state.state_hooks import HookHandle, LoadHook, SaveHook, run_load_hooks, run_save_hooks
+from hasten.state.run_state import (
+    HookHandle,
+    LoadHook,
+    RunParts,
+    SaveHook,
+    collect,
+    num_updates,
+    run_load_hooks,
+    run_save_hooks,
+    settle_loops,
+)
 from hasten.state.undo import Undo
 from hasten.strategies.base import Strategy
 from hasten.version import __version__
 
 log = get_logger(__name__)
+
+
+def automatic_root(project: ProjectConfiguration) -> str:
+    """The folder of numbered checkpoints. Raises: ConfigError without a project_dir."""
+    if project.project_dir is None:
+        raise ConfigError(
+            "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
+            'save_state("folder"), or set project_dir (in ProjectConfiguration or the Accelerator).'
+        )
+    return join_place(project.project_dir, "checkpoints")
+
+
+def find_source(
+    project: ProjectConfiguration,
+    memory: MemoryCopies | None,
+    together: Agreement,
+    input_dir: str | Path | None,
+    must: bool,
+) -> tuple[CheckpointStore, str, bool] | None:
+    """Store and name of what is loaded, and whether it is a copy in memory; None if there is nothing and nothing `must` be.
+
+    Ranks: every rank.
+    """
+    if input_dir is not None:
+        together.label = f"looking for {input_dir}"
+        return *locate_existing(input_dir), False
+    together.label = "looking for the newest checkpoint"
+    choice = memory.newest(together) if memory is not None else None
+    if choice is not None or not must:
+        on_disk = together.share(newest_step(automatic_root(project)) if project.project_dir else None)
+        if memory is not None and choice is not None:
+            if all(step is None or step <= choice.step for step in on_disk):
+                return *memory.fetch(choice, together), True
+            log.info("the newest checkpoint on the disk is newer than update %d in memory", choice.step)
+        elif not must and set(on_disk) == {None}:
+            return None
+    store = open_store(automatic_root(project))
+    return store, newest_of_all(store, together), False
 
 
 class Saving:

@@ -15,7 +15,7 @@ from torch import Tensor
 from hasten import trees
 from hasten.checkpoint.filling import run_copies
 from hasten.checkpoint.reshard import Copy, local_tensor
-from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import is_dtensor
 from hasten.runtime.devices import empty_cache, free_memory
 from hasten.runtime.logs import get_logger
 

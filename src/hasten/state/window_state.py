@@ -15,9 +15,9 @@ from hasten.checkpoint.format.formats import Piece
 from hasten.checkpoint.reader import Checkpoint, Found
 from hasten.checkpoint.reshard import as_stored, dtensor_slice, local_tensor, plan_copies
 from hasten.errors import CheckpointError
-from hasten.modules.dtensors import is_dtensor
-from hasten.runtime.axes import AXES, BATCH, LOSS
+from hasten.modules.names import is_dtensor
 from hasten.runtime.logs import get_logger
+from hasten.runtime.mesh_plan import AXES, BATCH, LOSS
 from hasten.strategies.base import PARTIAL, UNSHARDED
 
 if TYPE_CHECKING:

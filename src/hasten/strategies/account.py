@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hasten.config.precision import PrecisionType
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.loop import PrecisionType
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.modules import forwarding
-from hasten.runtime.axes import EXPERTS, SHARD, Axis, MeshSpec
 from hasten.runtime.bytes_plan import Held, Traffic, Weights, data_traffic, held_bytes, shown, size
+from hasten.runtime.mesh_plan import EXPERTS, SHARD, Axis, MeshSpec
 from hasten.strategies.fsdp.strategy import mixed_precision
 
 _NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

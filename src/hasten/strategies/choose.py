@@ -10,22 +10,21 @@ from typing import assert_never
 import torch
 
 from hasten.config.base import given
-from hasten.config.performance import PerformanceSettings
 from hasten.config.root import Config
+from hasten.config.sections.loop import PerformanceSettings
 from hasten.errors import ConfigError
 from hasten.runtime import env
-from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import choose_device
 from hasten.runtime.mesh import WorldMesh
+from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps, Spread, Strategy, Transform
 from hasten.strategies.blocks import blocks_by_class
 from hasten.strategies.compiling import CompileBlocks, CompileWhole
 from hasten.strategies.ddp.strategy import Replicate
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
-from hasten.strategies.native import NativeStrategy
+from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert, Place
 from hasten.strategies.recompute import Recompute
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hasten import trees
-from hasten.config.compiling import TorchDynamoPlugin
+from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hasten.config.compiling import TorchDynamoPlugin
+from hasten.config.sections.loop import TorchDynamoPlugin
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Stage, Wish

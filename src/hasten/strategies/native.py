@@ -11,17 +11,15 @@ from torch.optim import Optimizer
 
 from hasten.errors import PrepareError, StepError
 from hasten.optim import clip
-from hasten.optim.dividing import backpropagate
 from hasten.optim.engine import Placeholder
+from hasten.optim.gradients import zero_if_weightless
 from hasten.optim.rebind import OptimizerRecord
-from hasten.optim.weightless import zero_if_weightless
-from hasten.optim.window import Number
+from hasten.optim.window import Number, backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item, is_factory
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, Spread, Stage, Transform, Weigh, Wish
+from hasten.strategies.base import Caps, LoopState, Retry, Spread, Stage, Transform, Weigh, Whole, Wish
 from hasten.strategies.fsdp.own_shards import refuse_unshardable, update_own_shards
-from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 
@@ -176,3 +174,42 @@ def make_optimizers(items: Iterable[Item], models: list[nn.Module], placeholders
             )
         made: Optimizer = item.value([p for p in trainable[0].parameters() if p.requires_grad])
         item.value = made
+
+
+class Alone:
+    """Leaves models as they are: there is nobody to share them with."""
+
+    stage = Stage.SPREAD
+
+    def __init__(self, retries: bool = True) -> None:
+        self._retries = retries
+
+    def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
+        return model
+
+    def undo(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
+        return Whole() if self._retries else None
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
+        return dict(model.state_dict())
+
+    def mark_forward_method(self, model: nn.Module, name: str) -> None:
+        return None
+
+    def join(self, models: list[nn.Module]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
+        return None
+
+    def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
+        return LoopState()
+
+    def restore_loop_state(self, model: nn.Module, names: Mapping[int, str], state: LoopState) -> Tensor | None:
+        return None

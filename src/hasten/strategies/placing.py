@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hasten.bigmodel.placed import is_dispatched
-from hasten.config.precision import MasterWeights
+from hasten.config.sections.loop import MasterWeights
 from hasten.errors import PrepareError
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.comm.base import Comm
-from hasten.modules.dtensors import is_dtensor, whole_of
+from hasten.modules.names import is_dtensor, whole_of
 
 
 class Averaged:

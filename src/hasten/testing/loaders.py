@@ -9,12 +9,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hasten.comm.local import LocalComm
-from hasten.config.data import DataLoaderConfiguration
+from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data.build import prepare_loader
 from hasten.data.loader import Loader
 from hasten.optim.clock import StepClock
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 
 # Any in this file: batches and collate functions are the caller's own.

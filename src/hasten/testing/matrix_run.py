@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hasten.accelerator.facade import Accelerator
-from hasten.progress.memory import MemoryGauge
-from hasten.runtime.axes import BATCH, Axis
+from hasten.progress.meter import MemoryGauge
+from hasten.runtime.mesh_plan import BATCH, Axis
 from hasten.testing.toys import TinyLM, next_token_loss, seeded
 
 STEPS: Final = 8

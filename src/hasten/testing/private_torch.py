@@ -28,17 +28,17 @@ _SCALING: Final = "src/hasten/precision/scaler.py"
 _LAUNCH: Final = "src/hasten/launch/elastic/torch_agent.py"
 _SHARDS: Final = "src/hasten/strategies/fsdp/own_shards.py"
 _HOOKS: Final = "src/hasten/strategies/gradient_hooks.py"
-_PIECES: Final = "src/hasten/strategies/context/blocks.py"
+_PIECES: Final = "src/hasten/strategies/context/attention.py"
 _META: Final = "src/hasten/bigmodel/meta.py"
-_BLOCKS: Final = "src/hasten/bigmodel/blocks.py"
-_BEGUN: Final = "src/hasten/comm/collective_counts.py"
+_BLOCKS: Final = "src/hasten/bigmodel/units.py"
+_BEGUN: Final = "src/hasten/comm/collective_log.py"
 _TRAFFIC: Final = "src/hasten/trust/stall/traffic.py"
 _TAKEOVER: Final = "src/hasten/tools/tune/takeover.py"
 _WATCH: Final = "src/hasten/tools/tune/watch.py"
 _SKIPPING: Final = "src/hasten/comm/skipping.py"
 _CLIP: Final = "src/hasten/optim/clip.py"
 _HOSTS: Final = "src/hasten/strategies/engines/xla/hosts.py"
-_DDP_RETRY: Final = "src/hasten/strategies/ddp/retry.py"
+_DDP_RETRY: Final = "src/hasten/strategies/ddp/strategy.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ NAMES: Final = (
     Name(
         "torch.cuda.memory",
         "_dump_snapshot",
-        ("src/hasten/trust/memory/memory_picture.py",),
+        ("src/hasten/trust/memory.py",),
         "memory_snapshot() fails on a GPU",
     ),
     # DDP: the order of its buckets
@@ -118,7 +118,7 @@ NAMES: Final = (
     Name(
         "torch.distributed.tensor.debug",
         "_clear_sharding_prop_cache",
-        ("src/hasten/runtime/shared_groups.py",),
+        ("src/hasten/runtime/mesh.py",),
         "a second process group in one process fails with sharded tensors",
     ),
     Name(
@@ -153,7 +153,7 @@ NAMES: Final = (
     Name(
         "torch:Tensor",
         "_is_view",
-        ("src/hasten/optim/per_loss_gradients.py", "src/hasten/trust/numbers/late_losses.py"),
+        ("src/hasten/optim/window.py", "src/hasten/trust/numbers/late_losses.py"),
         "several weighted losses in one micro-step fail, and so does the numbers watch",
     ),
     Name("torch:Tensor", "_backward_hooks", (_HOOKS,), "hooks on gradients are not seen by FSDP2"),
@@ -179,11 +179,11 @@ NAMES: Final = (
     Name(
         _MODULE,
         "_non_persistent_buffers_set",
-        ("src/hasten/modules/sizes.py", "dropin/src/accelerate/_impl/models/modeling.py"),
+        ("src/hasten/modules/surgery.py", "dropin/src/accelerate/_impl/models/modeling.py"),
         "sizes of models cannot be computed",
     ),
     # data
-    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/skip.py",), "skip_first_batches fails"),
+    Name("torch.utils.data:DataLoader", "_dataset_kind", ("src/hasten/data/loader.py",), "skip_first_batches fails"),
     Name(
         "torch.utils.data:RandomSampler",
         "_num_samples",
@@ -221,7 +221,7 @@ NAMES: Final = (
     Name(
         "torch.distributed.fsdp.wrap:CustomPolicy",
         "_lambda_fn",
-        ("src/hasten/strategies/fsdp/wrap_policies.py",),
+        ("src/hasten/strategies/fsdp/wrapping.py",),
         "custom wrap policies of the drop-in fail",
     ),
     Name(
@@ -260,7 +260,7 @@ NAMES: Final = (
     ),
     Name("torch", "_subclasses", (_TAKEOVER,), "hasten plan fails"),
     Name("torch.distributed.distributed_c10d", "_resolve_process_group", (_TRAFFIC,), "traffic() fails"),
-    Name("torch", "_foreach_add_", ("src/hasten/optim/gradient_stash.py",), _AGAIN),
+    Name("torch", "_foreach_add_", ("src/hasten/optim/gradients.py",), _AGAIN),
     Name(_DDP, "_sync_buffers", (_DDP_RETRY,), _AGAIN),
     Name("torch.distributed:Reducer", "_rebuild_buckets", (_DDP_RETRY,), _AGAIN),
 )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hasten import Accelerator
-from hasten.modules.stages import stage_part
+from hasten.modules.names import stage_part
 from hasten.runtime.context import ProcessContext
 from hasten.testing.pool import Pool
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten import Accelerator
-from hasten.runtime.axes import BATCH, Axis
+from hasten.runtime.mesh_plan import BATCH, Axis
 
 PHASES: Final = ((1, False), (1, True), (3, False), (3, True))
 """Accumulation, and whether gradients are clipped: a run goes through all of them, one after the other."""

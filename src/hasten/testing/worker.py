@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 from hasten.errors import ConfigError
 from hasten.runtime import bootstrap, env
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
 from hasten.runtime.mesh import stop
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 from hasten.testing.job import STACK_SIGNAL, Job, Report
 

@@ -18,12 +18,10 @@ from typing import Any, Concatenate, ParamSpec
 
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Resume, Run, TableEntry, Tracker
-from hasten.tracking.images import as_pixels
-from hasten.tracking.lane import Lane, Record
-from hasten.tracking.silent import Silent
 from hasten.tracking.values import (
     Deferred,
     Fetch,
+    as_pixels,
     check_options,
     check_project,
     check_record,
@@ -33,7 +31,7 @@ from hasten.tracking.values import (
     plain_rows,
     snapshot,
 )
-from hasten.tracking.writer import Writer
+from hasten.tracking.writer import Lane, Record, Silent, Writer
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 
 Job = Callable[[], None]
 
@@ -52,3 +55,98 @@ class Writer:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+
+
+log = logging.getLogger(__name__)
+
+Record = Entry | ImageEntry | TableEntry
+Notify = Callable[[str], None]
+
+
+class Lane:
+    """Carries records to one tracker and never raises."""
+
+    def __init__(self, tracker: Tracker, notify: Notify) -> None:
+        self.tracker = tracker
+        self.run_id: str | None = None  # set while the tracker is open
+        self.lost = 0
+        self._notify = notify
+        self._said: set[str] = set()
+
+    @property
+    def open(self) -> bool:
+        """Whether the tracker started and has not finished."""
+        return self.run_id is not None
+
+    def start(self, run: Run) -> None:
+        """Open the tracker; when it cannot start, it stays closed and its records are lost."""
+
+        def opening() -> None:
+            self.run_id = self.tracker.start(run)
+
+        self._try("start", opening, "nothing will be logged to it")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Hand over `records` in order, then flush."""
+        if not self.open:
+            self.lost += len(records)
+            return
+        for record in records:
+            if not self._write_one(record):
+                self.lost += 1
+        self._try("flush", self.tracker.flush, "the newest values may not be visible yet")
+
+    def rewind(self, step: int) -> None:
+        """Tell the tracker that training went back to `step`."""
+        if self.open:
+            self._try("rewind", lambda: self.tracker.rewind(step), "the curve will show the repeated steps twice")
+
+    def finish(self, failed: bool) -> None:
+        """Close the tracker and say in the log how many records were lost."""
+        if self.open:
+            self._try("finish", lambda: self.tracker.finish(failed), "its run may look unfinished")
+            self.run_id = None
+        if self.lost:
+            log.warning("the tracker %r lost %d records of this run", self.tracker.name, self.lost)
+            self.lost = 0
+
+    def _write_one(self, record: Record) -> bool:
+        match record:
+            case Entry():
+                return self._try("log", lambda: self.tracker.log(record), "training goes on without these values")
+            case ImageEntry():
+                return self._try("log_images", lambda: self.tracker.log_images(record), "training goes on")
+            case TableEntry():
+                return self._try("log_table", lambda: self.tracker.log_table(record), "training goes on")
+
+    def _try(self, action: str, call: Callable[[], None], consequence: str) -> bool:
+        try:
+            call()
+        except Exception as error:  # any error of a foreign package: losing a curve is better than losing the training
+            log.debug("tracker %r failed in %s", self.tracker.name, action, exc_info=error)
+            if action not in self._said:
+                self._said.add(action)
+                self._notify(
+                    f"the tracker {self.tracker.name!r} failed in {action}: {type(error).__name__}: {str(error).rstrip('.')}. "
+                    f"Warned once; {consequence}."
+                )
+            return False
+        return True
+
+
+class Silent:
+    """Takes any call and any attribute and does nothing; false in a condition."""
+
+    def __getattr__(self, name: str) -> Silent:
+        if name.startswith("__"):  # copy, pickle and inspect look for protocols; there are none
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> Silent:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<tracker of another process>"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
-from torch.utils.data import default_collate
+from torch import Tensor, nn
+from torch.utils.data import Sampler, default_collate
 
 from hasten.errors import ArgumentError, DataError
 
@@ -93,3 +95,112 @@ class DataCollatorWithPadding:
             first = 0 if self.padding_side == "right" else length - size
             row[first : first + size] = value
         return batch
+
+
+LABELS: Final = ("labels", "label", "label_ids")
+
+
+def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
+    """The names that the model's forward takes, and its labels; None when it takes any name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not named:
+        return None
+    return frozenset([*named, *LABELS, *label_names])
+
+
+def without_unused(dataset: Any, taken: frozenset[str] | None) -> Any:  # Any: datasets have no common base
+    """The dataset without columns that nobody takes; other datasets than those of `datasets` come back as they are.
+
+    Raises: DataError when no column is left.
+    """
+    names = getattr(dataset, "column_names", None)
+    if taken is None or not isinstance(names, list) or not hasattr(dataset, "remove_columns"):
+        return dataset
+    unused = [name for name in names if name not in taken]
+    if len(unused) == len(names):
+        raise DataError(
+            f"none of the columns {', '.join(names)} is an argument of the model's forward, so every sample would be empty; "
+            "rename the columns, tokenize the texts, or set remove_unused_columns=False."
+        )
+    return dataset.remove_columns(unused) if unused else dataset
+
+
+@dataclass(frozen=True, slots=True)
+class CollateUsed:
+    """A collator that gets only the columns somebody takes."""
+
+    collate: Callable[[list[Any]], Any]  # Any: samples and batches of the user's
+    taken: frozenset[str]
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples and isinstance(samples[0], Mapping):
+            samples = [{key: value for key, value in sample.items() if key in self.taken} for sample in samples]
+            if not samples[0]:
+                raise DataError(
+                    "the samples have no key that the model's forward takes, so the batch would be empty; rename the keys, or "
+                    "set remove_unused_columns=False."
+                )
+        return self.collate(samples)
+
+
+_BATCHES_SORTED: Final = 50
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """A shuffle, as a function of seed and epoch, in which stretches of 50 batches are sorted by length.
+
+    The longest sample of all comes first, so that memory runs out in the first step or not at all.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int = 0) -> None:
+        self._lengths = torch.as_tensor(lengths)
+        quarter = len(lengths) // (
+            4 * batch_size
+        )  # fewer batches in a stretch of few samples, or all epochs would be alike
+        self._stretch = batch_size * max(1, min(quarter, _BATCHES_SORTED))
+        self._seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch next."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        order = torch.randperm(len(self), generator=generator)
+        parts = [
+            part[self._lengths[part].argsort(descending=True, stable=True)]
+            for part in torch.split(order, self._stretch)
+        ]
+        if len(self):
+            longest = max(range(len(parts)), key=lambda index: int(self._lengths[parts[index][0]]))
+            parts[0][0], parts[longest][0] = parts[longest][0].clone(), parts[0][0].clone()
+        return iter(torch.cat(parts).tolist())
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch that is drawn next."""
+        return {"epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Draw the epoch of a checkpoint next."""
+        self._epoch = int(state["epoch"])
+
+
+def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no common base
+    """The length of every sample: from its column, or counted from `input_ids`.
+
+    Raises: DataError when samples have neither.
+    """
+    if column in (getattr(dataset, "column_names", None) or ()):
+        return [int(length) for length in dataset[column]]
+    first = dataset[0]
+    if not isinstance(first, dict) or "input_ids" not in first:
+        raise DataError(
+            f"group_by_length=True needs to know how long samples are, but they have neither a column {column!r} nor "
+            "input_ids; add one of them, set length_column_name, or leave group_by_length out."
+        )
+    return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hasten import trees
-from hasten.runtime.axes import BATCH
+from hasten.runtime.mesh_plan import BATCH
 from hasten.trainer.collate import IGNORED
 from hasten.trainer.loss import labels_in, loss_or_none, num_items, outputs_besides_loss, run_model
 

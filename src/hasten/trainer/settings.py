@@ -6,12 +6,10 @@ from typing import Any, Final
 
 from torch import nn
 
-from hasten.config.checkpoint import ProjectConfiguration
-from hasten.config.compiling import TorchDynamoPlugin
-from hasten.config.data import DataLoaderConfiguration
-from hasten.config.engines import DeepSpeedPlugin
 from hasten.config.legacy import fsdp_from_fsdp1
-from hasten.config.parallel import DistributedDataParallelKwargs
+from hasten.config.sections.engines import DeepSpeedPlugin
+from hasten.config.sections.loop import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from hasten.config.sections.parallel import DistributedDataParallelKwargs
 from hasten.errors import ConfigError, SettingValueError
 from hasten.strategies.blocks import repeated_blocks
 from hasten.trainer.arguments import TrainingArguments

@@ -15,13 +15,21 @@ from hasten.data.loader import Loader
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim.batch_size import find_executable_batch_size
 from hasten.runtime.seeding import set_seed
-from hasten.trainer import checkpoints, publish
+from hasten.trainer import checkpoints
+from hasten.trainer import checkpoints as publish
 from hasten.trainer.arguments import TrainingArguments
 from hasten.trainer.callbacks import CallbackList, ProgressCallback, TrainerCallback
-from hasten.trainer.collate import DataCollatorWithPadding, default_data_collator
-from hasten.trainer.columns import LABELS, CollateUsed, taken_by, without_unused
+from hasten.trainer.collate import (
+    LABELS,
+    CollateUsed,
+    DataCollatorWithPadding,
+    LengthGroupedSampler,
+    default_data_collator,
+    lengths_of,
+    taken_by,
+    without_unused,
+)
 from hasten.trainer.evaluation import ComputeMetrics, PredictionOutput, run_evaluation
-from hasten.trainer.lengths import LengthGroupedSampler, lengths_of
 from hasten.trainer.loop import TrainingLoop, TrainOutput
 from hasten.trainer.loss import (
     labels_in,

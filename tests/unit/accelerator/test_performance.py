@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from hasten.accelerator.facade import Accelerator
 from hasten.config.base import given
-from hasten.config.performance import PerformanceSettings
 from hasten.config.resolve import resolve
+from hasten.config.sections.loop import PerformanceSettings
 from hasten.errors import ArgumentError, ConfigError
 from hasten.optim import fused
 from hasten.strategies import compile_ahead

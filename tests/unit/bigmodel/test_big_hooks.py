@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import hasten
-from hasten.bigmodel.turns import CpuOffload
+from hasten.bigmodel.dispatch import CpuOffload
 from hasten.errors import PrepareError
 from hasten.modules.hooks import hook_of
 

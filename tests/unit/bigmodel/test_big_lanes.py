@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hasten.bigmodel import dispatch
-from hasten.bigmodel.lanes import Lanes, Mark
 from hasten.bigmodel.placed import StreamedForward, detach, streamers_of
+from hasten.bigmodel.staging import Lanes, Mark
 from hasten.bigmodel.stream import Streamer
 from hasten.modules import forwarding
 

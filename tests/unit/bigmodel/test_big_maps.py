@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.bigmodel.budget import get_max_memory
 from hasten.bigmodel.device_map import (
     check_device_map,
     clean_device_map,
     compute_module_sizes,
     devices_in_order,
+    find_tied_parameters,
     get_balanced_memory,
+    get_max_memory,
     infer_auto_device_map,
+    retie_parameters,
     tree,
 )
 from hasten.bigmodel.meta import init_empty_weights, init_on_device, meta_names
 from hasten.bigmodel.solver import atoms, place
-from hasten.bigmodel.ties import find_tied_parameters, retie_parameters
 from hasten.errors import ConfigError, PrepareError
 
 

@@ -28,19 +28,17 @@ from typing import Any
 import msgspec
 import torch
 
-from hasten.checkpoint.format.checksum import checksum
-from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, decode, encode
-from hasten.checkpoint.rank_agreement import agreeing
+from hasten.checkpoint.format.manifest import CHUNK_BYTES, MANIFEST_NAME, Manifest, checksum, decode, encode
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.writer import finish, prepare, start
+from hasten.comm.agreement import agreeing
 from hasten.comm.local import LocalComm
 from hasten.errors import HastenError
 from hasten.optim.clock import StepClock
-from hasten.precision.full import FullPrecision
-from hasten.state.randomness import Randomness
+from hasten.precision.base import FullPrecision
 from hasten.state.restore import plan_restore
-from hasten.state.run_state import RunParts, collect
+from hasten.state.run_state import Randomness, RunParts, collect
 from hasten.state.undo import Undo
 
 NAME = "victim"

@@ -26,7 +26,7 @@ from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.format.packing import pack
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.inplace import draft_of, read_manifest
+from hasten.checkpoint.store.local_draft import draft_of, read_manifest
 from hasten.checkpoint.store.local_store import LocalStore
 from hasten.checkpoint.store.locate import newest, number_of, numbered
 from hasten.checkpoint.store.retention import Retention

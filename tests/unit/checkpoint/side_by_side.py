@@ -23,8 +23,8 @@ from hasten.checkpoint.base import Component, StateTree
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.reader import open_checkpoint
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.local_locks import LocalLocks
 from hasten.checkpoint.store.local_store import LocalStore
+from hasten.checkpoint.store.locks import LocalLocks
 from hasten.checkpoint.store.writer_lock import take
 from hasten.checkpoint.writer import finish, prepare, start
 from hasten.comm.local import LocalComm

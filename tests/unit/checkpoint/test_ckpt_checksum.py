@@ -10,9 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hasten.checkpoint.format import checksum as sums
-from hasten.checkpoint.format.checksum import BLOCK_BYTES, Checksum, ColumnChecksum, summing_like
-from hasten.checkpoint.format.manifest import FORMAT_VERSION, FileRecord, Manifest, decode, encode
+from hasten.checkpoint.format import manifest as sums
+from hasten.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    Checksum,
+    ColumnChecksum,
+    FileRecord,
+    Manifest,
+    decode,
+    encode,
+    summing_like,
+)
 from hasten.checkpoint.reader import verify_files
 from hasten.errors import CheckpointVersionError
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from hasten import Accelerator, Trainer, TrainingArguments
-from hasten.checkpoint.store.copies import Copy, group_by_folder, neighbour, newest_common, why_none
+from hasten.checkpoint.store.memory_folder import Copy, group_by_folder, neighbour, newest_common, why_none
 from hasten.comm.local import LocalComm
 from hasten.errors import ConfigError, StepError
 from hasten.runtime import env
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.runtime.topology import Topology
 from hasten.state.memory_copies import memory_root
 

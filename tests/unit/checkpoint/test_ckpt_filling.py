@@ -16,9 +16,14 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from hasten.checkpoint import filling
 from hasten.checkpoint.filling import run_copies
-from hasten.checkpoint.format.formats import Piece, encode_safetensors, read_safetensors
+from hasten.checkpoint.format.formats import (
+    Piece,
+    encode_safetensors,
+    encode_with_sidecar,
+    read_by_sidecar,
+    read_safetensors,
+)
 from hasten.checkpoint.format.packing import pack
-from hasten.checkpoint.format.sidecar import encode_with_sidecar, read_by_sidecar
 from hasten.checkpoint.reshard import Copy, plan_copies
 from hasten.checkpoint.store.disk import BlobWriter, Disk
 from hasten.errors import CheckpointError, CorruptCheckpointError

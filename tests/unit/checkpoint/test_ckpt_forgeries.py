@@ -21,7 +21,7 @@ from hasten import Accelerator
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader, offload_state_dict
 from hasten.checkpoint.export import load_object, read_model, save_model
 from hasten.checkpoint.format.torch_folder import whole_tensors
-from hasten.checkpoint.merge import convert, merge
+from hasten.checkpoint.inspect import convert, merge
 from hasten.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError
 
 Edit = Callable[[Metadata, Path], Any]

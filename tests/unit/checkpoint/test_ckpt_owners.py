@@ -23,21 +23,21 @@ from hasten import Accelerator
 from hasten.checkpoint.base import Blob, CheckpointStore, Component, StateTree
 from hasten.checkpoint.format.manifest import Manifest
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.local_locks import LocalLocks, hidden, parse_hidden, tag_of
 from hasten.checkpoint.store.local_store import LocalStore, same_family
 from hasten.checkpoint.store.locate import number_of, numbered
-from hasten.checkpoint.store.ownership import (
+from hasten.checkpoint.store.locks import LocalLocks, hidden, parse_hidden, tag_of
+from hasten.checkpoint.store.remote_store import RemoteStore
+from hasten.checkpoint.store.retention import Retention
+from hasten.checkpoint.store.writer_lock import (
     Liveness,
     Owner,
     Patience,
     decode_owner,
     encode_owner,
     liveness,
+    take,
     this_process,
 )
-from hasten.checkpoint.store.remote_store import RemoteStore
-from hasten.checkpoint.store.retention import Retention
-from hasten.checkpoint.store.writer_lock import take
 from hasten.checkpoint.writer import finish, prepare, retire_expired, start
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointBusyError, CheckpointError

@@ -13,7 +13,7 @@ from torch import nn
 
 from hasten.checkpoint import parts
 from hasten.checkpoint.format.torch_folder import whole_tensors
-from hasten.checkpoint.merge import merge
+from hasten.checkpoint.inspect import merge
 from hasten.checkpoint.parts import Part
 from hasten.comm.local import LocalComm
 from hasten.errors import CheckpointError, IncompleteCheckpointError, UnsafeCheckpointError

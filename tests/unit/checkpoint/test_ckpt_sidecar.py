@@ -14,10 +14,9 @@ from torch import nn
 
 from hasten import Accelerator
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.format.formats import read_tensors
+from hasten.checkpoint.format.formats import SUFFIX, WORTH_IT, encode_with_sidecar, read_by_sidecar, read_tensors
 from hasten.checkpoint.format.packing import pack, unpack
-from hasten.checkpoint.format.sidecar import SUFFIX, WORTH_IT, encode_with_sidecar, read_by_sidecar
-from hasten.checkpoint.transfer import as_bytes
+from hasten.checkpoint.store.disk import as_bytes
 from hasten.errors import CorruptCheckpointError
 
 

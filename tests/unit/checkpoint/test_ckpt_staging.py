@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hasten.checkpoint.async_writer import Staging
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.staging import Staging
-from hasten.checkpoint.transfer import as_bytes
+from hasten.checkpoint.store.disk import as_bytes
 
 
 def content(blob: Blob) -> bytes:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import hasten
-from hasten.cli.basic import basic_config
+from hasten.cli.config_cmd import basic_config
 from hasten.cli.machine import Machine, cluster_of, examine, parse_devices, parse_links, recommended_precision
 from hasten.cli.main import main
 from hasten.config import files, handoff

@@ -12,7 +12,7 @@ import torch
 
 from hasten.cli.main import main
 from hasten.trainer.arguments import TrainingArguments
-from hasten.trainer.publish import save_model
+from hasten.trainer.checkpoints import save_model
 from hasten.trainer.trainer import Trainer
 
 SECRETS = (

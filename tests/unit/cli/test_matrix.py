@@ -6,7 +6,7 @@ import pytest
 
 from hasten.cli.test_cmd import main
 from hasten.errors import ConfigError
-from hasten.launch.matrix import Outcome, cells, chosen, devices_of, last_words
+from hasten.tools.matrix import Outcome, cells, chosen, devices_of, last_words
 
 
 def test_every_backend_and_precision_is_a_cell_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from hasten.cli.main import main
 from hasten.config.legacy import OLD_NAMES
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.tools.migrate.migrating import migrate
 
 

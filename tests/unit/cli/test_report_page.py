@@ -16,8 +16,8 @@ import pytest
 from hasten.cli.main import main
 from hasten.tools.report import report_data
 from hasten.tools.report.report_page import script_json
-from hasten.tracking.images import png
 from hasten.tracking.run_folder import read_run
+from hasten.tracking.values import png
 
 BEGAN = 1_700_000_000.0
 HOSTILE = ("<!--<script>", "</script><b>", "]]>", "a & b", "\u2028\u2029", "__DATA__", "x" * 300)

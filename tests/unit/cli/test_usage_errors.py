@@ -10,8 +10,7 @@ from rich.console import Console
 
 from hasten.cli.main import main
 from hasten.errors import DataError
-from hasten.launch.matrix import Outcome, chosen
-from hasten.tools.matrix.matrix import table
+from hasten.tools.matrix import Outcome, chosen, table
 from hasten.tools.predict.predict import one_batch
 
 

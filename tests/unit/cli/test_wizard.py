@@ -15,8 +15,7 @@ import pexpect
 import pytest
 
 from hasten.cli.machine import Machine
-from hasten.cli.questions import Question, questions, to_arguments
-from hasten.cli.wizard import interview
+from hasten.cli.wizard import Question, interview, questions, to_arguments
 from hasten.config import files
 from hasten.config.resolve import resolve
 from hasten.config.root import Config

@@ -19,7 +19,7 @@ from hasten.comm import encoding
 from hasten.comm.encoding import NotPlain, decode, encode
 from hasten.comm.session import Packed
 from hasten.errors import CommError
-from hasten.runtime.axes import Axis
+from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.topology import Topology
 
 # Any in this file: values of every type.
@@ -144,7 +144,7 @@ def test_bytes_of_a_stranger_end_in_our_error_and_build_nothing(monkeypatch: pyt
         ext(20, packed(["hasten.testing.worker", "serve", [1]])),
         ext(20, packed(["hasten.launch.peers", "Watch", [1, 2]])),  # a class of ours that is no record
         ext(20, packed(["hasten.runtime.topology", "Topology", [1]])),
-        ext(21, packed(["hasten.runtime.axes", "Axis", "nothing"])),
+        ext(21, packed(["hasten.runtime.mesh_plan", "Axis", "nothing"])),
         ext(10, packed(["load", [1], "cpu", False, b"x"])),
         ext(10, packed(["float32", [5], "cpu", False, b"1234"])),
         ext(14, packed(["|O", [1], b"12345678"])),

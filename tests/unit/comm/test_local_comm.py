@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hasten.comm import ops
-from hasten.comm.agreement import agree, vote
-from hasten.comm.flag import Flag
+from hasten.comm.agreement import Flag, agree, vote
 from hasten.comm.local import LocalComm
 from hasten.errors import CommError
 

@@ -9,18 +9,19 @@ import pytest
 
 from hasten.config import files, handoff
 from hasten.config.decode import Mismatch, decode
-from hasten.config.engines import DeepSpeedPlugin
 from hasten.config.established import established_variables
 from hasten.config.legacy import fsdp_from_fsdp1
-from hasten.config.marked import Marked
-from hasten.config.optim import GradientAccumulationPlugin
-from hasten.config.parallel import DistributedDataParallelKwargs, ParallelismConfig
-from hasten.config.precision import AORecipeKwargs, AutocastKwargs, TERecipeKwargs
 from hasten.config.resolve import Resolved, resolve
 from hasten.config.root import Config
 from hasten.config.schema import BY_PATH
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.config.source import Entry, Source
+from hasten.config.sections.engines import DeepSpeedPlugin
+from hasten.config.sections.loop import AORecipeKwargs, AutocastKwargs, GradientAccumulationPlugin, TERecipeKwargs
+from hasten.config.sections.parallel import (
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
+from hasten.config.source import Entry, Marked, Source
 from hasten.config.yaml_text import parse
 from hasten.errors import ConfigError, ConfigFileError, ContradictionError, SettingValueError, UnknownSettingError
 

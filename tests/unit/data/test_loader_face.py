@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, get_worker_info
 from hasten.data.loader import Loader
 from hasten.errors import DataError, PrepareError
 from hasten.optim.clock import StepClock
-from hasten.runtime.axes import MeshSpec
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.testing.loaders import Numbers, global_order, prepared, seen
 
 

@@ -21,12 +21,10 @@ from torch.utils.data import (
 
 from hasten.comm.local import LocalComm
 from hasten.data.iterable import Cutting
-from hasten.data.loader import Loader
-from hasten.data.lookup import find
-from hasten.data.plan import plan_rows
+from hasten.data.loader import Loader, skip_first_batches
+from hasten.data.plan import find, plan_rows
 from hasten.data.position import Position
 from hasten.data.readers import BatchReader
-from hasten.data.skip import skip_first_batches
 from hasten.data.stream import StreamSource
 from hasten.errors import DataError
 from hasten.testing.loaders import Numbers, global_order, prepared, seen

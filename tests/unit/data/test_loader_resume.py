@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from hasten.data.loader import Loader
-from hasten.data.skip import skip_first_batches
+from hasten.data.loader import Loader, skip_first_batches
 from hasten.errors import ConfigError, DataError
 from hasten.testing.loaders import Numbers, global_order, prepared, seen
 

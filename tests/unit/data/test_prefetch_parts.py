@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hasten import trees
-from hasten.config.data import DataLoaderConfiguration
+from hasten.config.sections.loop import DataLoaderConfiguration
 from hasten.data import build, prefetch
 from hasten.data.loader import plain_move
 from hasten.data.plan import Padding

@@ -17,7 +17,8 @@ import pytest
 
 from hasten.comm.collective_log import LIBRARIES, Trail, caller
 from hasten.trust.divergence.state import Note, Seen, Spot, State, Status
-from hasten.trust.stall import processes, stacks
+from hasten.trust.stall import observe as processes
+from hasten.trust.stall import stacks
 from hasten.trust.stall import wording as words
 from hasten.trust.stall.diagnose import diagnose
 from hasten.trust.stall.evidence import Evidence

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from hasten.runtime.axes import Axis, MeshSpec
+from hasten.runtime.mesh_plan import Axis, MeshSpec
 from hasten.trust.divergence.divergence import Record, find
 
 MESHES = (

@@ -23,8 +23,7 @@ from hasten.errors import CommError
 from hasten.runtime.topology import Topology
 from hasten.trust.stall.job_sockets import Address, ask, listening, private_folder
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.recent_log import RecentLog
-from hasten.trust.stall.status_server import Desk
+from hasten.trust.stall.status_server import Desk, RecentLog
 
 NOBODY = 65534
 

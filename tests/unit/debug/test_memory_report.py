@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hasten import Accelerator
-from hasten.trust.memory.memory import MemoryReport, measure, words
-from hasten.trust.memory.memory_picture import draw, parts_of
+from hasten.trust.memory import MemoryReport, draw, measure, parts_of, words
 
 
 def test_bytes_are_counted_once_and_by_kind() -> None:

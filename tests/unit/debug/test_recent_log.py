@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hasten import Accelerator
-from hasten.trust.stall.recent_log import RecentLog
+from hasten.trust.stall.status_server import RecentLog
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from hasten import Accelerator
 from hasten.config.resolve import resolve
 from hasten.errors import ConfigError
 from hasten.trust.divergence.divergence import Cause
-from hasten.trust.stall import ending
+from hasten.trust.stall import observe as ending
 from hasten.trust.stall.watchdog import LEAST_S, MOST_S
 
 SNIPPETS: dict[str, dict[str, object]] = {

@@ -7,7 +7,7 @@ import signal
 import stat
 from pathlib import Path
 
-from hasten.launch.memory_folder import memory_folder
+from hasten.launch.run import memory_folder
 
 
 def test_it_is_the_owners_alone_and_ends_with_the_block(tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hasten.config.launch import LaunchConfig
 from hasten.config.root import Config
-from hasten.launch.base import LaunchPlan, Meeting, Proc, Target
-from hasten.launch.host import Host
+from hasten.config.sections.launch import LaunchConfig
+from hasten.launch.base import Host, LaunchPlan, Meeting, Proc, Target
 from hasten.launch.report import changed_settings, code_digest, make_report, package_versions
 
 

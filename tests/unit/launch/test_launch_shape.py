@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from hasten.config.launch import LaunchConfig
 from hasten.config.root import Config
+from hasten.config.sections.launch import LaunchConfig
 from hasten.errors import ConfigError
 from hasten.launch import mpi
-from hasten.launch.base import Request, Target
-from hasten.launch.host import Host
+from hasten.launch.base import Host, Request, Target
 from hasten.launch.shape import Shape, decide, worker_argv
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from hasten.config import handoff
 from hasten.config.resolve import resolve
-from hasten.launch.base import Request, Target
-from hasten.launch.host import Host
+from hasten.launch.base import Host, Request, Target
 from hasten.launch.slurm import plan_submit
 
 EXAMPLE: Final = Path(__file__).parents[3] / "examples" / "slurm" / "train.sbatch"

@@ -10,7 +10,7 @@ import pytest
 
 from hasten.cli.launch_cmd import make_parser
 from hasten.errors import ConfigError
-from hasten.launch.host import Host
+from hasten.launch.base import Host
 from hasten.launch.job import Job, prepare
 from hasten.runtime import tpu_hosts
 

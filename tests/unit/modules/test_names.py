@@ -9,12 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hasten.modules.names import (
-    canonical_name,
-    named_buffers,
-    named_parameters,
-    tied_groups,
-)
+from hasten.modules.names import canonical_name, named_buffers, named_parameters, tied_groups
 from hasten.testing.toys import Classifier, TinyLM
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hasten.modules import sizes, surgery
+from hasten.modules import surgery
+from hasten.modules import surgery as sizes
 
 
 def model() -> nn.Sequential:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hasten.errors import ConfigError, StepError
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.optim.dividing import divided
+from hasten.optim.window import divided
 
 
 def weighed(clock: StepClock, loss: Tensor, weight: float | Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.optim.dividing import backpropagate
+from hasten.optim.window import backpropagate
 
 
 def model_and_loss(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[nn.Module, Tensor]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from hasten.config.precision import GradScalerKwargs
+from hasten.config.sections.loop import GradScalerKwargs
 from hasten.errors import StepError
 from hasten.optim.clip import clip_norm, clip_value
 from hasten.optim.clock import LoaderCursor, StepClock
-from hasten.optim.dividing import divided
 from hasten.optim.optimizer import PreparedOptimizer, settle
 from hasten.optim.scheduler import PreparedScheduler
+from hasten.optim.window import divided
 from hasten.precision.base import Precision
 from hasten.precision.build import build
 

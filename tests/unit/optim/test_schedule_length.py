@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as torch_schedules
 from torch.optim.lr_scheduler import LambdaLR
 
-from hasten.optim.schedule_length import total_of, unsplit
+from hasten.optim.scheduler import total_of, unsplit
 from hasten.optional import need
 
 transformers = need("transformers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hasten.tools.tune.failures import happened, in_output
+from hasten.tools.tune.tuning import happened, in_output
 
 OVERWRITTEN = (
     "Error: accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run. Stack trace: File "

@@ -8,11 +8,11 @@ import pytest
 from tests.unit.planner.llama import llama
 
 from hasten.errors import ConfigError
-from hasten.runtime.axes import MeshSpec
-from hasten.runtime.links import Links, read
+from hasten.runtime.bytes_plan import Links, read
+from hasten.runtime.mesh_plan import MeshSpec
 from hasten.tools.plan import hardware
 from hasten.tools.plan.speed import predict
-from hasten.tools.tune.candidate import Candidate
+from hasten.tools.plan.traced import Candidate
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from tests.unit.planner.llama import llama
 
 from hasten.config import files
 from hasten.errors import ConfigError
-from hasten.runtime.axes import MeshSpec, divisors
 from hasten.runtime.bytes_plan import data_traffic, held_bytes
+from hasten.runtime.mesh_plan import MeshSpec, divisors
 from hasten.tools.plan import hardware, report
 from hasten.tools.plan.memory import held, local_numel, need
 from hasten.tools.plan.search import SIMPLER, Option, Plan, Request, layouts, search
-from hasten.tools.plan.traced import ParameterKind
+from hasten.tools.plan.traced import Candidate, ParameterKind
 from hasten.tools.plan.traffic import sent, weights
-from hasten.tools.tune.candidate import Candidate
 
 SMALL = llama(layers=8, width=1024, sequence=1024)
 

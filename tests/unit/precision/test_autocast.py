@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hasten.config.precision import AutocastKwargs, GradScalerKwargs, PrecisionType
+from hasten.config.sections.loop import AutocastKwargs, GradScalerKwargs, PrecisionType
 from hasten.errors import PrecisionError
 from hasten.modules import forwarding
 from hasten.precision.autocast import AutocastPrecision

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.config.precision import AORecipeKwargs, FP8Config
+from hasten.config.sections.loop import AORecipeKwargs, FP8Config
 from hasten.errors import MissingPackageError, PrecisionError
 from hasten.optional import available
 from hasten.precision.build import build

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.config.precision import GradScalerKwargs
+from hasten.config.sections.loop import GradScalerKwargs
 from hasten.errors import HastenWarning, LossScaleError, StepError
 from hasten.precision.build import build
 from hasten.precision.scaler import LossScaler

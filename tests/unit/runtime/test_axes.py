@@ -9,7 +9,7 @@ from math import prod
 import pytest
 
 from hasten.errors import ConfigError
-from hasten.runtime.axes import AXES, BATCH, LOSS, SHARD, Axis, MeshSpec, divisors
+from hasten.runtime.mesh_plan import AXES, BATCH, LOSS, SHARD, Axis, MeshSpec, divisors
 
 SUBSETS = [axes for count in range(len(AXES) + 1) for axes in combinations(AXES, count)]
 

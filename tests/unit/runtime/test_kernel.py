@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hasten.runtime.kernel import warn_of_old_kernel
+from hasten.runtime.bootstrap import warn_of_old_kernel
 
 
 @pytest.mark.parametrize(

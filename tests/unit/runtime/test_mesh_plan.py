@@ -8,8 +8,7 @@ import pytest
 
 from hasten.cli.main import main
 from hasten.errors import ConfigError
-from hasten.runtime.axes import AXES, MeshSpec, divisors
-from hasten.runtime.mesh_plan import mesh_table
+from hasten.runtime.mesh_plan import AXES, MeshSpec, divisors, mesh_table
 
 
 def test_each_rank_has_a_line_with_its_coordinates() -> None:

@@ -361,7 +361,7 @@ def test_task_counts() -> None:
 
 def test_pure_rooms_load_no_torch() -> None:
     code = (
-        "import sys, hasten.runtime.topology, hasten.runtime.axes, hasten.runtime.env, hasten.runtime.affinity;"
+        "import sys, hasten.runtime.topology, hasten.runtime.mesh_plan, hasten.runtime.env, hasten.runtime.affinity;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

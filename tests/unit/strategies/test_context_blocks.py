@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hasten.strategies.context import blocks as context_blocks
-from hasten.strategies.context.blocks import Block, attend, attend_backward, merge
+from hasten.strategies.context import attention as context_blocks
+from hasten.strategies.context.attention import Block, attend, attend_backward, merge
 
 
 def block(queries: int, keys: int, causal: bool, dtype: torch.dtype = torch.float32, width: int = 8) -> Block:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hasten.config.engines import MegatronLMPlugin
+from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import ConfigError, StepError
 from hasten.strategies.engines.megatron.attention import CoreAttention, in_order, layout_of
 from hasten.strategies.engines.megatron.call import Given, arguments, check_lengths, given_to, targets

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from hasten.config import absent, checks
-from hasten.config.engines import MegatronLMPlugin
 from hasten.config.root import Config
 from hasten.config.schema import FIELDS
+from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.config.source import Entry, Source
 from hasten.errors import ConfigError, PrepareError
-from hasten.runtime.axes import Axis
-from hasten.runtime.mesh_plan import mesh_of
+from hasten.runtime.mesh_plan import Axis, mesh_of
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
 from hasten.strategies.engines.megatron.layout import entries, place

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hasten.config.parallel import PipelineParallelConfig
+from hasten.config.sections.parallel import PipelineParallelConfig
 from hasten.errors import ConfigError, PrepareError
 from hasten.strategies.pipeline.cut import Cut, decide, part_of, shared
 from hasten.strategies.pipeline.split import Placement

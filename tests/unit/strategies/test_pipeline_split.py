@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hasten.config.parallel import PipelineSchedule
+from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
 from hasten.strategies.pipeline.split import (
     Placement,

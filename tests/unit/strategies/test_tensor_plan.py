@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hasten.errors import ConfigError, PrepareError
-from hasten.strategies.tensor.head_counts import use_of
+from hasten.strategies.tensor.heads import use_of
 from hasten.strategies.tensor.plan import decide, working_plan
 
 

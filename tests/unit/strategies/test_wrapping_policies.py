@@ -14,9 +14,8 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.strategies.fsdp.wrap_policies import as_choice
-from hasten.strategies.fsdp.wrapping import blocks_to_shard, keep_ties_together, owned_parameters
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.strategies.fsdp.wrapping import as_choice, blocks_to_shard, keep_ties_together, owned_parameters
 from hasten.testing.toys import Block, TinyLM
 
 

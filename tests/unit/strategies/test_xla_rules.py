@@ -12,7 +12,7 @@ from hasten.errors import ConfigError, MissingPackageError
 from hasten.optional import available
 from hasten.runtime.topology import Topology
 from hasten.strategies.engines.xla import strategy as xla
-from hasten.strategies.engines.xla.devices import Devices
+from hasten.strategies.engines.xla.placing import Devices
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from PIL import Image
 
 from hasten import read_metrics
 from hasten.tracking.backends.jsonl import JsonlTracker
-from hasten.tracking.images import as_pixels, png
 from hasten.tracking.manager import TrackerManager
+from hasten.tracking.values import as_pixels, png
 
 CRASH = """
 import sys, torch

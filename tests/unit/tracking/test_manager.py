@@ -16,7 +16,7 @@ import torch
 from hasten.errors import HastenWarning, TrackerError
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry, Tracker
 from hasten.tracking.manager import TrackerManager
-from hasten.tracking.silent import Silent
+from hasten.tracking.writer import Silent
 
 
 class ListTracker(Tracker):

@@ -12,8 +12,7 @@ from torch import nn
 from hasten import DataCollatorWithPadding, TrainingArguments, default_data_collator, get_scheduler
 from hasten.errors import ArgumentError, DataError, SettingValueError
 from hasten.testing.toys import Scored, Tagged
-from hasten.trainer.columns import CollateUsed, taken_by, without_unused
-from hasten.trainer.lengths import LengthGroupedSampler, lengths_of
+from hasten.trainer.collate import CollateUsed, LengthGroupedSampler, lengths_of, taken_by, without_unused
 from hasten.trainer.loss import loss_in, num_items, outputs_besides_loss, smoothed_loss
 from hasten.trainer.schedules import SCHEDULES, make_optimizer, num_warmup_steps
 

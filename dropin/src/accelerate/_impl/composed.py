@@ -11,7 +11,7 @@ from accelerate._impl.settings.general import DataLoaderConfiguration, ProjectCo
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.state import AcceleratorState
 from hasten.comm.base import Comm
-from hasten.runtime.axes import BATCH, Axis
+from hasten.runtime.mesh_plan import BATCH, Axis
 
 # Any in this file: plugins and the user's objects, and parts that are defined above it.
 

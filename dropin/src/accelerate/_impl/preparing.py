@@ -19,8 +19,7 @@ from accelerate._impl.settings.general import DataLoaderConfiguration
 from hasten import prepare_args as bundle
 from hasten.accelerator.preparing import Preparer
 from hasten.errors import PrepareError
-from hasten.optim.dummy import DummyOptim, DummyScheduler
-from hasten.optim.engine import EngineOptimizer
+from hasten.optim.engine import DummyOptim, DummyScheduler, EngineOptimizer
 from hasten.prepare_args import Item
 
 # Any in this file: the user's objects.

@@ -18,8 +18,7 @@ from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
 from hasten.tracking import registry
 from hasten.tracking.base import Entry, ImageEntry, Run, TableEntry
-from hasten.tracking.images import as_pixels
-from hasten.tracking.values import flatten, plain_config
+from hasten.tracking.values import as_pixels, flatten, plain_config
 
 logger = get_logger("accelerate.tracking")
 # Any in this file: values of every kind, and foreign packages' objects.

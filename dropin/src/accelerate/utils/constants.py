@@ -1,4 +1,4 @@
 """Names of files, kinds and limits that scripts import."""
 
 from accelerate._impl.environment.constants import *
-from hasten.bigmodel.casting import CASTABLE as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from hasten.bigmodel.tensors import CASTABLE as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING

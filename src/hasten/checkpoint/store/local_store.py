@@ -11,12 +11,10 @@ from pathlib import Path
 
 from hasten.checkpoint.format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, FileRecord, Manifest, decode, inside
 from hasten.checkpoint.store.disk import Disk
-from hasten.checkpoint.store.inplace import Switch, draft_of, home, read_manifest
-from hasten.checkpoint.store.local_draft import LocalDraft
-from hasten.checkpoint.store.local_locks import Hidden, LocalLocks, hidden, hidden_entries, tag_of
+from hasten.checkpoint.store.local_draft import LocalDraft, Switch, draft_of, home, read_manifest
+from hasten.checkpoint.store.locks import Hidden, LocalLocks, hidden, hidden_entries, tag_of
 from hasten.checkpoint.store.outside_files import read_outside
-from hasten.checkpoint.store.ownership import Owner, Patience
-from hasten.checkpoint.store.writer_lock import dead, take
+from hasten.checkpoint.store.writer_lock import Owner, Patience, dead, take
 from hasten.errors import CheckpointError, IncompleteCheckpointError
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,49 @@ from pathlib import Path
 from hasten.checkpoint.base import CheckpointStore
 from hasten.checkpoint.format.manifest import MANIFEST_NAME
 from hasten.checkpoint.store.local_store import LocalStore
-from hasten.checkpoint.store.paths import check_path
 from hasten.checkpoint.store.remote_store import RemoteStore, is_url
-from hasten.errors import ConfigError, IncompleteCheckpointError
+from hasten.comm.agreement import Agreement
+from hasten.errors import ArgumentError, CheckpointError, ConfigError, IncompleteCheckpointError
+
+
+def check_path(path: object, what: str) -> None:
+    """Return if `path` can name a file or folder.
+
+    Raises: ArgumentError for another type, for empty text, or text that no file system accepts.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        raise ArgumentError(
+            f"{what} got {path!r:.80} of type {type(path).__qualname__}, which names no place to read or write; give a path as a "
+            f"string or pathlib.Path."
+        )
+    if not text.strip():
+        raise ArgumentError(
+            f'{what} got the empty path {text!r}, which would be the current folder; give the name of a folder or file, or "." if it is '
+            "meant."
+        )
+    if "\0" in text:
+        raise ArgumentError(
+            f"{what} got the path {text!r:.200}, which contains a NUL character, and no file system accepts one; remove it."
+        )
+
+
+def check_local(path: str | os.PathLike[str], what: str) -> Path:
+    """Return the path of something that is written to a local disk.
+
+    Raises: ArgumentError as `check_path`, and for a URL.
+    """
+    check_path(path, what)
+    scheme, mark, rest = os.fspath(path).partition("://")
+    if mark and scheme == "file":
+        return Path(rest).expanduser()
+    if mark and len(scheme) > 1:
+        raise ArgumentError(
+            f"{what} got the URL {path}, and it writes to local folders only: a folder called {scheme}: would appear here. Write to a local "
+            "folder and upload it; save_state takes URLs."
+        )
+    return Path(path).expanduser()
+
 
 log = logging.getLogger(__name__)
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -140,3 +181,36 @@ def newest(store: CheckpointStore) -> str:
 def join_place(place: str, *parts: str) -> str:
     """A path or URL below another."""
     return "/".join((place.rstrip("/"), *parts)) if is_url(place) else str(Path(place).joinpath(*parts))
+
+
+def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
+    """The newest checkpoint that every rank has. Ranks: every rank.
+
+    Raises: IncompleteCheckpointError when there is none; CheckpointError when ranks have none in common.
+    """
+    name = newest(store)
+    seen: list[str] = together.share(name)
+    is_main = together.comm.rank == 0
+    if len(set(seen)) > 1:  # machines with disks of their own: take the newest that all of them have
+        name = min(seen, key=lambda item: number_of(item) or 0)
+        if not all(together.share(store.complete(name))):
+            raise CheckpointError(
+                f"ranks see different newest checkpoints ({sorted(set(seen))}) and {name} is not complete "
+                "everywhere. Give the path of one that every machine has."
+            )
+        if is_main:
+            log.warning(
+                "ranks see different newest checkpoints (%s); %s is loaded, which all have", sorted(set(seen)), name
+            )
+    if is_main:
+        tell_passed_over(store, name)
+    return name
+
+
+def newest_step(root: str) -> int | None:
+    """The updates behind the newest complete checkpoint in a folder, as this rank sees it; None when there is none."""
+    try:
+        store = open_store(root)
+        return store.manifest(newest(store)).step or 0
+    except (CheckpointError, OSError):  # said when it is the disk that is loaded from
+        return None

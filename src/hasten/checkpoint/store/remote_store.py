@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hasten.checkpoint.base import Blob
-from hasten.checkpoint.format.checksum import Checksum
 from hasten.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
+    Checksum,
     FileRecord,
     Manifest,
     decode,
@@ -25,13 +25,11 @@ from hasten.checkpoint.format.manifest import (
     inside,
     safe_name,
 )
-from hasten.checkpoint.store.disk import chunk_parts, default_threads, host_views, segment_starts
+from hasten.checkpoint.store.disk import HostBuffer, chunk_parts, default_threads, host_views, segment_starts
 from hasten.checkpoint.store.local_draft import check_hooked, described
 from hasten.checkpoint.store.local_store import is_automatic, same_family
-from hasten.checkpoint.store.ownership import Owner, Patience
-from hasten.checkpoint.store.remote_locks import RemoteLocks
-from hasten.checkpoint.store.writer_lock import Claim, dead, take
-from hasten.checkpoint.transfer import HostBuffer
+from hasten.checkpoint.store.locks import RemoteLocks
+from hasten.checkpoint.store.writer_lock import Claim, Owner, Patience, dead, take
 from hasten.errors import CheckpointBusyError, CheckpointError, CorruptCheckpointError, IncompleteCheckpointError
 from hasten.optional import need
 

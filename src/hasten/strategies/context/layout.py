@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hasten.errors import ConfigError
-from hasten.runtime.axes import divisors
+from hasten.runtime.mesh_plan import divisors
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hasten.errors import StepError
 from hasten.strategies.context.masks import MaskReader
 from hasten.strategies.context.ops import collect
-from hasten.strategies.context.patch import Attention, AttentionPatch
-from hasten.strategies.context.sdpa import SequenceAttention
+from hasten.strategies.context.sdpa import Attention, AttentionPatch, SequenceAttention
 from hasten.trees import map_tensors, tensors
 
 if TYPE_CHECKING:

@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.config.parallel import ParallelismConfig
+from hasten.config.sections.parallel import ParallelismConfig
 from hasten.errors import ConfigError, StepError
 from hasten.optim.clock import StepClock
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import is_trainable
 from hasten.strategies.context.attention import Sharing
 from hasten.strategies.context.calls import CallHook, Opened
 from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.masks import IGNORED, Contents, MaskReader, look
 from hasten.strategies.context.ops import collect, held_part
-from hasten.strategies.context.patch import AttentionPatch
-from hasten.strategies.context.sdpa import SequenceAttention, Way
+from hasten.strategies.context.sdpa import AttentionPatch, SequenceAttention, Way
 
 
 class SequenceShards:

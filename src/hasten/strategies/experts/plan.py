@@ -10,7 +10,7 @@ from fnmatch import translate
 from torch import nn
 
 from hasten.errors import ConfigError, PrepareError
-from hasten.runtime.axes import divisors
+from hasten.runtime.mesh_plan import divisors
 
 _SAID = (
     "a module of experts is called with hidden states [tokens, width], the experts chosen for each token [tokens, k] and "

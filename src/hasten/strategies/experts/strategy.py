@@ -15,14 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.comm.agreement import agree
-from hasten.config.parallel import ParallelismConfig
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError, PrepareError, StepError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
-from hasten.runtime.axes import EXPERTS, MeshSpec
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
+from hasten.runtime.mesh_plan import EXPERTS, MeshSpec
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.experts.ops import route, share
 from hasten.strategies.experts.plan import decide

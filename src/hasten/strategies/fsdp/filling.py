@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hasten.checkpoint.reshard import dtensor_slice
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import MismatchError, PrepareError
 from hasten.runtime.context import ProcessContext
 

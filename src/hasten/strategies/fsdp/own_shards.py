@@ -24,7 +24,7 @@ from torch.optim import (
 )
 
 from hasten.errors import PrepareError
-from hasten.modules.dtensors import is_dtensor, placements
+from hasten.modules.names import is_dtensor, placements
 from hasten.strategies.fsdp.whole_updates import needs_wholes, update_wholes
 
 if TYPE_CHECKING:

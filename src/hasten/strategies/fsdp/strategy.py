@@ -25,15 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placed
 
 from hasten.comm.agreement import agree
-from hasten.config.precision import PrecisionType
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.loop import PrecisionType
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
 from hasten.errors import PrepareError, StepError
 from hasten.precision.base import Precision
-from hasten.runtime.axes import LOSS, SHARD, Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
-from hasten.strategies.averages import guard_averages
-from hasten.strategies.base import LoopState, Stage, Wish
+from hasten.runtime.mesh_plan import LOSS, SHARD, Axis
+from hasten.strategies.base import LoopState, Retry, Stage, Whole, Wish
 from hasten.strategies.experts.strategy import expert_groups, sharded_dim
 from hasten.strategies.fsdp.filling import (
     Source,
@@ -45,8 +44,7 @@ from hasten.strategies.fsdp.filling import (
     scatter_from_rank_0,
     source_of,
 )
-from hasten.strategies.fsdp.gradients import HeldGradients
-from hasten.strategies.fsdp.retry import Sharded
+from hasten.strategies.fsdp.gradients import HeldGradients, Sharded
 from hasten.strategies.fsdp.wrapping import (
     CONTAINERS,
     blocks_to_shard,
@@ -54,8 +52,13 @@ from hasten.strategies.fsdp.wrapping import (
     keep_ties_together,
     owned_parameters,
 )
-from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks, refuse_later_hooks
-from hasten.strategies.retry import Retry, Whole
+from hasten.strategies.gradient_hooks import (
+    carry_hooks,
+    guard_averages,
+    hooks_to_carry,
+    refuse_gradient_hooks,
+    refuse_later_hooks,
+)
 from hasten.strategies.whole import average_gradients, scalars, whole_on_main
 
 log = logging.getLogger(__name__)

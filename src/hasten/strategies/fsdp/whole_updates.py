@@ -11,7 +11,7 @@ from torch.optim import Adafactor, Optimizer
 
 from hasten.checkpoint.reshard import dtensor_slice
 from hasten.errors import StepError
-from hasten.modules.dtensors import is_dtensor, placements
+from hasten.modules.names import is_dtensor, placements
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

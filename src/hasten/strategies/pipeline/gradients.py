@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten.comm.base import Comm
-from hasten.modules.dtensors import is_dtensor
-from hasten.runtime.shared_groups import group_of
+from hasten.modules.names import is_dtensor
+from hasten.runtime.mesh import group_of
 
 
 @torch.no_grad()

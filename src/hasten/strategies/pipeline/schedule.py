@@ -19,9 +19,9 @@ from torch.distributed.pipelining import (
 )
 
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.config.parallel import PipelineSchedule
+from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import HastenError, StepError
-from hasten.optim.weightless import leave_if_weightless
+from hasten.optim.gradients import leave_if_weightless
 from hasten.strategies.pipeline.passes import Line, Seen
 from hasten.trees import Tree
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
-from hasten.config.parallel import PipelineSchedule
+from hasten.config.sections.parallel import PipelineSchedule
 from hasten.errors import ConfigError
-from hasten.runtime.axes import divisors
+from hasten.runtime.mesh_plan import divisors
 
 Range = tuple[int, int]
 """First block of a stage, and the first block of the next."""

@@ -16,19 +16,16 @@ from torch import Tensor, nn
 from hasten import trees
 from hasten.comm.agreement import agree
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.config.parallel import PipelineParallelConfig
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, PipelineParallelConfig
 from hasten.errors import PrepareError, StepError
 from hasten.modules import forwarding
-from hasten.modules.dtensors import is_dtensor, whole_of
-from hasten.modules.names import named_parameters
-from hasten.modules.stages import TAG
+from hasten.modules.names import TAG, is_dtensor, named_parameters, whole_of
 from hasten.optim import clip
 from hasten.optim.window import Number, checked_weight
 from hasten.precision.base import Precision
-from hasten.runtime.axes import AXES, LOSS, Axis
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import LoopState, Spread, Stage, Weigh, Wish
+from hasten.runtime.mesh_plan import AXES, LOSS, Axis
+from hasten.strategies.base import LoopState, Retry, Spread, Stage, Weigh, Wish
 from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.pipeline.cut import Cut, decide, part_of, shared, work
 from hasten.strategies.pipeline.gradients import SharedWeights, average, groups_of
@@ -38,7 +35,6 @@ from hasten.strategies.pipeline.passes import Line, Seen, StageForward
 from hasten.strategies.pipeline.schedule import LossOf, Stepper, checked_loss
 from hasten.strategies.pipeline.split import check_microbatches, check_rows, default_microbatches, placement
 from hasten.strategies.pipeline.travel import Wire, share
-from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,7 @@ from typing import Any
 from torch import nn
 
 from hasten.errors import ConfigError
-from hasten.strategies.tensor.layers import base_of
-from hasten.strategies.tensor.split import Split
+from hasten.strategies.tensor.layers import Split, base_of
 
 # Any in this file: attributes of PEFT's modules, which need not be installed.
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.modules.dtensors import is_dtensor
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.modules.names import is_dtensor
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.alone import Alone
 from hasten.strategies.base import Wish
 from hasten.strategies.fsdp.filling import allocate_meta, fill_by_function, keep_rest_on_device, named_tensors
+from hasten.strategies.native import Alone
 from hasten.strategies.whole import whole_on_main
 
 

@@ -19,8 +19,7 @@ from hasten.strategies.tensor.heads import (
     role_of,
     unclear_count,
 )
-from hasten.strategies.tensor.layers import BLOCKS, Matrix, linear_layers
-from hasten.strategies.tensor.split import Split
+from hasten.strategies.tensor.layers import BLOCKS, Matrix, Split, linear_layers
 
 Layers = list[tuple[str, Matrix]]
 _OUTPUTS: Final = ("o", "wo", "out", "proj", "dense", "output")

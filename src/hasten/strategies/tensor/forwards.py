@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from hasten.config.parallel import TensorStyle
+from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import StepError
 from hasten.modules import forwarding
 from hasten.strategies.experts.strategy import CalledExperts
 from hasten.strategies.tensor.layers import BLOCKS, matrix_of
 from hasten.strategies.tensor.logits import VocabularyParts
-from hasten.strategies.tensor.ops import BlockShares, enter, gather, leave, split
-from hasten.strategies.tensor.random import ApartStream
+from hasten.strategies.tensor.ops import ApartStream, BlockShares, enter, gather, leave, split
 from hasten.strategies.tensor.sequence import SequenceRegion
 
 

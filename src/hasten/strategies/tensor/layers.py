@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from torch import nn
 
-from hasten.config.parallel import TensorStyle
+from hasten.config.sections.parallel import TensorStyle
 
 BLOCKS: Final[tuple[tuple[TensorStyle, int], ...]] = (("colwise_halves", 2), ("colwise_thirds", 3))
 """Styles of layers that join several projections, and how many."""
@@ -74,3 +74,34 @@ def split_dims(layer: nn.Module, style: TensorStyle) -> dict[str, int]:
     if style.startswith("rowwise"):
         return {"weight": 1 - sizes.out_dim}
     return {"weight": sizes.out_dim} | ({"bias": 0} if "bias" in own else {})
+
+
+Role = Literal["query", "key"]
+
+
+@dataclass(slots=True)
+class Split:
+    """The layers of one model that are split, by name, and the layers an automatic plan looked at and left whole."""
+
+    source: str
+    styles: dict[str, TensorStyle] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    """Why, by name."""
+    summed: list[str] = field(default_factory=list)
+    """Whole modules that each rank applies to its own heads alone: their gradients are summed over the ranks."""
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Counts that a module keeps of what is split, such as heads, by the module's name: their value on one rank."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Heads of layers whose heads several ranks share, and experts of modules that hold some, by name."""
+    roles: dict[str, Role] = field(default_factory=dict)
+    """Projections of queries, and of keys or values, by name."""
+    dropouts: dict[str, bool] = field(default_factory=dict)
+    """Dropouts of adapters inside split regions, by name, and whether each rank sees a part of their input."""
+    automatic: bool = False
+    """Whether the plan was found in the model's structure, so that counts of heads are divided without being named."""
+
+    def drop(self, name: str, why: str) -> None:
+        """Leave a layer whole and note the reason."""
+        self.styles.pop(name, None)
+        self.roles.pop(name, None)
+        self.left[name] = why

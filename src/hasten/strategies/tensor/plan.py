@@ -10,15 +10,14 @@ from typing import Any, Final, cast, get_args
 
 from torch import nn
 
-from hasten.config.parallel import TensorStyle
+from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import ConfigError, PrepareError
-from hasten.runtime.axes import divisors
+from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.experts.plan import why_not
 from hasten.strategies.tensor import adapters as tensor_adapters
 from hasten.strategies.tensor import find as tensor_found
 from hasten.strategies.tensor import heads as tensor_heads
-from hasten.strategies.tensor.layers import BLOCKS, linear_layers, matrix_of
-from hasten.strategies.tensor.split import Split
+from hasten.strategies.tensor.layers import BLOCKS, Split, linear_layers, matrix_of
 
 STYLES: Final = get_args(TensorStyle)
 _ALIASES: Final = (

@@ -10,14 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hasten import trees
-from hasten.config.parallel import TensorStyle
+from hasten.config.sections.parallel import TensorStyle
 from hasten.errors import ConfigError, StepError
 from hasten.modules import forwarding
 from hasten.strategies.blocks import repeated_blocks
 from hasten.strategies.context.ops import all_parts, collect, summed_part
 from hasten.strategies.fsdp.wrapping import CONTAINERS
-from hasten.strategies.tensor.ops import enter, gather, split
-from hasten.strategies.tensor.random import ApartStream
+from hasten.strategies.tensor.ops import ApartStream, enter, gather, split
 
 _BY_COLUMNS: Final = ("colwise", "colwise_halves", "colwise_thirds", "replicate_heads")
 """Styles of layers that take all tokens and give a part of the features."""

@@ -10,23 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hasten.comm.agreement import agree
-from hasten.config.parallel import ParallelismConfig
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig
 from hasten.errors import ConfigError
 from hasten.modules import forwarding
 from hasten.precision.base import Precision
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.mesh import WorldMesh
+from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.gradient_hooks import carry_hooks, hooks_to_carry, refuse_gradient_hooks
 from hasten.strategies.tensor import sequence as tensor_sequence
 from hasten.strategies.tensor.forwards import SplitForward, forward_of
-from hasten.strategies.tensor.layers import split_dims
+from hasten.strategies.tensor.layers import Split, split_dims
+from hasten.strategies.tensor.ops import ApartStream, DrawnApart
 from hasten.strategies.tensor.plan import decide
-from hasten.strategies.tensor.random import ApartStream, DrawnApart
-from hasten.strategies.tensor.split import Split
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from hasten.runtime.axes import LOSS, SHARD
 from hasten.runtime.bytes_plan import size
-from hasten.tools.plan.traced import ITEM, ModelTrace, Moment, ParameterKind, Variant
-from hasten.tools.tune.candidate import Candidate
+from hasten.runtime.mesh_plan import LOSS, SHARD
+from hasten.tools.plan.traced import ITEM, Candidate, ModelTrace, Moment, ParameterKind, Variant
 
 _MARGIN: Final = 0.05
 """Share of what comes and goes in a step that fragmentation makes unusable."""

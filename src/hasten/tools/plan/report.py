@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from hasten.config.launch import LaunchConfig
-from hasten.config.optim import GradientAccumulationPlugin
-from hasten.config.parallel import ParallelismConfig, PipelineParallelConfig
 from hasten.config.root import Config
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.runtime.axes import BATCH
+from hasten.config.sections.launch import LaunchConfig
+from hasten.config.sections.loop import GradientAccumulationPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, ParallelismConfig, PipelineParallelConfig
 from hasten.runtime.bytes_plan import shown, size
+from hasten.runtime.mesh_plan import BATCH
 from hasten.tools.plan.search import SIMPLER, Option, Plan
-from hasten.tools.tune.candidate import Candidate
+from hasten.tools.plan.traced import Candidate
 
 _SHOWN: Final = 3
 Test = Callable[[Candidate], bool]

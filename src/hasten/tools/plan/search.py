@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from hasten.errors import ConfigError
-from hasten.runtime.axes import BATCH, MeshSpec, divisors
 from hasten.runtime.bytes_plan import size
+from hasten.runtime.mesh_plan import BATCH, MeshSpec, divisors
 from hasten.tools.plan.hardware import Accelerator
 from hasten.tools.plan.memory import Kept, Need, held, need
 from hasten.tools.plan.speed import Time, predict
-from hasten.tools.plan.traced import ModelTrace, PrecisionName
-from hasten.tools.tune.candidate import Candidate
+from hasten.tools.plan.traced import Candidate, ModelTrace, PrecisionName
 
 _MOST_STAGES: Final = 16
 _MOST_CONTEXT: Final = 8

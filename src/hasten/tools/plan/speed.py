@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from math import ceil, log2
 from typing import Final
 
-from hasten.runtime.axes import AXES, SHARD, Axis, MeshSpec
 from hasten.runtime.bytes_plan import Traffic
+from hasten.runtime.mesh_plan import AXES, SHARD, Axis, MeshSpec
 from hasten.tools.plan import traffic
 from hasten.tools.plan.hardware import Accelerator
 from hasten.tools.plan.memory import Kept, held
-from hasten.tools.plan.traced import ITEM, Line, ModelTrace, Variant
-from hasten.tools.tune.candidate import Candidate
+from hasten.tools.plan.traced import ITEM, Candidate, Line, ModelTrace, Variant
 
 _GB: Final = 1e9
 _NODE_LATENCY_S: Final = 8e-6

@@ -11,16 +11,14 @@ from typing import Final
 
 from torch import nn
 
-from hasten.config.parallel import TensorStyle
-from hasten.config.sharding import FullyShardedDataParallelPlugin
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin, TensorStyle
 from hasten.errors import ConfigError, PrepareError
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute, owned_parameters
-from hasten.strategies.tensor.layers import matrix_of, split_dims
+from hasten.strategies.tensor.layers import Split, matrix_of, split_dims
 from hasten.strategies.tensor.plan import decide
-from hasten.strategies.tensor.split import Split
 from hasten.tools.plan.traced import Line, ModelTrace, Moment, OptimizerFacts, ParameterKind, PrecisionName, Variant
-from hasten.tools.tune.saved import Anatomy, Saved
 from hasten.tools.tune.takeover import Step, Takeover
+from hasten.tools.tune.watch import Anatomy, Saved
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from hasten.runtime.mesh_plan import BATCH, Axis, MeshSpec, mesh_title
+
 PrecisionName = Literal["no", "bf16", "fp16"]
 ITEM: Final = 4
 """Bytes of a number in float32."""
@@ -142,3 +144,39 @@ class ModelTrace:
     def outside_blocks(self) -> int:
         """Numbers in parameters that are in no block."""
         return sum(kind.numel * kind.count for kind in self.parameters if not kind.in_block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One point of the search."""
+
+    mesh: MeshSpec
+    sharded: bool = False
+    """Whether parameters are sharded (FSDP2) rather than copied (DDP)."""
+    precision: PrecisionName = "bf16"
+    recompute: bool = False
+    reshard: bool = True
+    """Whether gathered parameters are freed after the forward."""
+    offload: bool = False
+    """Whether parameters, gradients and optimizer state lie in host memory."""
+    micro_batch: int = 1
+    micro_steps: int = 1
+
+    @property
+    def strategy(self) -> str:
+        """The strategy as settings name it."""
+        if self.sharded:
+            return "fsdp"
+        return "ddp" if self.mesh.world_size > 1 else "none"
+
+    @property
+    def global_batch(self) -> int:
+        """Samples in one update."""
+        return self.micro_batch * self.micro_steps * self.mesh.size(*BATCH)
+
+    @property
+    def words(self) -> str:
+        """Strategy and mesh, for tables."""
+        axes = mesh_title(self.mesh)
+        kept = "" if self.reshard or not self.sharded or self.mesh.size(Axis.DP_SHARD) == 1 else ", parameters kept"
+        return f"{self.strategy} ({axes}{kept})" if axes else self.strategy

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from hasten.runtime.axes import SHARD, Axis
-from hasten.runtime.bytes_plan import (
-    Traffic,
-    Weights,
-    context_traffic,
-    data_traffic,
-    stage_traffic,
-    tensor_traffic,
-)
-from hasten.tools.plan.traced import ITEM, ModelTrace
-from hasten.tools.tune.candidate import Candidate
+from hasten.runtime.bytes_plan import Traffic, Weights, context_traffic, data_traffic, stage_traffic, tensor_traffic
+from hasten.runtime.mesh_plan import SHARD, Axis
+from hasten.tools.plan.traced import ITEM, Candidate, ModelTrace
 
 
 def weights(trace: ModelTrace, candidate: Candidate) -> Weights:

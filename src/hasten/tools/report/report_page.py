@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from hasten.optional import available, need
-from hasten.tools.report import report_data, report_media
+from hasten.tools.report import report_data
+from hasten.tools.report import report_data as report_media
 from hasten.tracking.run_folder import RunFolder
 from hasten.tracking.run_log import PARTS
 

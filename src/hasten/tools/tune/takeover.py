@@ -33,9 +33,8 @@ from hasten.optim.optimizer import PreparedOptimizer
 from hasten.precision.base import Precision
 from hasten.tools.plan.gpu_rules import gpu_rules
 from hasten.tools.plan.traced import OWN, OptimizerFacts, PrecisionName
-from hasten.tools.tune.failures import happened
-from hasten.tools.tune.saved import Anatomy, Saved, SavedNotes
-from hasten.tools.tune.watch import StepWatch, Watched, fake_copy
+from hasten.tools.tune.tuning import happened
+from hasten.tools.tune.watch import Anatomy, Saved, SavedNotes, StepWatch, Watched, fake_copy
 from hasten.trees import batch_size, concat, map_tensors, slice_rows
 
 Inspect = Callable[[list[nn.Module]], Anatomy]

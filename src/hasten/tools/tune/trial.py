@@ -24,12 +24,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from hasten.accelerator.facade import Accelerator
 from hasten.accelerator.preparing import Prepared
 from hasten.accelerator.rehearsal import Objects, Rehearsal, rehearsing
-from hasten.config.sharding import FullyShardedDataParallelPlugin
-from hasten.runtime.axes import BATCH
+from hasten.config.sections.parallel import FullyShardedDataParallelPlugin
+from hasten.runtime.mesh_plan import BATCH
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute
 from hasten.tools.plan.targets import run_script
-from hasten.tools.tune.failures import happened
-from hasten.tools.tune.tuning import Outcome
+from hasten.tools.tune.tuning import Outcome, happened
 
 _OFTEN: Final = 10
 """Updates between two looks whether a trial is hopeless."""

@@ -12,7 +12,7 @@ from typing import IO, Any, Final
 import msgspec
 
 from hasten.tracking.base import Entry, ImageEntry, Run, Scalar, TableEntry, Tracker
-from hasten.tracking.images import png
+from hasten.tracking.values import png
 
 _WORDS: Final = MappingProxyType({"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf})
 

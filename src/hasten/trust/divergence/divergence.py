@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from hasten.runtime.axes import Axis, MeshSpec
+from hasten.runtime.mesh_plan import Axis, MeshSpec
 from hasten.runtime.nodelist import ranks_in_words
 
 Cause = Literal[

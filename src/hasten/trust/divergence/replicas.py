@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hasten.modules.dropout import may_draw
-from hasten.modules.dtensors import is_dtensor, placements
-from hasten.modules.names import canonical_name, named_parameters
-from hasten.modules.sizes import own_buffers
+from hasten.modules.names import canonical_name, is_dtensor, named_parameters, placements
+from hasten.modules.surgery import may_draw, own_buffers
 from hasten.optim.clock import StepClock
 from hasten.optim.engine import EngineOptimizer
 from hasten.optim.optimizer import PreparedOptimizer
-from hasten.runtime.axes import BATCH, SHARD, Axis
+from hasten.runtime.mesh_plan import BATCH, SHARD, Axis
 
 Kind = Literal["updates", "data", "setting", "random", "gradient", "state", "parameter", "buffer"]
 COMPARED: Final = frozenset({Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP})

@@ -23,13 +23,12 @@ from torch import Tensor
 from torch.distributed import Store
 
 from hasten.errors import DivergenceError, HastenWarning
-from hasten.runtime.axes import Axis
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.devices import kind_of
+from hasten.runtime.mesh_plan import Axis
 from hasten.runtime.store import LOST
 from hasten.trust.divergence.divergence import EVIDENCE, Divergence, Record, find
-from hasten.trust.divergence.fingerprint import Fingerprints
-from hasten.trust.divergence.fingerprint_vote import Ballot
+from hasten.trust.divergence.fingerprint import Ballot, Fingerprints
 from hasten.trust.divergence.replicas import Entry, Replicas
 
 log = logging.getLogger(__name__)

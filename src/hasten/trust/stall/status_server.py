@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Collection
@@ -19,10 +20,48 @@ import torch
 
 from hasten.errors import CommError
 from hasten.runtime.topology import Topology
-from hasten.trust.memory.memory import process_memory
+from hasten.trust.memory import process_memory
 from hasten.trust.stall.job_sockets import POST, Address, knock, listening, peer_is_owner, private_folder, receive_line
 from hasten.trust.stall.observe import Observer
-from hasten.trust.stall.recent_log import RecentLog
+
+_KEPT: Final = 20
+_WIDTH: Final = 300
+
+
+class RecentLog:
+    """Stands before logging's factory of records between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=_KEPT)
+        self._before = logging.getLogRecordFactory()
+
+    def start(self) -> None:
+        """Begin to keep lines."""
+        self._before = logging.getLogRecordFactory()
+        logging.setLogRecordFactory(self)
+
+    def stop(self) -> None:
+        """Take it out of the chain of factories, whatever was put before it; behind a foreign one it only stops keeping lines."""
+        self.lines = deque(maxlen=0)
+        factory = logging.getLogRecordFactory()
+        if factory is self:
+            logging.setLogRecordFactory(self._before)
+        while isinstance(factory, RecentLog):
+            if factory._before is self:
+                factory._before = self._before
+                return
+            factory = factory._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> logging.LogRecord:  # Any: what logging hands over
+        record = self._before(*args, **kwargs)
+        try:
+            text = record.getMessage().splitlines()
+        except (TypeError, ValueError, KeyError, IndexError):  # a wrong format: the handlers report it
+            return record
+        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
+        self.lines.append(f"{stamp} {record.levelname} {record.name}: {text[0] if text else ''}"[:_WIDTH])
+        return record
+
 
 log = logging.getLogger(__name__)
 
@@ -141,3 +180,34 @@ class Desk:
             return None
         since, before = self._steps[0]
         return round((step - before) / max(time.monotonic() - since, 1e-3), 3)
+
+
+_TICK_S: Final = 1.0
+
+
+class Reception:
+    """The desk of a process that waits for nobody. `start` and `close` are called by the training thread."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hasten-reception", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._desk.open()
+        self._thread.start()
+
+    def close(self, ended: str = "", failed: bool = False) -> None:
+        """Stop answering; there is nobody to leave word for."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        self._desk.ring()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _TICK_S)
+        self._desk.close()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._desk.wait(_TICK_S)

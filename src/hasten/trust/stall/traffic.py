@@ -14,9 +14,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hasten.comm.skipping import group_of, tensors_in
-from hasten.runtime.axes import AXES, EXPERTS, SHARD, Axis, MeshSpec
 from hasten.runtime.bytes_plan import Traffic, all_reduced, exchanged, shown
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import AXES, EXPERTS, SHARD, Axis, MeshSpec
 
 log = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ from hasten.runtime import env, launcher_files
 from hasten.runtime.store import LOST
 from hasten.runtime.topology import Topology
 from hasten.trust.divergence.state import Note, Seen, State, Status
-from hasten.trust.stall import ending, processes
+from hasten.trust.stall import observe as ending
+from hasten.trust.stall import observe as processes
 from hasten.trust.stall import wording as words
 from hasten.trust.stall.diagnose import Diagnosis, diagnose
 from hasten.trust.stall.evidence import Evidence, pause_s
 from hasten.trust.stall.observe import Observer, error_words
-from hasten.trust.stall.reception import Reception
 from hasten.trust.stall.stall_store import Bulletin
-from hasten.trust.stall.status_server import Desk
+from hasten.trust.stall.status_server import Desk, Reception
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.logging import get_logger
 from accelerate._impl.views.state import AcceleratorState, fill_partial, fill_whole
 from hasten import trees
-from hasten.accelerator.accumulation import Accumulation
+from hasten.accelerator.step import Accumulation
 from hasten.comm import ops
 from hasten.optim import clip
 from hasten.optim.window import Key

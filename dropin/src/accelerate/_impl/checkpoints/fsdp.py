@@ -20,8 +20,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelerate._impl.models.modeling import is_peft_model
 from hasten.checkpoint import parts
+from hasten.checkpoint.model_state import load_weights
 from hasten.checkpoint.parts import Part
-from hasten.checkpoint.weights import load_weights
 from hasten.modules.names import plain_name
 from hasten.strategies.base import Wish
 from hasten.strategies.fsdp.wrapping import blocks_to_recompute, blocks_to_shard

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate._impl.environment.constants import FSDP_MODEL_NAME
 from accelerate._impl.environment.parsers import Flags, main_of, parser_of, runner
-from hasten.checkpoint import merge as hasten_merge
+from hasten.checkpoint import inspect as hasten_merge
 from hasten.checkpoint.format.torch_folder import is_torch_folder
 
 # Any in this file: argparse's subparsers and namespaces.

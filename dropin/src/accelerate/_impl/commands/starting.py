@@ -14,7 +14,7 @@ from accelerate._impl.environment.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate._impl.environment.packages import is_torch_xla_available
 from accelerate._impl.environment.variables import environment, str_to_bool
 from hasten.config.base import default_of
-from hasten.config.precision import TERecipeKwargs
+from hasten.config.sections.loop import TERecipeKwargs
 
 # Any in this file: values of flags, and the caller's function.
 _TE = ("use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo")

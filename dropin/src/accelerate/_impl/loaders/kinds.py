@@ -11,15 +11,14 @@ from accelerate._impl.loaders.base import DataLoaderAdapter, PreparedLoader
 from accelerate._impl.tensors import find_batch_size, slice_tensors
 from hasten import trees
 from hasten.data.dispatch import DispatchSource, Seats
-from hasten.data.loader import Move, plain_move
+from hasten.data.loader import Move, SkippingLoader, plain_move
 from hasten.data.plan import Padding
 from hasten.data.prefetch import OneAhead
 from hasten.data.readers import BatchReader
-from hasten.data.skip import SkippingLoader
 from hasten.data.source import Item, Source
 from hasten.data.torch_source import TorchSource
 from hasten.optional import need
-from hasten.runtime.axes import BATCH
+from hasten.runtime.mesh_plan import BATCH
 
 # Any in this file: batches, datasets and samplers are the user's own.
 

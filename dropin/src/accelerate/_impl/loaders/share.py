@@ -20,7 +20,7 @@ from accelerate._impl.loaders.samplers import (
 )
 from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.logging import get_logger
-from hasten.data.skip import skip_first_batches as skip_first_batches
+from hasten.data.loader import skip_first_batches as skip_first_batches
 from hasten.runtime.mesh import readers_of
 
 logger = get_logger("accelerate.data_loader")

@@ -12,13 +12,15 @@ from torch import nn
 from accelerate._impl.models.hooks import mirror, mirrored
 from accelerate._impl.models.modeling import check_device_map, load_checkpoint_in_model
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import casting, dispatch, turns
+from hasten.bigmodel import dispatch
+from hasten.bigmodel import dispatch as turns
+from hasten.bigmodel import tensors as casting
 from hasten.bigmodel.align import AlignDevicesHook
 from hasten.bigmodel.device_map import owner_in
+from hasten.bigmodel.dispatch import UserCpuOffloadHook
 from hasten.bigmodel.load import work_out
 from hasten.bigmodel.placed import is_dispatched
-from hasten.bigmodel.turns import UserCpuOffloadHook
-from hasten.modules.sizes import named_tensors
+from hasten.modules.surgery import named_tensors
 
 # Any in this file: devices and maps in the many forms the established API takes.
 

@@ -13,10 +13,9 @@ import hasten
 from accelerate._impl import ambient
 from accelerate._impl.models.modeling import set_module_tensor_to_device
 from accelerate._impl.settings.bnb_config import BnbQuantizationConfig
-from hasten.bigmodel.bnb_layers import BnbSettings, bnb, replace_linears
 from hasten.bigmodel.device_map import owner_in
 from hasten.bigmodel.offload_files import offload_weight
-from hasten.bigmodel.quantize import chosen_linears
+from hasten.bigmodel.quantize import BnbSettings, bnb, chosen_linears, replace_linears
 from hasten.modules.surgery import linear_names
 
 # Any in this file: devices and sizes as a user wrote them.

@@ -13,7 +13,7 @@ import hasten
 from accelerate._impl import ambient
 from accelerate._impl.tensors import copy_tensor_to_devices
 from hasten import trees
-from hasten.accelerator.pipelined import stage_starts
+from hasten.accelerator.inference import stage_starts
 from hasten.bigmodel.device_map import clean_device_map, tree
 from hasten.bigmodel.solver import Device, atoms, balanced, place
 from hasten.checkpoint.export import parse_size

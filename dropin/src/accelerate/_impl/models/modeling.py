@@ -19,8 +19,9 @@ from accelerate._impl import ambient
 from accelerate._impl.enums import CustomDtype
 from accelerate._impl.environment.packages import is_peft_available
 from accelerate._impl.surface.shown import like
-from hasten.bigmodel import budget, load, tensors
+from hasten.bigmodel import device_map as budget
 from hasten.bigmodel import device_map as maps
+from hasten.bigmodel import load, tensors
 from hasten.bigmodel.dispatch import device_of
 from hasten.bigmodel.load import Loaded
 from hasten.bigmodel.offload_files import OffloadedWeightsLoader

@@ -17,7 +17,7 @@ from hasten.checkpoint.export import save_object
 from hasten.checkpoint.format.formats import load_torch, tied
 from hasten.launch.network import free_port, reachable
 from hasten.modules import forwarding
-from hasten.modules.dtensors import is_dtensor
+from hasten.modules.names import is_dtensor
 from hasten.precision.autocast import AutocastForward
 from hasten.strategies.blocks import repeated_blocks
 

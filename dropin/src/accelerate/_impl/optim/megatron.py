@@ -12,7 +12,7 @@ from accelerate._impl.optim.deepspeed import DeepSpeedSchedulerWrapper
 from accelerate._impl.optim.optimizer import AcceleratedOptimizer
 from accelerate._impl.surface import left_out
 from hasten.comm import ops
-from hasten.runtime.axes import BATCH
+from hasten.runtime.mesh_plan import BATCH
 
 # Any in this file: nested containers of tensors, optimizers and options.
 

@@ -13,10 +13,8 @@ from accelerate._impl.surface.shown import shown
 from accelerate._impl.views.gradient_state import GradientState
 from accelerate._impl.views.state import AcceleratorState
 from hasten.optim.clock import StepClock
-from hasten.optim.optimizer import PreparedOptimizer
-from hasten.optim.sharing import Share
-from hasten.precision.base import APPLIED, SKIPPED, Precision
-from hasten.precision.full import FullPrecision
+from hasten.optim.optimizer import PreparedOptimizer, Share
+from hasten.precision.base import APPLIED, SKIPPED, FullPrecision, Precision
 
 
 class AcceleratedOptimizer(Copyable, PreparedOptimizer):

@@ -17,8 +17,8 @@ from accelerate._impl.settings.filled import fill
 from accelerate._impl.surface.shown import shown
 from hasten.optional import available
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.engines.deepspeed.building import Told
 from hasten.strategies.engines.deepspeed.config import building
+from hasten.strategies.engines.deepspeed.engine import Told
 
 # Any in this file: keys and values of DeepSpeed's configuration.
 AUTO = "auto"

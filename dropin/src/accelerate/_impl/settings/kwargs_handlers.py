@@ -13,7 +13,7 @@ from accelerate._impl import ambient
 from accelerate._impl.enums import DDPCommunicationHookType, DynamoBackend
 from accelerate._impl.settings.filled import fill, yes
 from accelerate._impl.surface import left_out
-from hasten.accelerator.profile import profile as profile_block
+from hasten.accelerator.step import profile as profile_block
 
 # Any in this file: the values of settings, and foreign configuration objects.
 

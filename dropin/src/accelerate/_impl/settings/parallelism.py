@@ -11,8 +11,8 @@ import hasten
 from accelerate._impl.settings import general
 from accelerate._impl.settings.filled import fill
 from accelerate._impl.surface.shown import shown
-from hasten.runtime.axes import MeshSpec
 from hasten.runtime.devices import choose_device
+from hasten.runtime.mesh_plan import MeshSpec
 
 # Any in this file: the Accelerator, which imports this module.
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")

@@ -12,7 +12,7 @@ from accelerate._impl.loaders.base import PreparedLoader
 from accelerate._impl.settings.general import DeepSpeedSequenceParallelConfig
 from accelerate._impl.settings.parallelism import ParallelismConfig
 from hasten.comm.process_group import ProcessGroupComm
-from hasten.runtime.axes import Axis
+from hasten.runtime.mesh_plan import Axis
 from hasten.strategies.context.parts import Cut
 from hasten.strategies.context.transformers import SpannedAttention
 from hasten.strategies.engines.deepspeed.engine import name_sequence_group

@@ -20,8 +20,14 @@ from hasten.precision.base import APPLIED, StepResult
 from hasten.strategies.engines.deepspeed.config import EngineConfig
 from hasten.strategies.engines.deepspeed.files import ParameterFiles
 from hasten.strategies.engines.deepspeed.nvme import SwappedState
-from hasten.strategies.engines.deepspeed.order import GradientOrder
-from hasten.strategies.engines.deepspeed.shards import MASTER, Shard, gradients_of, own_weights, shards_of
+from hasten.strategies.engines.deepspeed.shards import (
+    MASTER,
+    GradientOrder,
+    Shard,
+    gradients_of,
+    own_weights,
+    shards_of,
+)
 
 log = logging.getLogger(__name__)
 

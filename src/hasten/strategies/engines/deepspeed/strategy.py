@@ -16,23 +16,21 @@ from torch.optim import Optimizer
 from hasten import trees
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
-from hasten.optim.dividing import divided
-from hasten.optim.dummy import DummyScheduler
-from hasten.optim.engine import Placeholder
+from hasten.optim.engine import DummyScheduler, Placeholder
+from hasten.optim.window import divided
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
 from hasten.runtime.context import ProcessContext
-from hasten.strategies.base import Caps, LoopState, Weigh, Wish
+from hasten.strategies.base import Caps, LoopState, Retry, Weigh, Wish
 from hasten.strategies.engines.deepspeed import engine as deepspeed_engine
-from hasten.strategies.engines.deepspeed.building import Told, building, is_partitioned, make_whole
 from hasten.strategies.engines.deepspeed.config import EngineConfig, Facts, stage_of, translate
 from hasten.strategies.engines.deepspeed.config import building as partitioning
+from hasten.strategies.engines.deepspeed.engine import Told, building, is_partitioned, make_whole
 from hasten.strategies.engines.deepspeed.optimizer import DeepSpeedOptimizer
 from hasten.strategies.engines.deepspeed.own_checkpoints import complete, show_rates
 from hasten.strategies.engines.deepspeed.shards import weight_slice
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.placing import Convert, Place
-from hasten.strategies.retry import Retry
 from hasten.trees import Tree
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hasten.strategies.context.attention import Manner, Sharing, blockwise
 from hasten.strategies.context.layout import SequenceLayout
-from hasten.strategies.context.ops import collect
+from hasten.strategies.context.ops import all_parts, collect
 from hasten.strategies.engines.megatron.package import package
 
 
@@ -108,3 +108,28 @@ def _added(query: Tensor, blocked: Tensor | None, bias: Tensor | None) -> Tensor
     low = torch.zeros(blocked.shape, dtype=query.dtype, device=query.device)
     low = low.masked_fill(blocked, torch.finfo(query.dtype).min)
     return low if mask is None else mask + low
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank computes the same from the whole; gradients are averaged over ranks, so that each part's counts for all."""
+
+    # Any: the context and the gradients of torch.autograd.Function, which torch leaves untyped.
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layout: SequenceLayout) -> Tensor:
+        group = package("parallel_state").get_context_parallel_group()
+        ctx.layout, ctx.rank = layout, group.rank()
+        return in_order(torch.cat(all_parts(x, group), 1), layout, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        own = ctx.layout.positions(ctx.rank, grad.shape[1])
+        return grad[:, own] * ctx.layout.ranks, None
+
+
+def gathered(x: Tensor, layout: SequenceLayout) -> Tensor:
+    """The values (batch, tokens, ...) of the whole sequence, in its order. Ranks: those that share a sequence."""
+    if layout.ranks == 1:
+        return x
+    made: Tensor = _Gathered.apply(x, layout)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return made

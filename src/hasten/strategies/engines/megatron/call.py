@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hasten.config.engines import MegatronLMPlugin
+from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import StepError
 from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.engines.megatron.families import ModelFacts

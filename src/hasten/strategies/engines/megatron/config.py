@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-from hasten.config.engines import MegatronLMPlugin
+from hasten.config.sections.engines import MegatronLMPlugin
 from hasten.errors import ConfigError
 from hasten.strategies.engines.megatron.families import ModelFacts
 

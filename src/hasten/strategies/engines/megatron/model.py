@@ -10,17 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hasten.config.engines import MegatronLMPlugin
-from hasten.modules.stages import StagePart
+from hasten.config.sections.engines import MegatronLMPlugin
+from hasten.modules.names import StagePart
 from hasten.optional import need
-from hasten.strategies.engines.megatron.attention import layout_of
+from hasten.strategies.engines.megatron.attention import gathered, layout_of
 from hasten.strategies.engines.megatron.call import IGNORED, OUTPUTS, Given, arguments, check_lengths, given_to, targets
-from hasten.strategies.engines.megatron.context import gathered
 from hasten.strategies.engines.megatron.engine import Built
 from hasten.strategies.engines.megatron.families import ModelFacts
 from hasten.strategies.engines.megatron.layout import WORDS, Place, entries, expert_of, place, renumbered
-from hasten.strategies.engines.megatron.package import hushed, package
-from hasten.strategies.engines.megatron.ranks import Ranks
+from hasten.strategies.engines.megatron.package import Ranks, hushed, package
 from hasten.strategies.engines.megatron.weights import box_of, fuse, part_of, slice_of
 
 

@@ -16,30 +16,113 @@ from hasten.comm.base import Comm
 from hasten.comm.process_group import ProcessGroupComm
 from hasten.config.root import Config
 from hasten.errors import CheckpointError, ConfigError, PrepareError, StepError
-from hasten.modules.stages import StagePart
-from hasten.optim.dividing import backpropagate
+from hasten.modules.names import StagePart
+from hasten.optim.window import backpropagate
 from hasten.precision.base import Precision
 from hasten.prepare_args import Bundle, Item
-from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.strategies.base import Caps, LoopState, Weigh, Wish
+from hasten.strategies.context.ops import all_parts
 from hasten.strategies.engines.megatron import engine as megatron_engine
-from hasten.strategies.engines.megatron.binding import bind, groups_by_name, owner_of
 from hasten.strategies.engines.megatron.call import Given
 from hasten.strategies.engines.megatron.config import translate
 from hasten.strategies.engines.megatron.families import ModelFacts, check_class, model_facts
+from hasten.strategies.engines.megatron.layout import expert_of, renumbered
 from hasten.strategies.engines.megatron.model import Calls, MegatronModel, StageOutput
 from hasten.strategies.engines.megatron.optimizer import MegatronOptimizer
-from hasten.strategies.engines.megatron.package import hushed, package
-from hasten.strategies.engines.megatron.ranks import own_ranks
-from hasten.strategies.engines.megatron.weights import to_hub
-from hasten.strategies.engines.megatron.whole import whole_weights
+from hasten.strategies.engines.megatron.package import hushed, own_ranks, package
+from hasten.strategies.engines.megatron.weights import box_of, part_of, to_hub
 from hasten.strategies.fsdp.filling import Source, copy_from_rank_0, source_of
 from hasten.strategies.native import make_optimizers
 from hasten.strategies.pipeline.split import check_rows
 from hasten.strategies.pipeline.travel import share
 from hasten.strategies.placing import Convert, Place
 from hasten.trees import Tree
+
+
+def whole_weights(model: MegatronModel, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter of this rank as a whole tensor, and those of other experts in its place. Ranks: every rank of a stage."""
+    state = package("parallel_state")
+    own = _joined(model, parameter)
+    if not model.is_expert(parameter):
+        yield name, own
+        return
+    number = expert_of(name)
+    assert number is not None, f"{name} belongs to an expert"
+    place = number - model.first_expert(model.ranks.ep[0])
+    for rank, theirs in enumerate(all_parts(own, state.get_expert_model_parallel_group())):
+        yield renumbered(name, model.first_expert(rank) + place), theirs
+
+
+def _joined(model: MegatronModel, parameter: Tensor) -> Tensor:
+    at = model.place_of(parameter)
+    if not model.split(parameter):
+        return part_of(parameter.detach(), at)
+    state = package("parallel_state")
+    group = (
+        state.get_expert_tensor_parallel_group()
+        if model.is_expert(parameter)
+        else state.get_tensor_model_parallel_group()
+    )
+    whole = torch.empty(at.shape, dtype=parameter.dtype, device=parameter.device)
+    for rank, theirs in enumerate(all_parts(parameter.detach(), group)):
+        their = model.place_of(parameter, rank)
+        box_of(whole, their).copy_(part_of(theirs, their))
+    return whole
+
+
+def owner_of(models: list[Item], optimizers: list[Item], taken: bool) -> Item | None:
+    """The one model that is trained. Raises: PrepareError where models and optimizers are not one and one."""
+    if not optimizers:
+        return None
+    params = {id(p) for item in optimizers for group in item.value.param_groups for p in group["params"]}
+    owners = [item for item in models if params & {id(p) for p in item.value.parameters()}]
+    if len(owners) != 1 or len(optimizers) != 1 or taken:
+        raise PrepareError(
+            f"{len(optimizers)} optimizers with parameters of {len(owners)} models were prepared"
+            f"{', after another one' if taken else ''}; an engine trains one model with one optimizer. Prepare one model together "
+            "with an optimizer over its parameters."
+        )
+    return owners[0]
+
+
+def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | None]:
+    """The optimizer's group of each tensor of the Hub layout; None for one that is frozen.
+
+    Raises: PrepareError for a trainable parameter that no group holds.
+    """
+    number = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found: dict[str, int | None] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad and id(parameter) not in number:
+            raise PrepareError(
+                f"{name} takes gradients, but the optimizer does not hold it; the engine clips and updates all it trains. Add it to "
+                "the optimizer, or call requires_grad_(False) on it."
+            )
+        found[name] = number.get(id(parameter)) if parameter.requires_grad else None
+    return found
+
+
+def bind(optimizer: Optimizer, model: MegatronModel, groups: Mapping[str, int | None]) -> None:
+    """Give the optimizer this rank's parameters in the groups their origins had."""
+    members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for name, parameter in model.held.items():
+        origins = {groups[hub] for hub in model.entries[name].hub if hub in groups}
+        if len(origins) != 1:
+            raise PrepareError(
+                f"{', '.join(model.entries[name].hub)} are one tensor in the engine, and lie in different parameter groups (or only some "
+                "are frozen), whose options cannot all hold; put them into one group."
+            )
+        if (group := origins.pop()) is None:
+            raise PrepareError(
+                f"{model.entries[name].hub[0]} is frozen, and the engine's gradient buffers hold every parameter of the model; train all "
+                "parameters, or use strategy='fsdp'."
+            )
+        members[group].append(parameter)
+    for own, params in zip(optimizer.param_groups, members, strict=True):
+        own["params"] = params
+
 
 LossOf = Callable[[nn.Module, Tree], Tensor]
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from hasten.comm.base import Comm
 from hasten.errors import PrepareError, StepError
-from hasten.modules.sizes import own_buffers
+from hasten.modules.surgery import own_buffers
 from hasten.optional import need
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.runtime.logs import get_logger
-from hasten.strategies.alone import Alone
 from hasten.strategies.base import Stage, Wish, is_trainable
 from hasten.strategies.engines.xla.placing import PlaceOnDevices
+from hasten.strategies.native import Alone
 
 log = get_logger(__name__)
 

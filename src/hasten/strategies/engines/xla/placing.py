@@ -2,18 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hasten import trees
+from hasten.data.source import Item
+from hasten.optional import need
 from hasten.precision.base import Precision
 from hasten.runtime.context import ProcessContext
 from hasten.strategies.base import Stage, Wish
 from hasten.strategies.blocks import repeated_blocks
-from hasten.strategies.engines.xla.devices import Devices
 from hasten.strategies.placing import Place
+
+AXIS: Final = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """Every device of the host; tensors are global, and the compiler keeps the parts."""
+
+    count: int
+    kind: str
+    device: torch.device
+    mesh: Any
+    """torch_xla's mesh of one axis."""
+
+    @classmethod
+    def all(cls) -> Devices:
+        """The devices this process drives."""
+        runtime, spmd = need("torch_xla.runtime"), need("torch_xla.distributed.spmd")
+        count = int(runtime.global_runtime_device_count())
+        return cls(
+            count, str(runtime.device_type()), need("torch_xla").device(), spmd.Mesh(range(count), (count,), (AXIS,))
+        )
+
+    def divides(self, size: int) -> bool:
+        """Whether a dimension of this size is shared; uneven parts make XLA's partitioner abort the process (torch_xla 2.9)."""
+        return self.count > 1 and size > 0 and size % self.count == 0
+
+    def shard(self, tensor: Tensor, dim: int = 0) -> None:
+        """Lay a tensor on the devices so that each holds a part of `dim`, where it can be divided; numbers stay what they are."""
+        if self.divides(tensor.shape[dim]):
+            need("torch_xla.distributed.spmd").mark_sharding(tensor, self.mesh, self._spec(tensor.ndim, dim))
+
+    def send(self, tensor: Tensor, dim: int | None = 0) -> Tensor:
+        """A host tensor on the devices, `dim` divided over them; whole on each where it cannot be, or without one."""
+        sharding = None
+        if dim is not None and tensor.ndim and self.divides(tensor.shape[dim]):
+            sharding = need("torch_xla.distributed.spmd").ShardingSpec(self.mesh, self._spec(tensor.ndim, dim))
+        sent: Tensor = need("torch_xla.core.xla_model").send_cpu_data_to_device([tensor], self.device, sharding)[0]
+        return sent
+
+    def _spec(self, ndim: int, dim: int) -> tuple[str | None, ...]:
+        return tuple(AXIS if index == dim else None for index in range(ndim))
 
 
 class PlaceOnDevices:
@@ -86,3 +134,41 @@ def _tie(model: nn.Module, before: dict[str, Any], after: dict[str, Any]) -> Non
             new.__dict__.update(old.__dict__)
         owner, _, key = name.rpartition(".")
         setattr(model.get_submodule(owner), key, new)
+
+
+# Any in this file: batches are the user's own objects.
+
+
+class Transfer:
+    """Copies batches to the devices in the background, `depth` of them ahead of the one in use."""
+
+    def __init__(self, devices: Devices, depth: int, skip_keys: Collection[str] = ()) -> None:
+        self._devices = devices
+        self._depth = depth
+        self._skip_keys = frozenset(skip_keys)
+        self._sync = need("torch_xla").sync
+
+    def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
+        """The batches on the devices. What the loop recorded with one is run when it asks for the next."""
+        queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="hasten-xla") as pool:
+            for batch, *rest in items:
+                queue.append((pool.submit(self._put, batch), (rest[0], rest[1], rest[2])))
+                if len(queue) > self._depth:
+                    yield self._next(queue)
+            while queue:
+                yield self._next(queue)
+        self._sync()
+
+    def _next(self, queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]]) -> Item:
+        self._sync()
+        sent, rest = queue.popleft()
+        return sent.result(), *rest
+
+    def _put(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return self._devices.send(batch) if batch.device.type == "cpu" else batch
+        if not trees.is_container(batch):
+            return trees.to_device(batch, self._devices.device)
+        parts = [part if key in self._skip_keys else self._put(part) for key, part in trees.children(batch)]
+        return trees.rebuild(batch, parts)

@@ -14,16 +14,13 @@ from hasten.config.root import Config
 from hasten.errors import ConfigError, DeviceError, MissingPackageError
 from hasten.optional import check_installed, need
 from hasten.runtime import env, tpu_hosts
-from hasten.runtime.axes import LOSS, Axis
 from hasten.runtime.context import ProcessContext
+from hasten.runtime.mesh_plan import LOSS, Axis
 from hasten.runtime.topology import Topology
-from hasten.strategies.alone import Alone
 from hasten.strategies.base import Caps
-from hasten.strategies.engines.xla.devices import Devices
 from hasten.strategies.engines.xla.hosts import AcrossHosts, FromFirstHost
-from hasten.strategies.engines.xla.placing import PlaceOnDevices
-from hasten.strategies.engines.xla.transfer import Transfer
-from hasten.strategies.native import NativeStrategy
+from hasten.strategies.engines.xla.placing import Devices, PlaceOnDevices, Transfer
+from hasten.strategies.native import Alone, NativeStrategy
 from hasten.strategies.placing import Convert
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,116 @@
+"""Inference on all processes: a function over a dataset, and a model divided into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence, Sized
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from hasten.accelerator.facade import Accelerator
+from hasten.comm.agreement import agree
+from hasten.config.sections.parallel import ParallelismConfig, PipelineParallelConfig
+from hasten.errors import ConfigError
+from hasten.modules import forwarding
+from hasten.modules.names import TAG
+from hasten.runtime.logs import get_logger
+from hasten.strategies.pipeline.passes import StageForward
+from hasten.trees import to_device
+
+Result = TypeVar("Result")
+
+
+class Dataset(Sized, Protocol):
+    """Items by their position."""
+
+    def __getitem__(self, index: int, /) -> Any: ...  # Any: the user's own items
+
+
+def map_dataset(
+    accelerator: Accelerator,
+    function: Callable[[Any], Result],  # Any: the dataset's own items
+    dataset: Dataset | Sequence[Any],
+    description: str = "map",
+) -> list[Result]:
+    """`function` of every item of the dataset, in the dataset's order, with a progress bar on the main process.
+
+    Process r of n takes items r, r + n, r + 2n, …; tensors in results come back on the host.
+    Ranks: every rank, with the same dataset. Raises: on every rank when the function raises on one.
+    """
+    world = accelerator.ctx.world
+    mine = range(world.rank, len(dataset), world.size)
+    results: list[Any] = []
+    with agree(world, f"mapping {getattr(function, '__name__', 'a function')} over {len(dataset)} items"):
+        for index in accelerator.progress(mine, desc=description):
+            results.append(to_device(function(dataset[index]), "cpu"))
+    shares: list[list[Any]] = world.all_gather_object(results)
+    return [shares[index % world.size][index // world.size] for index in range(len(dataset))]
+
+
+log = get_logger(__name__)
+
+
+class _WithoutGradients(forwarding.Forward):
+    """A forward that no backward follows."""
+
+    tag = "inference"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
+        with torch.no_grad():
+            return self.inner(*args, **kwargs)
+
+
+def prepare_pipeline(
+    model: nn.Module,
+    split_points: Sequence[str] | None = None,
+    num_microbatches: int | None = None,
+    gather_output: bool = True,
+    cpu: bool | None = None,
+    no_split_module_classes: Collection[str] = (),
+) -> nn.Module:
+    """The model in evaluation mode with its blocks divided over all processes; calling it keeps no gradients.
+
+    A batch passes through in `num_microbatches` parts (one per process), so that processes work at the same time. Stages
+    begin at the blocks named in `split_points`, or hold equal work. The output is on every process, or with
+    `gather_output=False` on the last one, and None elsewhere. One process alone runs the whole model. Modules of
+    `no_split_module_classes` must be whole on one process.
+    Ranks: every rank, here and in every call, with the same arguments; weights come from rank 0.
+    Raises: PrepareError or ConfigError for a model that cannot be cut, with what to do.
+    """
+    handler = PipelineParallelConfig(
+        schedule="gpipe",
+        num_microbatches=num_microbatches,
+        split_points=None if split_points is None else tuple(split_points),
+    )
+    accelerator = Accelerator(cpu=cpu, parallelism_config=ParallelismConfig(pp_size=-1, pp_handler=handler))
+    prepared = accelerator.prepare_model(model.eval(), evaluation_mode=True)
+    stage = forwarding.find(prepared, TAG)
+    if isinstance(stage, StageForward):
+        stage.gathers_output = gather_output
+        _check_whole(prepared, stage.line.cut.container, no_split_module_classes)
+        log.info("%s: stages behind the first begin at %s", type(model).__name__, ", ".join(stage_starts(prepared)))
+    forwarding.replace(prepared, _WithoutGradients())
+    return prepared
+
+
+def stage_starts(model: nn.Module) -> list[str]:
+    """The blocks at which the stages of a pipeline begin, but for the first; none for a model that is not divided."""
+    stage = forwarding.find(model, TAG)
+    if not isinstance(stage, StageForward):
+        return []
+    cut = stage.line.cut
+    prefix = f"{cut.container}." if cut.container else ""
+    return [prefix + cut.blocks[first] for first, _ in cut.ranges[1:]]
+
+
+def _check_whole(model: nn.Module, container: str, classes: Collection[str]) -> None:
+    """Refuse a cut through a module that was to stay whole."""
+    parts = container.split(".") if container else []
+    for name in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
+        kind = type(model.get_submodule(name)).__name__
+        if kind in classes:
+            raise ConfigError(
+                f"no_split_module_classes names {kind}, but {type(model).__name__} is cut between the blocks of "
+                f"{container!r}, which lie inside of {name or 'the model itself'!r}. Name the class of the blocks instead."
+            )

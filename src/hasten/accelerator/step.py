@@ -1,0 +1,279 @@
+"""Methods of a step: accumulate() marks micro-batches, gather_for_metrics() drops padding, profile() traces a block."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn, profiler
+
+from hasten import trees
+from hasten.comm import ops
+from hasten.comm.base import Comm
+from hasten.config.sections.loop import ProfileKwargs
+from hasten.errors import ArgumentError, ConfigError, DataError, HastenWarning, MismatchError, StepError
+from hasten.optim.clock import LoaderCursor, StepClock
+from hasten.optim.window import Key
+from hasten.runtime.context import ProcessContext
+from hasten.strategies.base import Strategy
+from hasten.trees import Tree
+
+
+class Accumulation:
+    """One micro-step after another over the same models.
+
+    A block inside another one, over other models, is part of the outer micro-step: both are one window.
+    Written as a class and made once, because a generator, or a new object for every micro-step, would cost more than
+    the rest of the step's overhead.
+    """
+
+    __slots__ = ("_clock", "_hidden", "_key", "_models", "_quiet", "_strategy", "_syncs", "entered")
+
+    def __init__(
+        self, clock: StepClock, strategy: Strategy, models: Sequence[nn.Module], key: Key, sync_each_batch: bool
+    ) -> None:
+        self.entered = False
+        """Inside its block now; a block within a block needs an object of its own."""
+        self._clock = clock
+        self._strategy = strategy
+        self._models = models
+        self._key = key
+        self._syncs = strategy.caps.synchronises and not sync_each_batch
+        self._hidden = strategy.caps.hides_gradients
+        self._quiet: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        clock = self._clock
+        if clock.inside:
+            boundary = self._enter_nested()
+        else:
+            boundary = clock.tick(self._key)
+            clock.inside.append((self._key, self._models))
+        self.entered = True
+        # Optimizers that share a window must see what every backward has added to their gradients.
+        if boundary or not self._syncs or (self._hidden and clock.crowded):
+            return
+        if len(self._models) == 1:  # the common case, without the price of a stack
+            quiet: AbstractContextManager[object] = self._strategy.no_sync(self._models[0])
+            quiet.__enter__()
+        else:
+            quiet = stack = ExitStack()
+            for model in self._models:
+                stack.enter_context(self._strategy.no_sync(model))
+        self._quiet = quiet
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.entered = False
+        quiet = self._quiet
+        if quiet is not None:
+            self._quiet = None
+            quiet.__exit__(kind, error, trace)
+        inside = self._clock.inside
+        for index in range(len(inside) - 1, -1, -1):
+            if inside[index][1] is self._models:
+                del inside[index]
+                break
+        if error is not None and not inside:
+            self._clock.interrupt(self._key)
+
+    def _enter_nested(self) -> bool:
+        """Join the micro-step of the block around this one; whether it ends its window."""
+        clock = self._clock
+        for _, models in clock.inside:
+            for model in self._models:
+                if any(model is other for other in models):
+                    raise StepError(
+                        f"accumulate() was entered for {type(model).__name__} inside an accumulate() block for the "
+                        "same model; one micro-step would count twice and the update would come too early. Remove "
+                        "the inner block."
+                    )
+        if clock.is_open(self._key):
+            raise StepError(
+                f"accumulate() for {type(self._models[0]).__name__} was entered inside another model's block, but a "
+                "window of its own is still open; its gradients would belong to two windows. Nest the blocks in "
+                "every micro-step or in none, or use accumulate(first, second)."
+            )
+        clock.inside.append((self._key, self._models))
+        return clock.boundary
+
+
+@dataclass(frozen=True, slots=True)
+class _Unclear:
+    """Sent instead of results by a rank that cannot tell which of them are padding."""
+
+    reason: str
+
+
+def gather_for_metrics(
+    data: Any, comm: Comm, cursor: LoaderCursor | None, objects: bool = False, dim: int | None = None
+) -> Any:
+    """The rows of every rank's current batch, without the rows its loader padded.
+
+    `cursor` is the loader being iterated, or None outside a loop over one. `dim` is the dimension of the samples, by default
+    the first. Any: tensors in any nesting, or objects. Ranks: every rank that reads different samples.
+    Raises: DataError when a padded batch's results have no whole number of rows for each of its samples.
+    """
+    if objects or not trees.tensors(data):
+        if dim is not None:
+            raise ArgumentError(
+                f"gather_for_metrics(dim={dim!r}) was given objects, which have no dimensions, so dim would have no effect. "
+                "Pass tensors, or leave dim out."
+            )
+        return _gather_items(data, comm, cursor)
+    try:
+        rows = real_rows(_samples_first(data, dim), cursor, warn=dim is None)
+    except (ArgumentError, DataError):
+        _disagree(comm)
+        raise
+    gathered = ops.gather_ragged(rows, comm)
+    return gathered if not dim else trees.map_tensors(lambda x: x.movedim(0, dim), gathered)
+
+
+def _samples_first(data: Tree, dim: int | None) -> Tree:
+    if not dim:
+        return data
+
+    def turned(x: Tensor) -> Tensor:
+        if not -x.ndim <= dim < x.ndim:
+            raise ArgumentError(
+                f"gather_for_metrics(dim={dim}) was given a tensor of shape {tuple(x.shape)}, which has no such dimension, so "
+                "its samples cannot be found. Gather tensors with different layouts in separate calls."
+            )
+        return x.movedim(dim, 0).contiguous()
+
+    return trees.map_tensors(turned, data)
+
+
+def real_rows(data: Tree, cursor: LoaderCursor | None, warn: bool = False) -> Tree:
+    """The tree with the padded rows of the current batch cut off; with `warn`, ambiguous layouts cause a warning."""
+    if cursor is None or cursor.num_real is None:
+        return data
+
+    def cut(x: Tensor) -> Tensor:
+        rows = x.reshape(1) if x.ndim == 0 else x
+        if warn:
+            _check_layout(rows, cursor)
+        return rows[: num_real(rows.shape[0], cursor)]
+
+    return trees.map_tensors(cut, data)
+
+
+def _check_layout(x: Tensor, cursor: LoaderCursor) -> None:
+    """Warn if a later dimension could hold the samples as well; raise if only a later dimension could."""
+    real, rows = cursor.num_real, cursor.num_rows
+    if not real or rows is None or real == rows or rows not in x.shape[1:]:
+        return
+    other = 1 + tuple(x.shape[1:]).index(rows)
+    found = f"gather_for_metrics() got a tensor of shape {tuple(x.shape)} for a batch of {rows} samples of which {real} are real"
+    if x.shape[0] % rows:
+        raise DataError(
+            f"{found}: the samples are in dimension {other}, not in the first, and cutting the first would drop real results. "
+            f"Pass dim={other}."
+        )
+    warnings.warn(
+        f"{found}: both dimension 0 and dimension {other} could be the samples. Dimension 0 was taken; if that is wrong, real "
+        f"results were dropped and repeated ones counted. Pass dim=0 or dim={other} to say which.",
+        HastenWarning,
+        stacklevel=2,
+    )
+
+
+def num_real(length: int, cursor: LoaderCursor) -> int:
+    """How many of a result's rows belong to real samples: one or more for each, or one for the whole batch.
+
+    Raises: DataError when they cannot be told from padding.
+    """
+    real, rows = cursor.num_real, cursor.num_rows
+    if real is None or length == 0:
+        return length
+    if real == 0 or length == 1:  # one number for the whole batch: gone where all of it is padding
+        return min(real, length)
+    if rows is None:  # batches without rows of the plan's: all of them are real or none is
+        return length
+    if length % rows:
+        raise DataError(
+            f"gather_for_metrics() got {length} rows for a batch of {rows} samples of which {real} are real; it cannot "
+            f"tell which rows belong to padding, and counting them would bias the metric. Pass results with one row, "
+            f"or a fixed number of rows, for each sample, or use even_batches=False."
+        )
+    return length // rows * real
+
+
+def _gather_items(data: Any, comm: Comm, cursor: LoaderCursor | None) -> Any:  # Any: the caller's objects
+    items = data if isinstance(data, list) else list(data) if isinstance(data, tuple) else [data]
+    if cursor is not None and cursor.num_real is not None:
+        try:
+            items = items[: num_real(len(items), cursor)]
+        except DataError as error:
+            ops.gather_object([_Unclear(str(error))], comm)
+            raise
+    gathered = ops.gather_object(items, comm)
+    for item in gathered:
+        if isinstance(item, _Unclear):
+            raise DataError(f"on another rank, {item.reason}")
+    return gathered
+
+
+def _disagree(comm: Comm) -> None:
+    """Make the ranks that wait for this one's rows raise instead: what they bring differs from this."""
+    try:
+        ops.gather_ragged({"rows that cannot be told from padding": torch.zeros(1, device=comm.device)}, comm)
+    except MismatchError:
+        return
+
+
+@contextmanager
+def profile(config: ProfileKwargs, ctx: ProcessContext) -> Iterator[profiler.profile]:
+    """A block under torch.profiler; with `output_trace_dir`, a trace `rank_<n>.json` is left there.
+
+    With a schedule, each finished cycle leaves a trace of its own. Ranks: each for itself.
+    """
+    folder = Path(config.output_trace_dir) if config.output_trace_dir else None
+    schedule = profiler.schedule(**config.schedule_option) if config.schedule_option else None
+    ready = config.on_trace_ready
+    if ready is None and folder is not None and schedule is not None:
+        ready = _trace_writer(folder, ctx.rank)
+    with profiler.profile(
+        activities=_activities(config),
+        schedule=schedule,
+        on_trace_ready=ready,
+        record_shapes=config.record_shapes,
+        profile_memory=config.profile_memory,
+        with_stack=config.with_stack,
+        with_flops=config.with_flops,
+        with_modules=config.with_modules,
+    ) as running:
+        yield running
+    if folder is not None and schedule is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(str(folder / f"rank_{ctx.rank}.json"))
+
+
+def _trace_writer(folder: Path, rank: int) -> Callable[[profiler.profile], None]:
+    def write(running: profiler.profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        running.export_chrome_trace(str(folder / f"rank_{rank}_step_{running.step_num}.json"))
+
+    return write
+
+
+def _activities(config: ProfileKwargs) -> list[Any]:  # Any: torch's ProfilerActivity is an untyped C enum
+    here: set[Any] = profiler.supported_activities()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    if config.activities is None:
+        return sorted(here, key=str)
+    names = {str(activity).rpartition(".")[2].lower(): activity for activity in here}
+    missing = [name for name in config.activities if name not in names]
+    if missing:
+        raise ConfigError(
+            f"ProfileKwargs(activities={config.activities}) asks for {missing[0]!r}, which this torch cannot record "
+            f"here; it can record {', '.join(sorted(names))}."
+        )
+    return [names[name] for name in config.activities]

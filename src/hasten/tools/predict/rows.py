@@ -1,0 +1,193 @@
+"""Rows of a file, read in parts by all processes and written in order."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from hasten.errors import ConfigError, DataError
+
+_MOST_PARTS: Final = 512
+_JOB: Final = "job.json"
+
+# Any in this file: the facts of a job and the results are JSON values.
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of an output: whole batches each, cut the same way on any number of processes."""
+
+    output: Path
+    num_rows: int
+    batch_size: int
+
+    @property
+    def folder(self) -> Path:
+        """Where finished parts wait for the others."""
+        return self.output.with_name(f"{self.output.name}.parts")
+
+    @property
+    def rows_per_part(self) -> int:
+        """Rows of every part but the last: one batch, or more where that would make too many files."""
+        num_batches = -(-self.num_rows // self.batch_size)
+        return self.batch_size * max(-(-num_batches // _MOST_PARTS), 1)
+
+    @property
+    def count(self) -> int:
+        """The number of parts."""
+        return -(-self.num_rows // self.rows_per_part)
+
+    def batches(self, part: int) -> list[range]:
+        """The rows of each batch of a part."""
+        first, last = part * self.rows_per_part, min((part + 1) * self.rows_per_part, self.num_rows)
+        return [range(begin, min(begin + self.batch_size, last)) for begin in range(first, last, self.batch_size)]
+
+    def missing(self) -> list[int]:
+        """The parts that are not there yet."""
+        return [part for part in range(self.count) if not self._path(part).exists()]
+
+    def begin(self, job: Mapping[str, Any]) -> str:
+        """Keep the parts of the same job, remove those of another; says which facts differed. Ranks: main only."""
+        text = json.dumps(dict(job), sort_keys=True)
+        record = self.folder / _JOB
+        differing = ""
+        if self.folder.exists():
+            known = _facts(record)
+            differing = ", ".join(sorted(name for name in {*known, *job} if known.get(name) != job.get(name)))
+            if differing:
+                shutil.rmtree(self.folder)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(record, text + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--output={self.output} cannot be written ({error.strerror}), so there is no place for the results; give a file in a folder that "
+                "you may write to."
+            ) from error
+        return differing
+
+    def finish(self, part: int, results: Sequence[Any]) -> None:
+        """Keep the results of a part, one line each."""
+        write_whole(self._path(part), "".join(f"{to_json(result)}\n" for result in results))
+
+    def publish(self) -> None:
+        """Make the output of all parts, in order, and remove them. Ranks: main only, when none is missing."""
+        draft = self.folder / "output"
+        with draft.open("wb") as file:
+            for part in range(self.count):
+                file.write(self._path(part).read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self.output)
+        shutil.rmtree(self.folder)
+
+    def _path(self, part: int) -> Path:
+        return self.folder / f"{part:06d}.jsonl"
+
+
+def _facts(record: Path) -> dict[str, Any]:
+    """What is known of an earlier job; nothing if it was interrupted while it wrote that down."""
+    try:
+        known = json.loads(record.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, also when the machine stops."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def to_json(result: Any) -> str:
+    """A result as one line of JSON; what is no object becomes the value of `prediction`."""
+    return json.dumps(
+        result if isinstance(result, dict) else {"prediction": result}, default=_plain, ensure_ascii=False
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise DataError(
+        f"a result holds a {type(value).__name__}, which JSON does not know, so it cannot be written; return numbers, text, lists, dicts or tensors."
+    )
+
+
+KINDS: Final = (".jsonl", ".csv", ".tsv", ".txt")
+
+# Any in this file: the values of a row are the user's own.
+
+
+def read_rows(path: Path) -> Sequence[dict[str, Any]]:
+    """All rows of a file; a line of a text file is the column `text`.
+
+    Raises: ConfigError for a file of another kind, DataError for a line that is no row.
+    """
+    match path.suffix:
+        case ".jsonl":
+            return [_decoded(path, number, line) for number, line in _lines(path)]
+        case ".csv" | ".tsv":
+            return list(_cells(path, "," if path.suffix == ".csv" else "\t"))
+        case ".txt":
+            return [{"text": line} for line in _text(path).splitlines()]
+        case _:
+            raise ConfigError(
+                f"{path} ends neither in {' nor in '.join(KINDS)}, so its rows cannot be told apart; convert it to JSON lines, "
+                "one object per row."
+            )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at {error.start}), so its rows cannot be read; save it as UTF-8."
+        ) from error
+
+
+def _cells(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter)
+    try:
+        for row in reader:
+            if None in row:
+                raise DataError(
+                    f"{path}, line {reader.line_num} has more cells than the {len(reader.fieldnames or ())} columns of the first line, so it is "
+                    "unclear which belong to which; repair or remove the line."
+                )
+            yield row
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {reader.line_num + 1} cannot be read ({error}), so it is no row; repair or remove the line."
+        ) from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            yield number, line
+
+
+def _decoded(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise DataError(
+            f"{path}, line {number} is no JSON object ({error}), so it is no row; repair or remove the line."
+        ) from error

@@ -1,0 +1,305 @@
+"""What holds the memory of a rank: parameters, gradients, optimizer state, buffers, activations by module, the cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from html import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from hasten import trees
+from hasten.errors import DeviceError
+from hasten.modules.names import is_dtensor
+from hasten.progress.meter import MemoryGauge
+from hasten.runtime.devices import kind_of
+
+_BAR: Final = 30
+_SHOWN_MODULES: Final = 8
+_HEAD: Final = "outside of modules"
+
+
+@dataclass(slots=True)
+class MemoryReport:
+    """Bytes on this rank, by what they are for."""
+
+    cause: str
+    """The error that said memory ran out, in a line."""
+    held: dict[str, int]
+    """Bytes by kind: what lives from step to step."""
+    process: dict[str, int]
+    """Bytes of the whole process: in host memory, and on the device as torch's allocator counts them."""
+    by_module: dict[str, int] = field(default_factory=dict)
+    """Bytes that the forward of one sample keeps for its backward, by module; filled by `activations`."""
+
+    @contextmanager
+    def activations(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """A block for a forward whose saved tensors are counted; an error leaves what was counted until then."""
+        counter = _Activations(self.by_module)
+        with ExitStack() as hooks:
+            for model in models:
+                for name, module in model.named_modules():
+                    before = module.register_forward_pre_hook(partial(counter.enter, name or type(module).__name__))
+                    hooks.callback(before.remove)
+                    hooks.callback(module.register_forward_hook(counter.leave, always_call=True).remove)
+            with torch.autograd.graph.saved_tensors_hooks(counter.pack, _same):
+                yield
+
+    def summary(self) -> str:
+        """The report in one line."""
+        sizes = dict(self.held)
+        if self.by_module:
+            sizes["activations of one sample"] = sum(self.by_module.values())
+        return (
+            f"{self.cause} ({', '.join(f'{name} {words(size)}' for name, size in {**sizes, **self.process}.items())})"
+        )
+
+    def shown(self) -> str:
+        """The report as lines of text with bars."""
+        largest = sorted(self.by_module.items(), key=lambda item: -item[1])
+        if len(largest) > _SHOWN_MODULES:
+            rest = sum(size for _, size in largest[_SHOWN_MODULES:])
+            largest = [*largest[:_SHOWN_MODULES], (f"{len(self.by_module) - _SHOWN_MODULES} others", rest)]
+        lines = [f"  {self.cause}", *_bars(self.held)]
+        if largest:
+            lines += ["  activations of one sample, by module:", *_bars(dict(largest))]
+        return "\n".join(
+            [*lines, f"  process: {', '.join(f'{name} {words(size)}' for name, size in self.process.items())}"]
+        )
+
+
+def measure(
+    cause: str, models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], device: torch.device
+) -> MemoryReport:
+    """What holds the memory of this rank now. Local; reads no tensor's content."""
+    parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    states = [tensor for optimizer in optimizers for tensor in trees.tensors(dict(optimizer.state))]
+    held = {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer state": _bytes(states),
+        "buffers": _bytes(buffers),
+    }
+    return MemoryReport(cause, held, process_memory(device))
+
+
+def process_memory(device: torch.device) -> dict[str, int]:
+    """Bytes of this process: resident in host memory, and of the device's allocator where there is one."""
+    found = {"resident": MemoryGauge(torch.device("cpu")).used_bytes() or 0}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        found |= {
+            "device in use": allocated,
+            "device cache": reserved - allocated,
+            "device free": free,
+            "device": total,
+        }
+    return found
+
+
+def words(size: int) -> str:
+    """`1.5 GiB`."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _bars(sizes: Mapping[str, int]) -> list[str]:
+    most, width = max(sizes.values(), default=0), max((len(name) for name in sizes), default=0)
+    return [
+        f"    {name:<{width}}  {words(size):>10}  {'█' * round(_BAR * size / most) if most else ''}".rstrip()
+        for name, size in sizes.items()
+    ]
+
+
+class _Activations:
+    """Counts the storages that autograd saves, once each, for the innermost module that is running."""
+
+    def __init__(self, found: dict[str, int]) -> None:
+        self._found = found
+        self._inside: list[str] = []
+        self._seen: set[int] = set()
+
+    def enter(self, name: str, module: nn.Module, inputs: object) -> None:
+        self._inside.append(name)
+        for parameter in module.parameters(recurse=False):  # FSDP2 gathers them when the module is called
+            self._seen.add(_local(parameter).untyped_storage().data_ptr())
+
+    def leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self._inside:
+            self._inside.pop()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = _local(tensor).untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            name = self._inside[-1] if self._inside else _HEAD
+            self._found[name] = self._found.get(name, 0) + storage.nbytes()
+        return tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of this rank's parts of the tensors, storages counted once."""
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        part: Any = _local(tensor)  # Any: sparse tensors have no storage of their own
+        part = part._values() if part.is_sparse else part
+        storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _local(tensor: Any) -> Any:  # Any: a tensor, or the DTensor it is a part of
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+_WIDTH: Final = 960
+_MARGIN: Final = 24
+_LINE: Final = 22
+_LABEL: Final = 260
+_MODULES: Final = 24
+_COLOURS: Final = MappingProxyType(
+    {
+        "parameters": "#1769aa",
+        "gradients": "#2e8b57",
+        "optimizer state": "#8d5fd3",
+        "buffers": "#00838f",
+        "other tensors": "#e08e0b",
+        "rest of the process": "#e08e0b",
+        "cache": "#b0a48a",
+        "other processes": "#78909c",
+        "free": "#eceff1",
+    }
+)
+_MODULE_COLOUR: Final = "#d1495b"
+
+
+def parts_of(report: MemoryReport) -> dict[str, int]:
+    """What the memory consists of, in the order in which it is drawn; the bytes add up to the device, or to the process on a CPU.
+
+    Activations of one sample are gone when the report is made: what they took is part of the cache or free, and is drawn by module.
+    """
+    held = dict(report.held)
+    process = report.process
+    if "device" not in process:
+        return {**held, "rest of the process": max(process["resident"] - sum(held.values()), 0)}
+    in_use, cache, free, total = (process[f"device{key}"] for key in (" in use", " cache", " free", ""))
+    return {
+        **held,
+        "other tensors": max(in_use - sum(held.values()), 0),
+        "cache": cache,
+        "other processes": max(total - free - in_use - cache, 0),
+        "free": free,
+    }
+
+
+def draw(report: MemoryReport, title: str) -> str:
+    """The picture as SVG text: one bar of all the memory, its parts with their sizes, and the activations by module."""
+    parts = parts_of(report)
+    modules = sorted(report.by_module.items(), key=lambda item: -item[1])
+    rows = [(name, size, _COLOURS[name]) for name, size in parts.items()]
+    body = [_text(_MARGIN, 34, title, 17), _text(_MARGIN, 56, report.cause, 12)]
+    body += _stacked(rows, 74)
+    y = 130
+    body += _drawn_bars(rows, y)
+    y += _LINE * len(rows) + 30
+    if modules:
+        total = sum(report.by_module.values())
+        body.append(_text(_MARGIN, y, f"activations of one sample, by module: {words(total)}", 14))
+        shown = [(name, size, _MODULE_COLOUR) for name, size in modules[:_MODULES]]
+        if rest := modules[_MODULES:]:
+            shown.append((f"{len(rest)} others", sum(size for _, size in rest), _MODULE_COLOUR))
+        body += _drawn_bars(shown, y + 14)
+        y += _LINE * len(shown) + 34
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" font-family="sans-serif">'
+    return "\n".join([head, f'<rect width="{_WIDTH}" height="{y}" fill="white"/>', *body, "</svg>\n"])
+
+
+def save(report: MemoryReport, folder: Path, rank: int) -> Path:
+    """Write the picture; where it lies. Raises: OSError when the folder cannot be written."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"memory-rank{rank}-{stamp}-{os.getpid()}.svg"
+    path.write_text(draw(report, f"memory of rank {rank}"), "utf-8")
+    return path
+
+
+Row = tuple[str, int, str]
+
+
+def _stacked(rows: Sequence[Row], y: int) -> Iterator[str]:
+    """All parts in one bar, as wide as their share."""
+    room, total = _WIDTH - 2 * _MARGIN, sum(size for _, size, _ in rows)
+    x = float(_MARGIN)
+    for name, size, colour in rows:
+        width = room * size / total if total else 0.0
+        yield f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="32" fill="{colour}"><title>{escape(name)}: {words(size)}</title></rect>'
+        x += width
+
+
+def _drawn_bars(rows: Sequence[Row], y: int) -> Iterator[str]:
+    """One line for each: its name, its size, and a bar as long as its share of the largest."""
+    most = max((size for _, size, _ in rows), default=0)
+    room = _WIDTH - 2 * _MARGIN - _LABEL - 90
+    for number, (name, size, colour) in enumerate(rows):
+        at = y + number * _LINE
+        width = room * size / most if most else 0.0
+        yield _text(_MARGIN, at + 14, name, 12)
+        yield f'<text x="{_MARGIN + _LABEL + 80}" y="{at + 14}" font-size="12" text-anchor="end">{words(size)}</text>'
+        yield f'<rect x="{_MARGIN + _LABEL + 90}" y="{at + 3}" width="{width:.1f}" height="14" fill="{colour}"/>'
+
+
+def _text(x: int, y: int, text: str, size: int) -> str:
+    shown = text if len(text) <= 140 else text[:139] + "…"
+    return f'<text x="{x}" y="{y}" font-size="{size}">{escape(shown)}</text>'
+
+
+def snapshot(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    folder: Path,
+    rank: int,
+) -> str:
+    """Write what holds the memory now as a picture and as JSON beside it; where the picture lies. Local.
+
+    On a CUDA device the allocator's blocks go beside them, with stacks if `torch.cuda.memory._record_memory_history()` was called.
+    """
+    if kind_of(device).lazy:
+        raise DeviceError(
+            f"memory_snapshot() cannot look into {device}: operations run there as whole programs, and tensors have no memory that torch "
+            "can see. Use the device's own profiler (torch_xla.debug.profiler)."
+        )
+    report = measure("on request", models, optimizers, device)
+    picture = save(report, folder, rank)
+    picture.with_suffix(".json").write_text(json.dumps(_as_json(report), indent=2), "utf-8")
+    if device.type == "cuda":
+        blocks = str(picture.with_suffix(".pickle"))
+        torch.cuda.memory._dump_snapshot(blocks)  # type: ignore[no-untyped-call]  # torch has no public name for it
+    return str(picture)
+
+
+def _as_json(report: MemoryReport) -> dict[str, object]:
+    return {
+        "cause": report.cause,
+        "parts": parts_of(report),
+        "process": report.process,
+        "activations_by_module": report.by_module,
+    }
