@@ -25,7 +25,7 @@ _DISTRIBUTIONS = (("megatron", "megatron-core"),)  # import name -> name to inst
 
 
 def installed_version(module: str) -> str | None:
-    """The installed version of the distribution that provides `module`, or None when it is absent."""
+    """Return the installed version of the distribution that provides `module`, or None when it is absent."""
     if importlib.util.find_spec(module) is None:
         return None
     for name in _distributions(module):
@@ -37,14 +37,14 @@ def installed_version(module: str) -> str | None:
 
 
 def _distributions(module: str) -> Iterator[str]:
-    """Names the distribution may have; what reads every installed package's files comes last."""
+    """Yield names the distribution may have; what reads every installed package's files comes last."""
     yield dict(_DISTRIBUTIONS).get(module, module)
     yield module.replace("_", "-")
     yield from metadata.packages_distributions().get(module, ())
 
 
 def available(module: str, spec: str = "") -> bool:
-    """Whether `module` can be imported and satisfies `spec` (for example ">=0.16")."""
+    """Return whether `module` can be imported and satisfies `spec` (for example ">=0.16")."""
     try:
         found = importlib.util.find_spec(module) is not None
     except (ModuleNotFoundError, ValueError):  # no parent package of a dotted name, or a stand-in that has no spec
@@ -57,7 +57,7 @@ def available(module: str, spec: str = "") -> bool:
 
 
 def need(module: str, spec: str = "", why: str = "") -> Any:  # Any: the module is foreign and untyped here
-    """The imported module.
+    """Return the imported module.
 
     Raises: MissingPackageError saying what is installed, what is needed and the command that brings it, or why it cannot be imported.
     """

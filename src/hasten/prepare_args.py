@@ -36,15 +36,15 @@ class Bundle:
 
     @classmethod
     def sort(cls, objects: tuple[Any, ...], place: list[bool]) -> Bundle:
-        """The bundle of these objects. Raises: PrepareError naming an object that is none of the kinds."""
+        """Return the bundle of these objects. Raises: PrepareError naming an object that is none of the kinds."""
         return cls([Item(kind_of(value), value, ok) for value, ok in zip(objects, place, strict=True)])
 
     def of(self, kind: Kind) -> list[Item]:
-        """The items of one kind, in call order."""
+        """Return the items of one kind, in call order."""
         return [item for item in self.items if item.kind == kind]
 
     def in_call_order(self) -> tuple[Any, ...]:
-        """The prepared values in the order their originals were given."""
+        """Return the prepared values in the order their originals were given."""
         return tuple(item.value for item in self.items)
 
 

@@ -21,14 +21,14 @@ Path = tuple[str | int, ...]
 
 
 def is_container(value: object) -> bool:
-    """Whether `value` is walked into, rather than being a leaf."""
+    """Return whether `value` is walked into, rather than being a leaf."""
     return isinstance(value, (dict, list, tuple, Mapping)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, (type, Tensor))
     )
 
 
 def children(tree: Tree) -> list[tuple[str | int, Tree]]:
-    """The keyed parts of one container, in a fixed order."""
+    """Return the keyed parts of one container, in a fixed order."""
     if isinstance(tree, Mapping):
         return list(tree.items())
     if isinstance(tree, (list, tuple)):
@@ -38,7 +38,7 @@ def children(tree: Tree) -> list[tuple[str | int, Tree]]:
 
 
 def rebuild(tree: Tree, parts: Sequence[Tree]) -> Tree:
-    """A container like `tree` that holds `parts` instead of its own children, in the same order."""
+    """Return a container like `tree` that holds `parts` instead of its own children, in the same order."""
     if isinstance(tree, (Mapping, UserDict)):
         return _rebuild_mapping(tree, parts)
     if isinstance(tree, tuple):
@@ -87,7 +87,7 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
-    """The tree of `first` with `fn(a, b, ...)` applied to the tensors at the same place of every tree."""
+    """Return the tree of `first` with `fn(a, b, ...)` applied to the tensors at the same place of every tree."""
     if isinstance(first, Tensor):
         return fn(first, *others)
     if not is_container(first):
@@ -97,7 +97,7 @@ def zip_tensors(fn: Callable[..., Any], first: Tree, *others: Tree) -> Tree:
 
 
 def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf with the keys that lead to it."""
+    """Yield every leaf with the keys that lead to it."""
     if isinstance(tree, Tensor) or not is_container(tree):
         yield path, tree
         return
@@ -106,7 +106,7 @@ def paths(tree: Tree, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """Every leaf, in order."""
+    """Return every leaf, in order."""
     found: list[Any] = []
     _collect(tree, found)
     return found
@@ -124,7 +124,7 @@ def _collect(tree: Tree, found: list[Any]) -> None:
 
 
 def _parts(tree: Tree) -> Collection[Tree]:
-    """The children of one container, without their keys."""
+    """Return the children of one container, without their keys."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return tree  # type: ignore[no-any-return]  # a tuple or list, by its type
@@ -134,7 +134,7 @@ def _parts(tree: Tree) -> Collection[Tree]:
 
 
 def tensors(tree: Tree) -> list[Tensor]:
-    """Every tensor, in order."""
+    """Return every tensor, in order."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -147,7 +147,7 @@ def replace_tensors(tree: Tree, fresh: Sequence[Tensor]) -> Tree:
 def to_device(
     tree: Tree, device: torch.device | str, non_blocking: bool = False, skip_keys: Collection[str] = ()
 ) -> Tree:
-    """The tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` stay."""
+    """Return the tree with tensors, and other objects that have `.to`, on `device`; values under `skip_keys` stay."""
     if isinstance(tree, Tensor):
         return tree.to(device, non_blocking=non_blocking)
     kind = type(tree)
@@ -193,7 +193,7 @@ def _move_object(
 
 
 def batch_size(tree: Tree) -> int | None:
-    """The number of rows of the first tensor that has rows, or None when there is none."""
+    """Return the number of rows of the first tensor that has rows, or None when there is none."""
     for leaf in leaves(tree):
         if isinstance(leaf, Tensor) and leaf.ndim:
             return int(leaf.shape[0])
@@ -201,7 +201,7 @@ def batch_size(tree: Tree) -> int | None:
 
 
 def slice_rows(tree: Tree, rows: slice, size: int | None = None) -> Tree:
-    """The tree with `rows` taken of every tensor; with `size`, only of tensors that have `size` rows."""
+    """Return the tree with `rows` taken of every tensor; with `size`, only of tensors that have `size` rows."""
 
     def take(x: Tensor) -> Tensor:
         return x[rows] if x.ndim and (size is None or x.shape[0] == size) else x
@@ -226,13 +226,13 @@ def take_samples(tree: Tree, rows: slice, size: int) -> Tree:
 
 
 def concat(trees: Sequence[Tree], dim: int = 0) -> Tree:
-    """One tree whose tensors are the given trees' tensors joined along `dim`; 0-dim tensors become rows."""
+    """Return one tree whose tensors are the given trees' tensors joined along `dim`; 0-dim tensors become rows."""
     if len(trees) == 1:
         return trees[0]
     return zip_tensors(lambda *parts: torch.cat([p.reshape(1) if p.ndim == 0 else p for p in parts], dim), *trees)
 
 
 def to_fp32(tree: Tree) -> Tree:
-    """The tree with half-precision tensors as float32."""
+    """Return the tree with half-precision tensors as float32."""
     half = (torch.float16, torch.bfloat16)
     return map_tensors(lambda x: x.float() if x.dtype in half else x, tree)

@@ -139,7 +139,7 @@ def check_axes(axes: object) -> None:
 
 
 def check_cursor(loader: object, call: str) -> LoaderCursor:
-    """The cursor of a prepared loader; anything else is refused."""
+    """Return the cursor of a prepared loader; anything else is refused."""
     cursor = getattr(loader, "cursor", None)
     if not isinstance(cursor, LoaderCursor):
         refuse(

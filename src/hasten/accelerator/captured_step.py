@@ -124,7 +124,7 @@ class CapturedStep(Generic[P, R]):
         return result
 
     def _cannot(self, inputs: tuple[Any, Any], stepped: list[PreparedOptimizer]) -> str:
-        """Why the function that has just run cannot be captured; empty when it can."""
+        """Return why the function that has just run cannot be captured; empty when it can."""
         if any(not tensor.is_cuda for tensor in trees.tensors(inputs)):
             return "an input is not on the GPU"
         if not stepped:
@@ -226,6 +226,6 @@ class _Replayed:
 
 
 def _detached(value: R) -> R:
-    """The value, its tensors without what autograd holds: that would outlive the step in the caller's hands."""
+    """Return the value, its tensors without what autograd holds: that would outlive the step in the caller's hands."""
     result: R = trees.map_tensors(Tensor.detach, value)
     return result

@@ -289,7 +289,7 @@ class Accelerator:
         self.process.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the trigger; the call resets it. Ranks: every rank."""
+        """Return whether any process has set the trigger; the call resets it. Ranks: every rank."""
         return self.process.check_trigger()
 
     # -- preparing ------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Accelerator:
         return Retrying(self.ctx, self.strategy, self.clock, self.prepared, reports_in(self.config, "memory"))
 
     def init_module(self) -> AbstractContextManager[None]:
-        """A block in which models are built sharded where the strategy can (ZeRO 3), and as they are elsewhere.
+        """Return a block in which models are built sharded where the strategy can (ZeRO 3), and as they are elsewhere.
 
         Ranks: every rank builds the same models in the same order.
         """
@@ -371,7 +371,7 @@ class Accelerator:
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:  # Any: loaders of any element
-        """A loader that skips the first `num_batches` batches of the current epoch."""
+        """Return a loader that skips the first `num_batches` batches of the current epoch."""
         arguments.check_loader(dataloader, "skip_first_batches(dataloader)")
         arguments.check_whole(num_batches, "skip_first_batches(num_batches)")
         return skip_first_batches(dataloader, num_batches)
@@ -576,7 +576,7 @@ class Accelerator:
             self.strategy.clip_value(self._to_clip(parameters, clip_value, "clip_grad_value_"), clip_value)
 
     def _to_clip(self, parameters: Tensor | Iterable[Tensor], limit: float, call: str) -> list[Tensor]:
-        """The parameters, checked, with their gradients unscaled."""
+        """Return the parameters, checked, with their gradients unscaled."""
         arguments.check_limit(limit, f"{call}(…, limit)")
         arguments.check_iterable(parameters, f"{call}(parameters)", "it needs parameters. Give model.parameters()")
         chosen = clip.as_list(parameters)
@@ -733,7 +733,7 @@ class Accelerator:
         return self.tracking.trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, a foreign package's object
-        """The tracker of this name; with `unwrap`, the package's own run or writer."""
+        """Return the tracker of this name; with `unwrap`, the package's own run or writer."""
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
@@ -884,11 +884,11 @@ class Accelerator:
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The user's own module inside a prepared one."""
+        """Return the user's own module inside a prepared one."""
         return self.strategy.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module) -> Mapping[str, Any]:  # Any: tensors and extra state
-        """The full, unsharded state dict of a prepared model. Ranks: every rank."""
+        """Return the full, unsharded state dict of a prepared model. Ranks: every rank."""
         arguments.check_model(model, "get_state_dict(model)")
         return self.strategy.full_state_dict(model)
 

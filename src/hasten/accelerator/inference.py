@@ -69,7 +69,7 @@ def prepare_pipeline(
     cpu: bool | None = None,
     no_split_module_classes: Collection[str] = (),
 ) -> nn.Module:
-    """The model in evaluation mode with its blocks divided over all processes; calling it keeps no gradients.
+    """Return the model in evaluation mode with its blocks divided over all processes; calling it keeps no gradients.
 
     A batch passes through in `num_microbatches` parts (one per process), so that processes work at the same time. Stages
     begin at the blocks named in `split_points`, or hold equal work. The output is on every process, or with

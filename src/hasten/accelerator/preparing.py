@@ -69,7 +69,7 @@ class Performance:
             )
 
     def no_step_graph(self) -> str:
-        """Why capture_step() leaves steps as they are in this run; empty when it may capture them."""
+        """Return why capture_step() leaves steps as they are in this run; empty when it may capture them."""
         config = self._config
         if not self._active:
             return "performance is off; Accelerator(performance='auto') captures it"
@@ -113,11 +113,11 @@ class Prepared:
     loaders: list[Loader] = field(default_factory=list)
 
     def holds(self, value: object) -> bool:
-        """Whether `prepare()` of this Accelerator returned `value`."""
+        """Return whether `prepare()` of this Accelerator returned `value`."""
         return any(value is known for known in (*self.models, *self.optimizers, *self.schedulers, *self.loaders))
 
     def index_of(self, model: nn.Module) -> int:
-        """The number of a prepared model. Raises: PrepareError for any other."""
+        """Return the number of a prepared model. Raises: PrepareError for any other."""
         for index, known in enumerate(self.models):
             if known is model:
                 return index
@@ -166,7 +166,7 @@ class Preparer:
         self.performance = Performance(config, self._ctx, self._precision)
 
     def prepare(self, objects: Objects, placement: Sequence[bool] | None = None, train: bool = True) -> Objects:
-        """The objects prepared, in call order. Ranks: every rank, with the same kinds in the same order."""
+        """Return the objects prepared, in call order. Ranks: every rank, with the same kinds in the same order."""
         if placement is not None and len(placement) != len(objects):
             raise PrepareError(
                 f"device_placement has {len(placement)} entries for {len(objects)} objects; give one for each."

@@ -168,18 +168,18 @@ class Process:
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any process has set the trigger; the call resets it. Ranks: every rank."""
+        """Return whether any process has set the trigger; the call resets it. Ranks: every rank."""
         return self._trigger.check()
 
 
 def start_here(cpu: bool = False) -> ProcessContext:
-    """The context of this process, from the environment it was started in."""
+    """Return the context of this process, from the environment it was started in."""
     topology = Topology.from_env(env.snapshot())
     return bootstrap.start(topology, choose_device(topology.local_rank, cpu))
 
 
 def bounds(length: int, index: int, shares: int) -> tuple[int, int]:
-    """The start and end of contiguous share `index` of `length` elements; the first shares get one more."""
+    """Return the start and end of contiguous share `index` of `length` elements; the first shares get one more."""
     each, rest = divmod(length, shares)
     start = index * each + min(index, rest)
     return start, start + each + (index < rest)

@@ -30,7 +30,7 @@ class Rehearsal:
     """What Accelerators ask. As it stands here, every answer is that of ordinary training."""
 
     def settings(self, given: Mapping[str, Any]) -> Mapping[str, Any]:  # Any: arguments of an Accelerator
-        """The arguments an Accelerator is built with, in place of those it was given."""
+        """Return the arguments an Accelerator is built with, in place of those it was given."""
         return given
 
     def built(self, accelerator: Accelerator) -> None:
@@ -72,7 +72,7 @@ def _place() -> _Place:
 
 
 def current() -> Rehearsal:
-    """The rehearsal that is going on, or one that changes nothing."""
+    """Return the rehearsal that is going on, or one that changes nothing."""
     return _place().now
 
 

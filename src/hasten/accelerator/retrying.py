@@ -86,7 +86,7 @@ class Retrying:
         self._pictures = pictures
 
     def shown(self, report: MemoryReport) -> str:
-        """The report as text, and where its picture lies."""
+        """Return the report as text, and where its picture lies."""
         if self._pictures is None:
             return report.shown()
         try:
@@ -126,14 +126,14 @@ class Retrying:
         return [found]
 
     def _num_passes(self, size: int) -> int:
-        """The number of passes, the same on every rank: of the rank with the largest batch."""
+        """Return the number of passes, the same on every rank: of the rank with the largest batch."""
         if self.rows is None:
             return 1
         most = int(self._ctx.world.all_reduce(torch.tensor(size), "max")) if self._ctx.world.size > 1 else size
         return -(-most // self.rows)
 
     def _settled(self, done: _Passes, rows: int, step: _Step) -> bool:
-        """Whether every rank has finished; if not, the step is taken back on all, and the next size is set."""
+        """Return whether every rank has finished; if not, the step is taken back on all, and the next size is set."""
         world = self._ctx.world
         used = step.used() if world.size > 1 else []
         verdict = [done.status, rows, *used]
@@ -201,7 +201,7 @@ class _Step:
         self._buffers = [(b, b.detach().clone()) for model in self._models for b in model.buffers()]
 
     def undoable(self) -> _Undoable:
-        """A block that takes the step back when it is left with an error."""
+        """Return a block that takes the step back when it is left with an error."""
         return _Undoable(self)
 
     @torch.no_grad()
@@ -332,7 +332,7 @@ class _Undoable:
 
 
 def merged(values: Sequence[Any], weights: Sequence[Any]) -> Any:  # Any: what the user's function returns
-    """The results of micro-batches as one: rows joined, means averaged by weight, counts added."""
+    """Return the results of micro-batches as one: rows joined, means averaged by weight, counts added."""
     detached = [trees.map_tensors(Tensor.detach, value) for value in values]
     if len(detached) == 1:
         return detached[0]

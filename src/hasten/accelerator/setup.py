@@ -67,7 +67,7 @@ log = logging.getLogger(__name__)
 def open_run_log(
     project: ProjectConfiguration, ctx: ProcessContext, entries: Mapping[SettingPath, Entry], strategy: Strategy
 ) -> RunLog | None:
-    """The log of this rank, or None without a local project folder or with `run_log` off."""
+    """Return the log of this rank, or None without a local project folder or with `run_log` off."""
     folder = project.project_dir
     if folder is None or not project.run_log or "://" in folder:
         return None
@@ -159,7 +159,7 @@ class Parts:
 
 
 def build(given: Mapping[str, Any], context: ProcessContext | None = None) -> Parts:
-    """The parts for these constructor arguments. Ranks: every rank."""
+    """Return the parts for these constructor arguments. Ranks: every rank."""
     if context is not None and not isinstance(context, ProcessContext):
         raise ArgumentError(
             f"Accelerator(context={context!r}) got a {type(context).__name__}, which holds no process groups. Give a ProcessContext, or leave "
@@ -249,7 +249,7 @@ def _watchdog(config: Config, ctx: ProcessContext, clock: StepClock) -> Watchdog
 
 
 def reports_in(config: Config, kind: str) -> Path:
-    """The folder for reports of this kind: the run's, else one in the user's home of hasten."""
+    """Return the folder for reports of this kind: the run's, else one in the user's home of hasten."""
     folder = config.project.logging_dir or config.project.project_dir
     return Path(folder) if folder else env.home(env.snapshot()) / kind
 
@@ -269,7 +269,7 @@ def _sentinel(config: Config, ctx: ProcessContext, clock: StepClock) -> Callable
 
 
 def _numbers(config: Config, strategy: Strategy, precision: Precision) -> NumbersSettings | None:
-    """How numbers are watched; None when they are not. Raises: ConfigError for what cannot be honoured."""
+    """Return how numbers are watched; None when they are not. Raises: ConfigError for what cannot be honoured."""
     if config.numbers == "off":
         if config.numbers_spike is not None:
             raise ConfigError(

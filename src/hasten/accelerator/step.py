@@ -115,7 +115,7 @@ class _Unclear:
 def gather_for_metrics(
     data: Any, comm: Comm, cursor: LoaderCursor | None, objects: bool = False, dim: int | None = None
 ) -> Any:
-    """The rows of every rank's current batch, without the rows its loader padded.
+    """Return the rows of every rank's current batch, without the rows its loader padded.
 
     `cursor` is the loader being iterated, or None outside a loop over one. `dim` is the dimension of the samples, by default
     the first. Any: tensors in any nesting, or objects. Ranks: every rank that reads different samples.
@@ -187,7 +187,7 @@ def _check_layout(x: Tensor, cursor: LoaderCursor) -> None:
 
 
 def num_real(length: int, cursor: LoaderCursor) -> int:
-    """How many of a result's rows belong to real samples: one or more for each, or one for the whole batch.
+    """Return how many of a result's rows belong to real samples: one or more for each, or one for the whole batch.
 
     Raises: DataError when they cannot be told from padding.
     """

@@ -21,7 +21,7 @@ _DEVICE_SHARE = 0.9
 
 
 def get_max_memory(max_memory: Mapping[DeviceKey, float | str] | None = None) -> dict[DeviceKey, int]:
-    """Bytes per device, computing devices first, then "cpu" and "disk".
+    """Return bytes per device, computing devices first, then "cpu" and "disk".
 
     Without an argument, what is free now on every accelerator and on the host. Sizes may be written "10GB" or "2GiB".
     Raises: ConfigError for a device that is not there or a size that is none.
@@ -86,7 +86,7 @@ DType = torch.dtype | str | None
 
 
 def as_dtype(dtype: DType) -> torch.dtype | None:
-    """A dtype from itself or from its name ("bfloat16", "torch.float16")."""
+    """Return a dtype from itself or from its name ("bfloat16", "torch.float16")."""
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
@@ -101,7 +101,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, DType] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """The bytes of each module, parameter and buffer by name; the whole model is under the empty name.
+    """Return the bytes of each module, parameter and buffer by name; the whole model is under the empty name.
 
     Shared tensors count once in every module that holds them.
     """
@@ -128,7 +128,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, DeviceKey]:
-    """A device for every part of the model: accelerators are filled in order, then "cpu", then "disk".
+    """Return a device for every part of the model: accelerators are filled in order, then "cpu", then "disk".
 
     Modules of `no_split_module_classes` stay whole, tied weights stay together, and when parts are offloaded the first
     accelerator keeps room to stream them. `verbose` logs the reasons.
@@ -146,7 +146,7 @@ def infer_auto_device_map(
 
 
 def devices_in_order(limits: Mapping[DeviceKey, int]) -> list[Device]:
-    """The devices to fill, in order; those weights only rest on are marked, and the disk comes last in any case.
+    """Return the devices to fill, in order; those weights only rest on are marked, and the disk comes last in any case.
 
     Without an accelerator the CPU computes, and the disk alone is for what does not fit.
     """
@@ -195,7 +195,7 @@ def tree(
     dtype: DType = None,
     special_dtypes: Mapping[str, DType] | None = None,
 ) -> Iterator[Node]:
-    """The model as the solver sees it: sizes, shared tensors, and what may be split."""
+    """Yield the model as the solver sees it: sizes, shared tensors, and what may be split."""
     whole = frozenset([no_split] if isinstance(no_split, str) else no_split or ())
     special = special_dtypes or {}
 
@@ -238,7 +238,7 @@ def get_balanced_memory(
 
 
 def clean_device_map(device_map: dict[str, DeviceKey], module_name: str = "") -> dict[str, DeviceKey]:
-    """The map with modules named in place of their parts wherever all of these share a device."""
+    """Return the map with modules named in place of their parts wherever all of these share a device."""
     prefix = f"{module_name}." if module_name else ""
     inside = [name for name in device_map if name.startswith(prefix)]
     if len(inside) > 1 and len({device_map[name] for name in inside}) == 1:
@@ -276,7 +276,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, DeviceKey | torc
 
 
 def owner_in(device_map: Mapping[str, object], name: str) -> str | None:
-    """The longest entry of the map that `name` belongs to; None when there is none."""
+    """Return the longest entry of the map that `name` belongs to; None when there is none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return name if name in device_map else None
@@ -287,7 +287,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The groups of names that are one and the same parameter."""
+    """Return the groups of names that are one and the same parameter."""
     return [sorted(group) for group in tied_groups(model)]
 
 
@@ -304,7 +304,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 def tensor_of(model: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer called `name`."""
+    """Return the parameter or buffer called `name`."""
     owner, last = parent_of(model, name)
     found = owner._parameters.get(last)
     if found is None:

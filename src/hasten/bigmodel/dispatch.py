@@ -29,7 +29,7 @@ Place = int | str | torch.device
 
 
 def device_of(place: Place) -> torch.device:
-    """The torch device of a map's entry: an index is that accelerator."""
+    """Return the torch device of a map's entry: an index is that accelerator."""
     if isinstance(place, int):
         kind = torch.accelerator.current_accelerator()
         if kind is None:
@@ -39,7 +39,7 @@ def device_of(place: Place) -> torch.device:
 
 
 def main_device_of(device_map: Mapping[str, Place]) -> torch.device:
-    """Where offloaded parts compute: the first accelerator of the map, else the CPU."""
+    """Return where offloaded parts compute: the first accelerator of the map, else the CPU."""
     places = [place for place in device_map.values() if str(place) not in OFFLOAD]
     return device_of(places[0]) if places else torch.device("cpu")
 
@@ -58,7 +58,7 @@ def dispatch_model(
     *,
     resident: float | str = 0,
 ) -> nn.Module:
-    """The model with every part on the device the map gives it.
+    """Return the model with every part on the device the map gives it.
 
     Parts on "cpu" (beside an accelerator) and "disk" are streamed to `main_device` while the part before them computes;
     of these, up to `resident` bytes ("8GB") stay on it for good. Weights on the disk are read from `offload_index`, whose
@@ -109,7 +109,7 @@ class _Options:
 
 
 def _under(model: nn.Module, owners: Mapping[str, str], place: str, buffers: bool) -> list[str]:
-    """The names of parameters, and of buffers if those are offloaded too, that the map puts on a place."""
+    """Return the names of parameters, and of buffers if those are offloaded too, that the map puts on a place."""
     names = (found.name for found in tensors_in(model, "", buffers))
     return [name for name in names if owners[owner_in(owners, name) or ""] == place]
 
@@ -159,7 +159,7 @@ def _place(
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; parameters stay the objects they are."""
+    """Return the tensor on a device; parameters stay the objects they are."""
     if tensor.device == device or tensor.is_meta:
         return tensor
     if isinstance(tensor, nn.Parameter):
@@ -193,7 +193,7 @@ def _hook(
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The module itself, or the parts of a list of modules, which is never called."""
+    """Return the module itself, or the parts of a list of modules, which is never called."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return [part for child in module.children() for part in _called(child)]
     return [module]
@@ -247,7 +247,7 @@ def cpu_offload(
     resident: float | str = 0,
     pinned_bytes: int | None = None,
 ) -> nn.Module:
-    """The model with all weights in host memory, streamed to `execution_device` block by block.
+    """Return the model with all weights in host memory, streamed to `execution_device` block by block.
 
     Up to `resident` bytes ("8GB") of blocks stay on the device; `pinned_bytes` bounds the page-locked memory.
     """
@@ -272,7 +272,7 @@ def disk_offload(
     *,
     resident: float | str = 0,
 ) -> nn.Module:
-    """The model with all weights in files of `offload_dir`, read ahead and streamed to `execution_device`.
+    """Return the model with all weights in files of `offload_dir`, read ahead and streamed to `execution_device`.
 
     Weights that a safetensors file there holds already are read from it; others are written once.
     """
@@ -359,7 +359,7 @@ class UserCpuOffloadHook:
 def cpu_offload_with_hook(
     model: nn.Module, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """The model, on the host until it is called and on the device from then on, and the handle that sends it back.
+    """Return the model, on the host until it is called and on the device from then on, and the handle that sends it back.
 
     Chain the models of a pipeline by giving each the handle of the one before.
     """

@@ -62,7 +62,7 @@ class Estimate:
 
 
 def shape_of(target: str, inputs: Sequence[tuple[int, ...]] = (), trust_remote_code: bool = False) -> Shape:
-    """The sizes of a folder of weights, of what `module:function` builds, or of a model on the Hub.
+    """Return the sizes of a folder of weights, of what `module:function` builds, or of a model on the Hub.
 
     A folder of transformers with a config.json is built from that when `inputs` are to be traced or it has no weights.
     Raises: ConfigError when the target is none of these.
@@ -134,7 +134,7 @@ def _of_files(path: Path) -> Shape:
 def of_model(
     model: nn.Module, name: str, inputs: Sequence[tuple[int, ...]] = (), example: Sequence[Any] = ()
 ) -> Shape:  # Any: the model's own arguments
-    """The sizes of a model, with the activations of one sample if its shape or an example is given."""
+    """Return the sizes of a model, with the activations of one sample if its shape or an example is given."""
     blocks = {type(block).__name__ for block in repeated_blocks(model)}
     parts = atoms(tree(model, blocks))
     width = next((parameter.element_size() for parameter in model.parameters()), 4)
@@ -175,7 +175,7 @@ def estimate(
     device_bytes: int | None = None,
     strategy: str = "fsdp2",
 ) -> Estimate:
-    """Bytes of one of `sharded` processes, which share what the strategy divides among them.
+    """Return bytes of one of `sharded` processes, which share what the strategy divides among them.
 
     Mixed precision keeps the master weights, gradients and optimizer states in fp32, and activations in `dtype`.
     """
@@ -210,5 +210,5 @@ def estimate(
 
 
 def as_row(found: Estimate) -> Mapping[str, object]:
-    """The estimate by names, for a table or JSON."""
+    """Return the estimate by names, for a table or JSON."""
     return {name: getattr(found, name) for name in Estimate.__dataclass_fields__}

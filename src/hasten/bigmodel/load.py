@@ -151,13 +151,13 @@ class _Plan:
     """What the map puts on the CPU is about to be streamed from there to an accelerator."""
 
     def stays_in_file(self, found: Found, as_it_is: bool) -> bool:
-        """Whether a weight is left in its file, for good or until it is read into page-locked memory."""
+        """Return whether a weight is left in its file, for good or until it is read into page-locked memory."""
         place = str(self.places[owner_in(self.places, found.name) or ""])
         offloads = self.offload_buffers or isinstance(found.tensor, nn.Parameter)
         return offloads and (place == "disk" or (self.streams and place == "cpu" and as_it_is))
 
     def device(self, found: Found) -> torch.device:
-        """Where a weight goes."""
+        """Return where a weight goes."""
         if self.keep_device:
             return torch.device("cpu") if found.tensor.is_meta else found.tensor.device
         place = self.places[owner_in(self.places, found.name) or ""]
@@ -174,7 +174,7 @@ class _Plan:
 
 
 def _groups(model: nn.Module) -> list[list[Found]]:
-    """The tensors that a state dict would hold, each with all its names."""
+    """Return the tensors that a state dict would hold, each with all its names."""
     kept = set(model.state_dict(keep_vars=True))
     groups: dict[int, list[Found]] = {}
     for found in tensors_in(model, "", buffers=True):
@@ -190,7 +190,7 @@ def _compare(
     strict: bool,
     checkpoint: str | Path,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names without a weight and weights without a name, after making sure that shapes agree."""
+    """Return names without a weight and weights without a name, after making sure that shapes agree."""
     known = {found.name for group in groups for found in group}
     missing = tuple(group[0].name for group in groups if not any(found.name in pieces for found in group))
     unexpected = tuple(name for name in pieces if name not in known)
@@ -263,7 +263,7 @@ def load_checkpoint_and_dispatch(
     allow_pickle: bool = False,
     progress: Progress | bool | None = None,
 ) -> nn.Module:
-    """The model with the weights of a checkpoint, every part where the map says.
+    """Return the model with the weights of a checkpoint, every part where the map says.
 
     `device_map` is a map, or how to work one out: "auto" and "balanced" spread over all accelerators evenly,
     "balanced_low_0" spares the first, "sequential" fills one after the other. What fits on none of them is streamed from
@@ -305,7 +305,7 @@ def work_out(
     dtype: DType,
     offload_buffers: bool,
 ) -> Mapping[str, Place] | None:
-    """A map from what was asked for: a map itself, or the name of a way to work one out."""
+    """Return a map from what was asked for: a map itself, or the name of a way to work one out."""
     if not isinstance(device_map, str):
         if device_map is not None:
             check_device_map(model, device_map)

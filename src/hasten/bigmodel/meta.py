@@ -73,7 +73,7 @@ def _placed(device: torch.device, include_buffers: bool, built: dict[int, nn.Mod
 
 
 def _like(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """The parameter on another device, of the same class and with the same attributes."""
+    """Return the parameter on another device, of the same class and with the same attributes."""
     attributes = dict(param.__dict__)
     kind = type(param)
     if kind is nn.Parameter:
@@ -105,6 +105,6 @@ def refuse_meta(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def meta_names(model: nn.Module) -> list[str]:
-    """The names of parameters and buffers that are still on the meta device."""
+    """Return the names of parameters and buffers that are still on the meta device."""
     found = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, tensor in found if tensor.is_meta]

@@ -59,7 +59,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | Path) -> 
 
 
 def read_offload_index(folder: str | Path) -> dict[str, Any]:
-    """The entries of a folder's index; none when it has no index."""
+    """Return the entries of a folder's index; none when it has no index."""
     path = Path(folder) / INDEX_NAME
     if not path.is_file():
         return {}
@@ -81,7 +81,7 @@ def offload_state_dict(save_dir: str | Path, state_dict: Mapping[str, Tensor]) -
 
 
 def mapped_weight(path: Path, info: WeightInfo) -> Piece:
-    """A weight's file, mapped."""
+    """Return a weight's file, mapped."""
     dtype = getattr(torch, str(info.get("dtype")).removeprefix("torch."), None)
     try:
         shape, there = dims(info.get("shape")), size_of(path)
@@ -107,7 +107,7 @@ def mapped_weight(path: Path, info: WeightInfo) -> Piece:
 
 
 def load_offloaded_weight(weight_file: str | Path, weight_info: WeightInfo) -> Tensor:
-    """A weight as it lies in its file, mapped."""
+    """Return a weight as it lies in its file, mapped."""
     return mapped_weight(Path(weight_file), weight_info).data
 
 
@@ -130,7 +130,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self._files: dict[str, Mapping[str, Piece]] = {}
 
     def piece(self, key: str) -> Piece:
-        """Where an offloaded weight lies in its file."""
+        """Return where an offloaded weight lies in its file."""
         info = self.index[key]
         if (name := info.get("safetensors_file")) is not None:
             if name not in self._files:
@@ -170,7 +170,7 @@ class DiskWeights:
         self._pieces.update(other._pieces)
 
     def piece(self, name: str) -> Piece | None:
-        """Where a tensor lies in a file; None when it is in memory."""
+        """Return where a tensor lies in a file; None when it is in memory."""
         return self._pieces.get(name)
 
     @classmethod
@@ -215,7 +215,7 @@ def _known(folder: str | Path | None, index: Mapping[str, Mapping[str, Any]] | N
 
 
 def _is_it(piece: Piece, tensor: Tensor) -> bool:
-    """Whether a piece is what the tensor is to be: tensors that hold numbers of their own are compared with it."""
+    """Return whether a piece is what the tensor is to be: tensors that hold numbers of their own are compared with it."""
     same = piece.data.dtype == tensor.dtype and piece.data.shape == tensor.shape
     return same and (tensor.is_meta or torch.equal(piece.data, tensor.detach().cpu()))
 

@@ -92,7 +92,7 @@ class HostPool:
             log.warning("%s Further offloaded weights use ordinary memory, which devices read more slowly.", why)
 
     def adopt(self, tensor: Tensor) -> tuple[Tensor, int] | None:
-        """The slab a tensor lies in and where, if that memory is page-locked already; None when it must move."""
+        """Return the slab a tensor lies in and where, if that memory is page-locked already; None when it must move."""
         if not self._pin or tensor.device.type != "cpu" or not tensor.is_pinned():
             return None
         storage = tensor.untyped_storage()
@@ -103,7 +103,7 @@ class HostPool:
         return (slab, start) if start % ALIGN_BYTES == 0 else None
 
     def cut(self, num_bytes: int) -> tuple[Tensor, int, Tensor]:
-        """Bytes for one tensor: the slab they lie in, where they begin, and the bytes themselves."""
+        """Return bytes for one tensor: the slab they lie in, where they begin, and the bytes themselves."""
         if self._slab is None or self._used + num_bytes > self._slab.numel():
             fits = next((i for i, slab in enumerate(self._ready) if slab.numel() >= num_bytes), None)
             size = max(_power_of_two(num_bytes), min(self._size, SLAB_BYTES))
@@ -199,7 +199,7 @@ class Pack:
             run_copies(copies, threads)
 
     def views_at(self, buffer: Tensor, start: int) -> list[Tensor]:
-        """The tensors as they lie in `buffer` from byte `start` on, as parameters where they are some."""
+        """Return the tensors as they lie in `buffer` from byte `start` on, as parameters where they are some."""
         found = self.views.get(start)
         if found is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -211,7 +211,7 @@ class Pack:
 
 
 def plain(tensor: Tensor) -> bool:
-    """Whether a tensor is ordinary memory without holes, so that its bytes are all there is to it."""
+    """Return whether a tensor is ordinary memory without holes, so that its bytes are all there is to it."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.layout is not torch.strided:
         return False
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
@@ -248,7 +248,7 @@ def _move(entry: Entry, pool: HostPool) -> None:
 
 
 def _load(entry: Entry, pool: HostPool) -> Copy:
-    """The copy that brings a tensor from its file into the pool, where the model looks for it from now on."""
+    """Return the copy that brings a tensor from its file into the pool, where the model looks for it from now on."""
     piece = entry.piece
     assert piece is not None, "the tensor lies in a file"
     slab, start, flat = pool.cut(entry.num_bytes)
@@ -261,7 +261,7 @@ def _load(entry: Entry, pool: HostPool) -> Copy:
 
 
 def _storage_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor without holes, in the order in which they lie in memory."""
+    """Return the bytes of a tensor without holes, in the order in which they lie in memory."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8)
 
 

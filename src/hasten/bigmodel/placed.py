@@ -63,7 +63,7 @@ _MOVES: Final = ("to", "cuda")
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """The tree with its tensors on `device`; the tree itself when they are there already."""
+    """Return the tree with its tensors on `device`; the tree itself when they are there already."""
     if all(tensor.device == device for tensor in tensors(tree)):
         return tree
     beside = device.type != "cpu"  # a copy to the host that nobody waits for would be read before it is there
@@ -81,7 +81,7 @@ class PlacedForward(forwarding.Forward):
         self.return_to_input = return_to_input
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, on the device."""
+        """Return the arguments, on the device."""
         skip = self.skip_keys
         return moved(args, self.device), {k: v if k in skip else moved(v, self.device) for k, v in kwargs.items()}
 
@@ -128,7 +128,7 @@ class StreamedForward(PlacedForward):
             self._release(self.index)
 
     def _own(self, output: Any) -> Any:
-        """The output, with copies of what is a view of weights that are about to leave the device."""
+        """Return the output, with copies of what is a view of weights that are about to leave the device."""
         if not any(self.streamer.holds(tensor) for tensor in tensors(output)):
             return output
         return map_tensors(lambda tensor: _copied(tensor) if self.streamer.holds(tensor) else tensor, output)
@@ -139,7 +139,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def streamers_of(model: nn.Module) -> list[Streamer]:
-    """Every streamer at work in a model or one of its parts."""
+    """Return every streamer at work in a model or one of its parts."""
     found: dict[int, Streamer] = {}
     for module in model.modules():
         forward = forwarding.find(module, StreamedForward.tag)
@@ -165,7 +165,7 @@ def detach(model: nn.Module) -> bool:
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether parts of the model are on several devices or streamed."""
+    """Return whether parts of the model are on several devices or streamed."""
     return bool(streamers_of(model)) or forwarding.find(model, PlacedForward.tag) is not None
 
 

@@ -30,17 +30,17 @@ class BnbSettings:
 
 
 def bnb() -> Any:  # Any: bitsandbytes' own classes
-    """The layers of bitsandbytes. Raises: MissingPackageError without it."""
+    """Return the layers of bitsandbytes. Raises: MissingPackageError without it."""
     return need("bitsandbytes.nn", ">=0.45", why="weights in nf4, fp4 or llm_int8")
 
 
 def is_quantized(tensor: Tensor) -> bool:
-    """Whether bitsandbytes keeps the tensor; its scales lie beside it and do not come along when it is copied."""
+    """Return whether bitsandbytes keeps the tensor; its scales lie beside it and do not come along when it is copied."""
     return type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def replace_linears(model: nn.Module, names: Collection[str], settings: BnbSettings) -> nn.Module:
-    """The model with these linear layers exchanged for ones of bitsandbytes, in place, one after another."""
+    """Return the model with these linear layers exchanged for ones of bitsandbytes, in place, one after another."""
     library = bnb()
     for name in names:
         owner, _, last = name.rpartition(".")
@@ -84,7 +84,7 @@ def quantize_weights(
     group_size: int | None = None,
     skip_modules: Collection[str] = ("lm_head",),
 ) -> nn.Module:
-    """The model with the weights of its linear layers in `kind`, in place; activations keep their dtype.
+    """Return the model with the weights of its linear layers in `kind`, in place; activations keep their dtype.
 
     "int8" and "int4" are torchao's, "nf4", "fp4" and "llm_int8" bitsandbytes'. Layers whose name contains one of
     `skip_modules` stay as they are. int4 keeps one scale per `group_size` inputs (128).
@@ -104,7 +104,7 @@ def quantize_weights(
 
 
 def chosen_linears(model: nn.Module, skip: Collection[str]) -> list[str]:
-    """The linear layers to quantize. Raises: PrepareError when one has no weights yet."""
+    """Return the linear layers to quantize. Raises: PrepareError when one has no weights yet."""
     parts = ((name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear))
     found = {name: part for name, part in parts if name and not any(one in name for one in skip)}
     empty = [name for name, part in found.items() if part.weight.is_meta]

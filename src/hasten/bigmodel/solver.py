@@ -48,7 +48,7 @@ class Placement:
 
 
 def atoms(nodes: Iterable[Node]) -> list[Atom]:
-    """The smallest parts in the model's order; parts with common tensors form one, at the place of the first."""
+    """Return the smallest parts in the model's order; parts with common tensors form one, at the place of the first."""
     groups: list[tuple[list[str], dict[int, int]]] = []
     for leaf in _leaves(nodes):
         known = dict(leaf.tensors)
@@ -99,13 +99,13 @@ def place(parts: Sequence[Atom], devices: Sequence[Device], fallback: bool = Fal
 
 
 def _largest_spilled(parts: Sequence[Atom], devices: Sequence[Device], filled: dict[int, int | None]) -> int:
-    """The bytes of the largest part on an offload device."""
+    """Return the bytes of the largest part on an offload device."""
     sizes = (parts[index].num_bytes for index, at in filled.items() if at is not None and devices[at].offload)
     return max(sizes, default=0)
 
 
 def _fill(parts: Sequence[Atom], devices: Sequence[Device], reserve: int, fallback: bool) -> dict[int, int | None]:
-    """The device index of every part; None where nothing is left that holds it."""
+    """Return the device index of every part; None where nothing is left that holds it."""
     placed: dict[int, int | None] = {}
     waiting = list(range(len(parts)))
     first = next((number for number, device in enumerate(devices) if not device.offload), None)
@@ -196,7 +196,7 @@ def _capped(limits: Sequence[int], cap: int, low_first: bool) -> list[int]:
 
 
 def _least_first(parts: Sequence[Atom], found: Sequence[int], limit: int) -> int:
-    """The smallest limit of the first device at which everything fits."""
+    """Return the smallest limit of the first device at which everything fits."""
     if _fits(parts, [0, *found[1:]]):
         return 0
     low, high = 0, limit
@@ -215,7 +215,7 @@ def _fits(parts: Sequence[Atom], limits: Sequence[int]) -> bool:
 
 
 def readable(num_bytes: int) -> str:
-    """A number of bytes for people: "1.5 GB"."""
+    """Return a number of bytes for people: "1.5 GB"."""
     size = float(num_bytes)
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000:

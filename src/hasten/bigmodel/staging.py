@@ -78,7 +78,7 @@ class Lanes:
         return memory
 
     def mark(self) -> Mark:
-        """A mark that can be set in one lane and waited for in the other."""
+        """Return a mark that can be set in one lane and waited for in the other."""
         return torch.Event(self.device)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]], ready: Mark) -> None:
@@ -120,7 +120,7 @@ class Span:
     stop: int
 
     def meets(self, other: Span) -> bool:
-        """Whether the two have bytes in common."""
+        """Return whether the two have bytes in common."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -133,7 +133,7 @@ class Ring:
         self._next = 0
 
     def take(self, key: Hashable, size: int, keep: Collection[Hashable]) -> tuple[Span, list[Hashable]] | None:
-        """A span for `key`, and the keys that lose theirs to it; None when those to keep leave no room."""
+        """Return a span for `key`, and the keys that lose theirs to it; None when those to keep leave no room."""
         fixed = [span for other, span in self.held.items() if other in keep]
         for start in (self._next, 0, *sorted(span.stop for span in fixed)):
             span = Span(start, start + size)
@@ -168,7 +168,7 @@ class Order:
         self._before, self._now = self._now, index
 
     def ahead(self) -> Iterator[int]:
-        """The blocks expected next, nearest first; as many as there are blocks."""
+        """Yield the blocks expected next, nearest first; as many as there are blocks."""
         before, now = self._before, self._now
         for _ in range(self._count):
             following = self._after_two.get((before, now), self._after.get(now))

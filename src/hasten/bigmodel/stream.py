@@ -211,7 +211,7 @@ class Streamer:
                 self._fetch(pack, state)
 
     def _is_current(self, pack: Pack, state: _State) -> bool:
-        """Whether what is on the device, or on its way there, is what the pack holds now."""
+        """Return whether what is on the device, or on its way there, is what the pack holds now."""
         return bool(state.stamp) and state.stamp == (0, *pack.stamp())
 
     def _fixed(self, sooner: Sequence[Pack]) -> set[Pack]:
@@ -294,7 +294,7 @@ class Streamer:
 
     # ---------------------------------------------------------------------------------------------------- autograd
     def locate(self, tensor: Tensor) -> tuple[Pack, int] | None:
-        """The pack in use that a tensor looks into, and at which byte; None when there is none."""
+        """Return the pack in use that a tensor looks into, and at which byte; None when there is none."""
         address = tensor.data_ptr()
         for pack, state in self._states.items():
             base = None
@@ -322,7 +322,7 @@ class Streamer:
                 yield self._arena[state.span.start : state.span.stop]
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor looks at memory that other weights will be copied to."""
+        """Return whether a tensor looks at memory that other weights will be copied to."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
             return False
         return tensor.device.type == self.device.type and tensor.untyped_storage().data_ptr() in self._storages

@@ -33,7 +33,7 @@ def set_module_tensor_to_device(
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the module's own weights come to the device for its forward only."""
+    """Return whether the module's own weights come to the device for its forward only."""
     hook = hook_of(module)
     hooks = hook.hooks if isinstance(hook, SequentialHook) else [hook]
     if any(isinstance(one, AlignDevicesHook) and one.offload for one in hooks):

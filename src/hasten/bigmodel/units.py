@@ -53,7 +53,7 @@ def relist(recurrent: Sequence[nn.RNNBase]) -> None:
 
 
 def window(units: Sequence[Unit], streamed: Sequence[Pack], count: int) -> int:
-    """Bytes that hold any `count` units in a row."""
+    """Return bytes that hold any `count` units in a row."""
     wanted = set(streamed)
     rows = [[pack for pack in unit.packs if pack in wanted] for unit in units]
     rows = [row for row in rows if row]

@@ -57,7 +57,7 @@ class Staging:
                 self._pieces(tensor)
 
     def end(self, blobs: Mapping[str, Blob]) -> dict[str, Blob]:
-        """The files with host copies in place of every tensor; the originals may change afterwards."""
+        """Return the files with host copies in place of every tensor; the originals may change afterwards."""
         if self._errands is None:
             self.begin([segment for blob in blobs.values() for segment in blob.segments if isinstance(segment, Tensor)])
         assert self._errands is not None, "copies were begun"
@@ -79,7 +79,7 @@ class Staging:
             errands.wait()
 
     def _pieces(self, tensor: Tensor) -> list[Tensor]:
-        """The host copy of a tensor, on its way; one for each memory, however often it is asked for."""
+        """Return the host copy of a tensor, on its way; one for each memory, however often it is asked for."""
         assert self._errands is not None, "copies were begun"
         memory = (tensor.device, tensor.data_ptr(), tensor.numel() * tensor.element_size())
         if (known := self._copied.get(memory)) is not None:
@@ -192,7 +192,7 @@ class Errands:
 
 
 def chunks(flat: Tensor) -> list[Tensor]:
-    """A flat tensor in pieces of one chunk, without copies."""
+    """Return a flat tensor in pieces of one chunk, without copies."""
     return [flat[start : start + CHUNK_BYTES] for start in range(0, flat.numel(), CHUNK_BYTES)]
 
 

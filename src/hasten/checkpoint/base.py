@@ -66,19 +66,19 @@ class StateTree:
     components: Mapping[str, Component] = field(default_factory=dict)
 
     def __or__(self, other: StateTree) -> StateTree:
-        """Both trees in one; a name must not appear twice."""
+        """Return both trees in one; a name must not appear twice."""
         both = set(self.components) & set(other.components)
         assert not both, f"components named twice: {sorted(both)}"
         return StateTree({**self.components, **other.components})
 
 
 def local_data(value: Tensor | Slice) -> Tensor:
-    """The tensor this rank holds."""
+    """Return the tensor this rank holds."""
     return value.data if isinstance(value, Slice) else value
 
 
 def num_bytes(value: Tensor | Slice) -> int:
-    """Bytes this rank holds of a tensor."""
+    """Return bytes this rank holds of a tensor."""
     tensor = local_data(value)
     return tensor.numel() * tensor.element_size()
 
@@ -146,27 +146,27 @@ class CheckpointStore(Protocol):
         ...
 
     def begin(self, name: str) -> Draft:
-        """A new draft, after clearing away what earlier crashes of this name left. Ranks: main only."""
+        """Return a new draft, after clearing away what earlier crashes of this name left. Ranks: main only."""
         ...
 
     def join(self, name: str, token: str) -> Draft | None:
-        """The draft main began; None when this process does not see it (another disk)."""
+        """Return the draft main began; None when this process does not see it (another disk)."""
         ...
 
     def names(self) -> list[str]:
-        """Names of everything that looks like a checkpoint, complete or not."""
+        """Return names of everything that looks like a checkpoint, complete or not."""
         ...
 
     def manifest(self, name: str) -> Manifest:
-        """The verified manifest. Raises: a CheckpointError that says what is wrong."""
+        """Return the verified manifest. Raises: a CheckpointError that says what is wrong."""
         ...
 
     def complete(self, name: str) -> bool:
-        """Whether the manifest is readable and every file has its size (checksums are not read)."""
+        """Return whether the manifest is readable and every file has its size (checksums are not read)."""
         ...
 
     def fetch(self, name: str, files: Sequence[FileRecord]) -> AbstractContextManager[Path]:
-        """A local folder with these files, for the time of the block."""
+        """Return a local folder with these files, for the time of the block."""
         ...
 
     def delete(self, name: str) -> None:

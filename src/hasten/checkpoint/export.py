@@ -34,7 +34,7 @@ _UNITS = (
 
 
 def parse_size(size: float | str) -> int:
-    """A number of bytes from "10GB" (decimal), "10GiB" (binary) or a number, which may have a fraction.
+    """Return a number of bytes from "10GB" (decimal), "10GiB" (binary) or a number, which may have a fraction.
 
     Raises: ConfigError for anything else, and for a negative size.
     """
@@ -135,7 +135,7 @@ def _writing(folder: Path, token: str, what: str, blobs: Mapping[str, Blob]) -> 
 
 
 def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tensor]:
-    """All weights of an exported folder or of a checkpoint's model, mapped, under all their names.
+    """Return all weights of an exported folder or of a checkpoint's model, mapped, under all their names.
 
     Raises: CheckpointError, by kind.
     """
@@ -159,7 +159,7 @@ def read_model(folder: str | Path, allow_pickle: bool = False) -> dict[str, Tens
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The files that hold a model's weights: of a folder, an index of shards, or the one file itself.
+    """Return the files that hold a model's weights: of a folder, an index of shards, or the one file itself.
 
     Raises: IncompleteCheckpointError when there are none, CorruptCheckpointError for an index that is none.
     """
@@ -290,5 +290,5 @@ def push_to_hub(folder: str | Path, repo_id: str, **options: Any) -> Any:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of a run rather than an exported model."""
+    """Return whether a folder is a checkpoint of a run rather than an exported model."""
     return (folder / MANIFEST_NAME).is_file()

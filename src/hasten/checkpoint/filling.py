@@ -43,7 +43,7 @@ class _Stretch:
     targets: list[tuple[int, Tensor, int, int]] = field(default_factory=list)
 
     def takes(self, file: MappedFile, start: int) -> bool:
-        """Whether a tensor that begins there can be read along."""
+        """Return whether a tensor that begins there can be read along."""
         near = file is self.file and 0 <= start - self.stop < _GAP_BYTES
         return near and self.stop - self.start < CHUNK_BYTES and len(self.targets) < _MOST_TENSORS
 
@@ -110,7 +110,7 @@ def _portions(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
 
 
 def _guarded(job: Callable[[], int]) -> CheckpointError | int:
-    """The bytes that were copied, or what went wrong."""
+    """Return the bytes that were copied, or what went wrong."""
     try:
         with torch.no_grad():
             return job()
@@ -171,7 +171,7 @@ def _fill(stretch: _Stretch, buffer: HostBuffer) -> int:
 
 
 def _places(stretch: _Stretch, buffer: HostBuffer) -> list[memoryview]:
-    """The memory the stretch goes to, piece by piece; what lies between tensors goes to the buffer."""
+    """Return the memory the stretch goes to, piece by piece; what lies between tensors goes to the buffer."""
     views, reached = [], stretch.start
     for at, target, low, high in stretch.targets:
         if at > reached:

@@ -47,7 +47,7 @@ def list_checkpoints(place: str) -> list[Row]:
 
 
 def everything(place: str) -> list[tuple[CheckpointStore, str]]:
-    """Every checkpoint in a folder or URL and in `checkpoints` inside it, with its store, oldest first."""
+    """Return every checkpoint in a folder or URL and in `checkpoints` inside it, with its store, oldest first."""
     found: list[tuple[CheckpointStore, str]] = []
     for store in (open_store(place), open_store(f"{place.rstrip('/')}/checkpoints")):
         names = sorted(store.names(), key=lambda name: (number_of(name) or -1, name))
@@ -67,7 +67,7 @@ def row(store: CheckpointStore, name: str) -> Row:
 
 
 def find(place: str) -> tuple[CheckpointStore, str]:
-    """The checkpoint at a place: itself, or the newest complete one of a folder of checkpoints."""
+    """Return the checkpoint at a place: itself, or the newest complete one of a folder of checkpoints."""
     store, name = locate(place)
     if name in store.names():
         return store, name
@@ -103,7 +103,7 @@ def verify(store: CheckpointStore, name: str, progress: Progress | None = None) 
 
 
 def describe(store: CheckpointStore, name: str) -> dict[str, Any]:  # Any: JSON to print
-    """All there is to know about a checkpoint without reading its tensors."""
+    """Return all there is to know about a checkpoint without reading its tensors."""
     manifest = store.manifest(name)
     with open_checkpoint(store, name, LocalComm(), verify=False) as checkpoint:
         components = {key: _describe(checkpoint, manifest, key) for key in manifest.components}
@@ -166,7 +166,7 @@ def _largest(x: Tensor, y: Tensor) -> float:
 
 
 def tensors_of(place: str, component: str = "model") -> dict[str, Tensor]:
-    """The whole tensors of a component of a checkpoint, or of an exported model, on the CPU."""
+    """Return the whole tensors of a component of a checkpoint, or of an exported model, on the CPU."""
     if not is_url(place) and not is_checkpoint(Path(place)) and component == "model":
         try:
             return read_model(place)

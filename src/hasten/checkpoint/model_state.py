@@ -26,7 +26,7 @@ from hasten.runtime.mesh_plan import Axis
 def model_component(
     model: nn.Module, fmt: Format = "safetensors", weights: Mapping[str, Any] | None = None
 ) -> Component:
-    """The model's state; `weights` in its place when a save hook has edited it."""
+    """Return the model's state; `weights` in its place when a save hook has edited it."""
     state = dict(model.state_dict(keep_vars=True)) if weights is None else dict(weights)
     tensors = {plain_name(key): as_stored(value) for key, value in state.items() if isinstance(value, Tensor)}
     extra = {plain_name(key): value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -65,7 +65,7 @@ class ModelPlan:
 
 
 def model_names(models: Sequence[nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
-    """Each model with the name of its component and the prefix of its parameters in optimizer state."""
+    """Yield each model with the name of its component and the prefix of its parameters in optimizer state."""
     for index, model in enumerate(models):
         yield (f"model_{index}", f"model_{index}.", model) if index else ("model", "", model)
 
@@ -111,7 +111,7 @@ def extra_state(found: Found) -> dict[str, Json]:
 
 
 def tensor_keys(data: Json) -> set[str]:
-    """The keys of all tensors that packed data refers to."""
+    """Return the keys of all tensors that packed data refers to."""
     if isinstance(data, list):
         return {key for item in data for key in tensor_keys(item)}
     if not isinstance(data, dict):
@@ -158,7 +158,7 @@ def empty_like_parameter(parameter: Tensor, shape: tuple[int, ...], dtype: torch
 
 
 def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -> StateTree:
-    """The tree with what is one rank's part of a model marked as a part of the whole. Ranks: every rank."""
+    """Return the tree with what is one rank's part of a model marked as a part of the whole. Ranks: every rank."""
     parts = [part for part in map(stage_part, models) if part is not None]
     axes = {axis for part in parts for axis in part.axes} | {Axis.PP}
     if not parts and ctx.mesh.size(Axis.PP) == 1:
@@ -168,7 +168,7 @@ def divided(tree: StateTree, models: Sequence[nn.Module], ctx: ProcessContext) -
 
 
 def _over_stages(tree: StateTree, models: Sequence[nn.Module], stages: Comm, writes: bool) -> StateTree:
-    """The tree with this rank's part of models and optimizers marked as a part of the whole.
+    """Return the tree with this rank's part of models and optimizers marked as a part of the whole.
 
     `stages` are the ranks that hold the other stages; `writes` is false where another rank holds the same stage.
     Ranks: every rank.
@@ -203,7 +203,7 @@ def _of_a_copy(key: str, copies: Sequence[str]) -> bool:
 
 
 def _as_part(component: Component, own: set[str], writes: bool) -> Component:
-    """The component with whole tensors as slices, so that each rank's file holds what it owns."""
+    """Return the component with whole tensors as slices, so that each rank's file holds what it owns."""
     tensors: dict[str, Tensor | Slice] = {}
     for key, value in component.tensors.items():
         if isinstance(value, Slice):
@@ -215,7 +215,7 @@ def _as_part(component: Component, own: set[str], writes: bool) -> Component:
 
 
 def _joined(everyone: Sequence[Json]) -> Json:
-    """The optimizers of all stages as one: the state of every parameter, groups with all their members."""
+    """Return the optimizers of all stages as one: the state of every parameter, groups with all their members."""
     first: Any = everyone[0]
     state: dict[str, Any] = {}
     groups = [dict(group) for group in first["param_groups"]]
@@ -228,7 +228,7 @@ def _joined(everyone: Sequence[Json]) -> Json:
 
 
 def names_elsewhere(models: Sequence[nn.Module], here: Mapping[int, str]) -> frozenset[str]:
-    """The parameters that only other pipeline stages hold, by the names that checkpoints use."""
+    """Return the parameters that only other pipeline stages hold, by the names that checkpoints use."""
     found: set[str] = set()
     for _, prefix, model in model_names(models):
         part = stage_part(model)

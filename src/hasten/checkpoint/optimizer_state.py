@@ -38,7 +38,7 @@ def _group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> 
 
 
 def optimizer_component(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Component:
-    """The optimizer's state with names in the place of indices: what `torch.load("optimizer.bin")` shows."""
+    """Return the optimizer's state with names in the place of indices: what `torch.load("optimizer.bin")` shows."""
     groups = _group_names(optimizer, names)
     flat = [name for group in groups for name in group]
     state = optimizer.state_dict()
@@ -141,7 +141,7 @@ def plan_optimizer(
 
 
 def _here(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
-    """A state dict without the parameters that other pipeline stages hold."""
+    """Return a state dict without the parameters that other pipeline stages hold."""
     if not elsewhere or not isinstance(saved["param_groups"], list):
         return saved
     groups = [
@@ -155,7 +155,7 @@ def _here(saved: dict[str, Any], elsewhere: frozenset[str]) -> dict[str, Any]:  
 
 
 def by_name(saved: dict[str, Any], flat: Sequence[str]) -> dict[str, Any]:  # Any: an optimizer's state dict
-    """A state dict that counts parameters, as torch's own does, with their names instead."""
+    """Return a state dict that counts parameters, as torch's own does, with their names instead."""
     groups = saved["param_groups"]
     if not isinstance(groups, list) or not any(isinstance(g, dict) and _counts(g.get("params")) for g in groups):
         return saved

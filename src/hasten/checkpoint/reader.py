@@ -33,11 +33,11 @@ class Found:
     data: Json = None
 
     def of(self, key: str) -> list[Piece] | None:
-        """The pieces of a tensor under this or another of its names."""
+        """Return the pieces of a tensor under this or another of its names."""
         return self.pieces.get(key) or self.pieces.get(self.aliases.get(key, ""))
 
     def keys(self) -> set[str]:
-        """All names, other names of the same tensor included."""
+        """Return all names, other names of the same tensor included."""
         return set(self.pieces) | set(self.aliases)
 
 
@@ -61,7 +61,7 @@ class Checkpoint:
         self._names = frozenset(file.name for file in manifest.files)
 
     def component(self, name: str, rank: int | None = None) -> Found:
-        """A component; of a per-rank one, the part of `rank`.
+        """Return a component; of a per-rank one, the part of `rank`.
 
         Raises: IncompleteCheckpointError when the checkpoint has no such part.
         """
@@ -184,7 +184,7 @@ def open_checkpoint(
 
 
 def _folder(store: CheckpointStore, name: str, manifest: Manifest, together: Agreement, stack: ExitStack) -> Path:
-    """The folder to read from: one's own, else that of the machine's first rank, else a download after all.
+    """Return the folder to read from: one's own, else that of the machine's first rank, else a download after all.
 
     Mapped files stay readable when the rank that downloaded them has cleared up. Ranks: every rank.
     """
@@ -226,7 +226,7 @@ def check_sound(folder: Path, files: Sequence[FileRecord], chunk_bytes: int) -> 
 
 
 def share_out(files: Sequence[FileRecord], rank: int, size: int) -> list[FileRecord]:
-    """This rank's share of the files, so that every rank has about as many bytes."""
+    """Return this rank's share of the files, so that every rank has about as many bytes."""
     loads, mine = [0] * size, []
     for file in sorted(files, key=lambda file: (-file.size, file.name)):
         lightest = loads.index(min(loads))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def dtensor_slice(tensor: DTensor) -> Slice:
-    """The piece of a distributed tensor that this rank holds, and whether this rank is the one to write it.
+    """Return the piece of a distributed tensor that this rank holds, and whether this rank is the one to write it.
 
     Raises: CheckpointError for tensors whose parts still have to be summed.
     """
@@ -50,7 +50,7 @@ def dtensor_slice(tensor: DTensor) -> Slice:
 
 
 def _first_on_other_axes(mesh: DeviceMesh) -> bool:
-    """Whether this rank is the first of those that hold the same tensor on a mesh of their own.
+    """Return whether this rank is the first of those that hold the same tensor on a mesh of their own.
 
     Where layers are split over `tp`, the parameters beside them are spread over the data-parallel axes of each `tp` rank
     alike. Stages (`pp`) hold different parameters.
@@ -82,7 +82,7 @@ def owned_by_axes(tree: StateTree, is_first: Callable[[tuple[str, ...]], bool]) 
 
 
 def as_stored(tensor: Tensor) -> Tensor | Slice:
-    """A tensor as checkpoints see it: distributed tensors become slices, others stay."""
+    """Return a tensor as checkpoints see it: distributed tensors become slices, others stay."""
     if (own := getattr(tensor, "stored_slice", None)) is not None:  # an engine keeps the weights elsewhere
         found: Slice = own(tensor)
         return found
@@ -98,7 +98,7 @@ class Copy:
     file: MappedFile | None = None
 
     def place(self) -> int | None:
-        """Where in the file the bytes lie, if they can be read from there as they are."""
+        """Return where in the file the bytes lie, if they can be read from there as they are."""
         target, source = self.target, self.source
         plain = type(target) is Tensor and is_plain(target) and source.is_contiguous() and target.dtype == source.dtype
         return self.file.place(source) if self.file is not None and plain else None
@@ -119,7 +119,7 @@ def overlap(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], e
 
 
 def plan_copies(name: str, target: Tensor | Slice, pieces: Sequence[Piece]) -> list[Copy]:
-    """The copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
+    """Return the copies that fill a live tensor (or a rank's slice of one) from the pieces in a checkpoint.
 
     Raises: CheckpointError when the shape differs; CorruptCheckpointError when a part is in no file.
     """
@@ -165,7 +165,7 @@ def _cut(tensor: Tensor, region: Region, offset: Sequence[int]) -> Tensor:
 
 
 def whole(pieces: Sequence[Piece], name: str) -> Tensor:
-    """The global tensor on the CPU; the mapped file itself when one piece is all of it."""
+    """Return the global tensor on the CPU; the mapped file itself when one piece is all of it."""
     first = pieces[0]
     if len(pieces) == 1 and tuple(first.data.shape) == tuple(first.shape):
         return first.data
@@ -176,7 +176,7 @@ def whole(pieces: Sequence[Piece], name: str) -> Tensor:
 
 
 def local_tensor(tensor: Any) -> Tensor:  # Any: DTensor is a Tensor whose memory lies one level down
-    """The plain memory behind a tensor on this rank."""
+    """Return the plain memory behind a tensor on this rank."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -191,7 +191,7 @@ class _Piece:
 
 
 def gathered(tree: StateTree, comm: Comm, keeps: bool) -> StateTree:
-    """The tree with every sliced tensor whole on the ranks that keep it; others hold placeholders without memory.
+    """Return the tree with every sliced tensor whole on the ranks that keep it; others hold placeholders without memory.
 
     One tensor travels at a time. Ranks: every rank; `keeps` on those that will write.
     """
@@ -256,7 +256,7 @@ class MachineOwners:
         self._owned: frozenset[str] = frozenset()
 
     def owned(self, tree: StateTree, ranks: Sequence[int], together: Agreement) -> StateTree:
-        """The tree with its slices owned so; `ranks` are those of this machine. Ranks: every rank."""
+        """Return the tree with its slices owned so; `ranks` are those of this machine. Ranks: every rank."""
         layout = {
             f"{name}/{key}": (tuple(value.offset), tuple(value.data.shape))
             for name, component in tree.components.items()

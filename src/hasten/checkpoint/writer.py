@@ -35,7 +35,7 @@ class DiskGroup:
     """The draft was committed or discarded."""
 
     def is_main(self, rank: int) -> bool:
-        """Whether this rank commits for the group."""
+        """Return whether this rank commits for the group."""
         return rank == self.ranks[0]
 
     @contextmanager
@@ -159,7 +159,7 @@ def prepare(
 
 
 def encode(component: Component, plan: FilePlan) -> tuple[Blob, Blob | None]:
-    """The bytes of one planned file, and those of the file beside it that helps to read it, if any."""
+    """Return the bytes of one planned file, and those of the file beside it that helps to read it, if any."""
     tensors = {key: component.tensors[key] for key in plan.keys}
     data = component.data if plan.with_data else None
     if plan.format == "torch":

@@ -50,7 +50,7 @@ class SettingAction(argparse.Action):
         namespace.settings = [*settings, *_entries(self.path, value, flag)]
 
     def negated_by(self, flag: str) -> bool:
-        """Whether the flag as typed is the opposite of the setting."""
+        """Return whether the flag as typed is the opposite of the setting."""
         return self.takes_word and flag.startswith(("--no-", "--no_")) and not _names_itself_no(self.path)
 
 
@@ -68,7 +68,7 @@ def _entries(path: Path, value: Any, flag: str) -> list[Entry]:
 
 
 def split_at_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before `--` and those after it, which belong to the script."""
+    """Return the words before `--` and those after it, which belong to the script."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -149,7 +149,7 @@ class SettingsParser(argparse.ArgumentParser):
                 _add_action(established, (flag,), ("fsdp", name), help_text, is_bool=False)
 
     def format_short_help(self) -> str:
-        """The help with the essential options only."""
+        """Return the help with the essential options only."""
         hidden = {
             id(action): action for action in self._option_string_actions.values() if not self._is_essential(action)
         }
@@ -239,7 +239,7 @@ def _add(group: Any, info: FieldInfo) -> None:
 
 
 def spellings(info: FieldInfo) -> tuple[str, ...]:
-    """Every name of a setting's flag, the one that help shows first."""
+    """Return every name of a setting's flag, the one that help shows first."""
     short = info.flag.removeprefix(_LONG_PREFIX)
     return tuple(dict.fromkeys((short, *info.flags)))
 

@@ -70,7 +70,7 @@ def _launch(given: argparse.Namespace, words: list[str], typed: Sequence[str]) -
 
 
 def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: of a room loaded above
-    """The strategy that suits the script on this launch's processes; the reasons go to stderr."""
+    """Return the strategy that suits the script on this launch's processes; the reasons go to stderr."""
     meeting, each = job.plan.meeting, sum(proc.count for proc in job.plan.procs)
     machines = 1 if meeting is None else meeting.max_machines
     machine = import_module("hasten.cli.machine").examine()  # asks the driver, which only --auto needs
@@ -85,7 +85,7 @@ def _planned(job: Any, words: list[str]) -> Sequence[Entry]:  # Any: of a room l
 
 
 def make_parser(program: str = "hasten") -> SettingsParser:
-    """The parser of the command line: every setting, and what belongs to launching alone."""
+    """Return the parser of the command line: every setting, and what belongs to launching alone."""
     parser = SettingsParser(
         prog=f"{program} launch",
         usage=f"{program} launch [settings] script.py [arguments of the script]",

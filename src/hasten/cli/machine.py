@@ -80,7 +80,7 @@ def recommended_precision(machine: Machine) -> tuple[PrecisionType, str]:
 
 
 def offers_fp8(machine: Machine) -> bool:
-    """Whether the devices can compute in fp8."""
+    """Return whether the devices can compute in fp8."""
     return machine.device == "cuda" and machine.capability >= _FP8_CAPABILITY
 
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="hasten migrate",
         description="Print the diff that moves scripts from `accelerate` to `hasten`, and name each line that behaves "

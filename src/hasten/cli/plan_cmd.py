@@ -92,7 +92,7 @@ def show(plan: Plan, most: int, console: Console) -> None:
 
 
 def table(plan: Plan, most: int) -> Table:
-    """The first options, one a row."""
+    """Return the first options, one a row."""
     shown = Table(title=f"{plan.trace.name} on {plan.request.gpus} x {plan.request.accelerator.name}")
     for title in ("layout", "batch\nx steps", "memory\nof a rank", "step", "MFU", "why"):
         in_words = title in ("layout", "why")  # these share what a narrow terminal leaves

@@ -72,7 +72,7 @@ def write(folders: Sequence[str], output: Path, reload_s: float = 0.0) -> None:
 
 
 def named_apart(runs: Sequence[RunFolder], folders: Sequence[str]) -> list[RunFolder]:
-    """The runs, named by their whole path where two folders have the same name."""
+    """Return the runs, named by their whole path where two folders have the same name."""
     names = [run.name for run in runs]
     return [
         replace(run, name=folder) if names.count(run.name) > 1 else run

@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def chosen(folder: Path, job: int | None) -> list[Path] | None:
-    """The sockets of the job; None when several run and none is named.
+    """Return the sockets of the job; None when several run and none is named.
 
     Raises: ConfigError when there is no such job, or none at all.
     """

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _filled(values: Values, found: Outcome) -> Values:
-    """The values as a trial reads them: blocks by their classes."""
+    """Return the values as a trial reads them: blocks by their classes."""
     return {**values, "recompute": list(found.block_classes)} if values.get("recompute") else values
 
 
@@ -85,7 +85,7 @@ class Runner:
         """Seconds of the shortest trial: with less left, another one would not come to its end."""
 
     def measure(self, values: Values, hopeless: float | None) -> Outcome:
-        """One trial."""
+        """Return one trial."""
         shown = ", ".join(f"{name}={value}" for name, value in values.items()) or "the script as it is"
         sys.stderr.write(f"[hasten] {max(0, self._deadline - time.monotonic()):.0f} s left, trying {shown}\n")
         with tempfile.TemporaryDirectory(prefix="hasten_tune_") as folder:
@@ -160,7 +160,7 @@ def _words(trial: Trial) -> str:
 
 
 def table(trials: Sequence[Trial], base: Trial) -> Table:
-    """One row for each trial."""
+    """Return one row for each trial."""
     shown = Table(title="measured")
     for title in ("values", "step", "samples/s", "memory", "verdict"):
         shown.add_column(title, justify="left" if title in ("values", "verdict") else "right")

@@ -58,7 +58,7 @@ class Flag:
         self._raised = True
 
     def check(self) -> bool:
-        """Whether any rank has raised it since the last time it was seen. Ranks: every rank of the group."""
+        """Return whether any rank has raised it since the last time it was seen. Ranks: every rank of the group."""
         if self._comm.size > 1:
             mine = torch.tensor([self._raised], dtype=torch.int32)
             self._raised = bool(self._comm.all_reduce(mine, "max").item())
@@ -78,7 +78,7 @@ class Agreement:
         """What the ranks are doing, for messages; may be changed within the block."""
 
     def share(self, value: Any = None) -> list[Any]:  # Any: plain values of the caller's
-        """Every rank's value, in order of rank. Ranks: every rank, at the same point of the block.
+        """Return every rank's value, in order of rank. Ranks: every rank, at the same point of the block.
 
         Raises: the error of the rank that has left the block with one.
         """
@@ -110,7 +110,7 @@ class Agreement:
         return [value for _, value in everyone]
 
     def _joint(self, failed: Mapping[int, Failure]) -> HastenError:
-        """The error that every rank raises: one class and one message, whichever rank asks."""
+        """Return the error that every rank raises: one class and one message, whichever rank asks."""
         label, kind, first = next(iter(failed.values()))
         if len(failed) == self.comm.size and len({told[1:] for told in failed.values()}) == 1:
             text = first
@@ -129,7 +129,7 @@ class Agreement:
         return agreed
 
     def _lost(self, problem: Exception, own: HastenError | None) -> CheckpointError:
-        """A group that cannot meet cannot agree either: nothing more is sent over it."""
+        """Return a group that cannot meet cannot agree either: nothing more is sent over it."""
         besides = "" if own is None else f" This rank had failed with {type(own).__name__}: {own}"
         lost = CheckpointError(
             f"{self.label}: rank {self.comm.ranks[self.comm.rank]} lost contact with the other ranks ({problem}), so they "

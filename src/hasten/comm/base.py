@@ -39,7 +39,7 @@ class Comm(Protocol):
         ...
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every member's tensor, stacked as `(size, *x.shape)`. Shapes must be equal."""
+        """Return every member's tensor, stacked as `(size, *x.shape)`. Shapes must be equal."""
         ...
 
     def all_gather_bytes(self, x: Tensor, out: Tensor) -> None:
@@ -47,22 +47,22 @@ class Comm(Protocol):
         ...
 
     def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """The tensor of member `src`. Shape and dtype must be equal everywhere."""
+        """Return the tensor of member `src`. Shape and dtype must be equal everywhere."""
         ...
 
     def scatter(self, parts: Sequence[Tensor] | None, like: Tensor, src: int = 0) -> Tensor:
-        """This member's part of `parts`, which only `src` gives; `like` has the shape and dtype of one part."""
+        """Return this member's part of `parts`, which only `src` gives; `like` has the shape and dtype of one part."""
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every member's object, in order of rank.
+        """Return every member's object, in order of rank.
 
         Raises: CommError on every member if an object cannot be sent, or was not sent by a member.
         """
         ...
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The object of member `src`."""
+        """Return the object of member `src`."""
         ...
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
@@ -70,7 +70,7 @@ class Comm(Protocol):
         ...
 
     def session(self) -> Session:
-        """The seal for objects that travel inside tensors, agreed on at first use."""
+        """Return the seal for objects that travel inside tensors, agreed on at first use."""
         ...
 
     def barrier(self, label: str, timeout_s: float | None = None) -> None:
@@ -81,5 +81,5 @@ class Comm(Protocol):
         ...
 
     def twin(self) -> Comm:
-        """A second, independent group over the same members, for a background thread."""
+        """Return a second, independent group over the same members, for a background thread."""
         ...

@@ -37,7 +37,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes.
+    """Return the value as bytes.
 
     Raises: NotPlain for a value that these bytes cannot express.
     """
@@ -48,7 +48,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The value that `encode` was given.
+    """Return the value that `encode` was given.
 
     Raises: CommError for bytes that are no encoded value.
     """
@@ -165,7 +165,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _record_fields(kind: type) -> tuple[str, ...] | None:
-    """The fields of a record whose constructor only stores them; None for any other class."""
+    """Return the fields of a record whose constructor only stores them; None for any other class."""
     if hasattr(kind, "__post_init__"):
         return None
     if issubclass(kind, msgspec.Struct):
@@ -180,7 +180,7 @@ def _record_fields(kind: type) -> tuple[str, ...] | None:
 
 
 def _own_class(module: str, name: str) -> type:
-    """A class of hasten's that is loaded already: nothing is imported because a message says so."""
+    """Return a class of hasten's that is loaded already: nothing is imported because a message says so."""
     found: Any = sys.modules.get(module) if module.startswith(_OWN) else None
     for part in name.split("."):
         found = getattr(found, part, None)

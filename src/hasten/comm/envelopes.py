@@ -105,11 +105,11 @@ class Envelopes:
         self._lengths.clear()
 
     def fitted(self, digest: int) -> bool:
-        """Whether the tensors travelled along in the last exchange with this digest."""
+        """Return whether the tensors travelled along in the last exchange with this digest."""
         return self._fitted.get(digest, False)
 
     def form(self, shape: torch.Size, dtype: torch.dtype, digest: int) -> Form:
-        """The buffers for a gather of this shape and dtype, kept for the next one."""
+        """Return the buffers for a gather of this shape and dtype, kept for the next one."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         head = Head(digest, like.nbytes, (1,))
         length = self.length_for(like.nbytes)
@@ -132,7 +132,7 @@ class Envelopes:
 
 
 def unpacked(rows: Sequence[Any], num_sizes: int) -> list[Head]:  # Any: buffers
-    """The headers of the envelopes."""
+    """Return the headers of the envelopes."""
     found = [HEADER.unpack_from(row) for row in rows]
     return [Head(values[0], values[1], values[2 : 2 + num_sizes]) for values in found]
 

@@ -26,14 +26,14 @@ class Objects:
         self._turn = 0
 
     def session(self) -> Session:
-        """The group's session. Ranks: every rank at the first call."""
+        """Return the group's session. Ranks: every rank at the first call."""
         if self._session is None:
             comm = self._comm
             self._session = agree(self._exchange, comm.ranks, comm.rank, self._credentials)
         return self._session
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Every member's object. An object that cannot be sent is an error on every member."""
+        """Return every member's object. An object that cannot be sent is an error on every member."""
         session, turn = self.session(), self._next()
         message, fault = self._message(obj, session, turn)
         firsts = self._comm.all_gather(_first(message))
@@ -49,7 +49,7 @@ class Objects:
         ]
 
     def broadcast(self, obj: Any, src: int) -> Any:
-        """The object of member `src`. One that cannot be sent is an error on every member."""
+        """Return the object of member `src`. One that cannot be sent is an error on every member."""
         session, turn = self.session(), self._next()
         message, fault = self._message(obj, session, turn) if self._comm.rank == src else (b"", None)
         first = self._comm.broadcast(_first(message), src)

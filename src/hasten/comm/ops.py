@@ -26,7 +26,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def gather(tree: Tree, comm: Comm) -> Tree:
-    """Every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
+    """Return every rank's tensors joined along the first dimension; 0-dim tensors become rows."""
     if comm.size == 1:
         return trees.map_tensors(_rows, tree)
     if type(tree) is Tensor and tree.is_cpu and (joined := _gather_one(tree, comm)) is not None:
@@ -80,7 +80,7 @@ def _gather_rows(x: Tensor, sizes: Sequence[int], comm: Comm) -> Tensor:
 
 
 def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0) -> Tree:
-    """Every tensor summed, averaged, or its min or max taken over the ranks, times `scale`."""
+    """Return every tensor summed, averaged, or its min or max taken over the ranks, times `scale`."""
     if kind not in ("sum", "mean", "min", "max"):
         raise CommError(f"reduce kind {kind!r} is unknown; use one of 'sum', 'mean', 'min', 'max'.")
     if kind in ("min", "max") and any(x.is_complex() for x in trees.tensors(tree)):
@@ -92,13 +92,13 @@ def reduce(tree: Tree, comm: Comm, kind: ReduceKind = "sum", scale: float = 1.0)
 
 
 def broadcast(tree: Tree, comm: Comm, src: int = 0) -> Tree:
-    """The tensors of rank `src`, given that every rank has tensors of the same shapes."""
+    """Return the tensors of rank `src`, given that every rank has tensors of the same shapes."""
     _meet(f"broadcast from {src}", tree, comm)
     return trees.map_tensors(lambda x: comm.broadcast(x, src), tree)
 
 
 def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
-    """This rank's tree out of the list of one tree per rank that `src` gives; the others pass None.
+    """Return this rank's tree out of the list of one tree per rank that `src` gives; the others pass None.
 
     The trees may differ in structure and shape. Each rank receives its own bytes only, in one message, on the
     device of the group. Ranks: every rank; an error on `src` is raised everywhere.
@@ -124,7 +124,7 @@ def scatter(parts: Sequence[Tree] | None, comm: Comm, src: int = 0) -> Tree:
 
 
 def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
-    """Every tensor padded with `pad_index` along `dim` to the largest size any rank has there."""
+    """Return every tensor padded with `pad_index` along `dim` to the largest size any rank has there."""
     sizes = iter(_meet(f"pad_across dim {dim}", tree, comm, free_dim=dim).sizes)
 
     def pad(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def pad_across(tree: Tree, comm: Comm, dim: int = 0, pad_index: float = 0, pad_f
 
 
 def gather_object(obj: Any, comm: Comm) -> list[Any]:  # Any: the caller's objects
-    """Every rank's object in a list; when every rank gives a list, those lists joined."""
+    """Return every rank's object in a list; when every rank gives a list, those lists joined."""
     gathered = comm.all_gather_object(obj)
     if all(isinstance(part, list) for part in gathered):
         return [item for part in gathered for item in part]
@@ -148,7 +148,7 @@ def gather_object(obj: Any, comm: Comm) -> list[Any]:  # Any: the caller's objec
 
 
 def broadcast_object_list(objects: list[Any], comm: Comm, src: int = 0) -> list[Any]:  # Any: the caller's objects
-    """The list, its items replaced in place by those of rank `src`."""
+    """Return the list, its items replaced in place by those of rank `src`."""
     objects[:] = comm.broadcast_object(objects, src)
     return objects
 
@@ -195,7 +195,7 @@ def _digest(described: str) -> int:
 
 
 def _compare(op: str, tree: Tree, mine: Head, heads: Sequence[Head], comm: Comm) -> bool:
-    """Whether the tensors of all ranks were in their envelopes.
+    """Return whether the tensors of all ranks were in their envelopes.
 
     A pass that is run again leaves out what it has exchanged before, and reads zeros, its own header included: it does as it did then.
     Raises: MismatchError unless all ranks described the same thing. Ranks: every rank.
@@ -213,19 +213,19 @@ def _compare(op: str, tree: Tree, mine: Head, heads: Sequence[Head], comm: Comm)
 
 
 def _num_bytes(found: Sequence[Tensor]) -> int:
-    """The bytes of the tensors, or -1 when they cannot travel in an envelope."""
+    """Return the bytes of the tensors, or -1 when they cannot travel in an envelope."""
     if any(type(x) not in _PLAIN or not x.is_cpu or x.layout != torch.strided for x in found):
         return -1
     return sum(x.nbytes for x in found)
 
 
 def _content(found: Sequence[Tensor]) -> bytes:
-    """The tensors' bytes one after the other."""
+    """Return the tensors' bytes one after the other."""
     return b"".join([_raw(x).numpy().tobytes() for x in found])
 
 
 def _taken_out(found: Sequence[Tensor], met: _Met, ragged: bool = False) -> list[Tensor]:
-    """The gathered tensors. Rows lie one after the other in memory, so joining bytes joins rows."""
+    """Return the gathered tensors. Rows lie one after the other in memory, so joining bytes joins rows."""
     assert met.inside is not None, "the tensors travelled in the envelope"
     starts = [0] * len(met.inside)
     gathered = []
@@ -286,7 +286,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _pack(tree: Tree) -> tuple[Tensor, Tree]:
-    """The tree's tensors as one byte buffer, and the tree with (shape, dtype) in their place."""
+    """Return the tree's tensors as one byte buffer, and the tree with (shape, dtype) in their place."""
     buffers, skeleton = [], trees.map_tensors(lambda x: _Hole(tuple(x.shape), x.dtype), tree)
     for x in trees.tensors(tree):
         raw = _raw(x)
@@ -295,7 +295,7 @@ def _pack(tree: Tree) -> tuple[Tensor, Tree]:
 
 
 def _raw(x: Tensor) -> Tensor:
-    """The tensor's bytes."""
+    """Return the tensor's bytes."""
     x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())

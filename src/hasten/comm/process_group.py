@@ -168,14 +168,14 @@ class ProcessGroupComm:
         return self.ranks[src]
 
     def _own(self, x: Tensor, copy: bool = False) -> Tensor:
-        """A contiguous tensor on a device the backend can read; a private copy when asked."""
+        """Return a contiguous tensor on a device the backend can read; a private copy when asked."""
         if x.device.type not in self._device_types:
             return x.detach().to(self._readable).contiguous()
         y = x.detach().contiguous()
         return y.clone() if copy and y.data_ptr() == x.data_ptr() else y
 
     def _bytes(self, x: Tensor) -> Tensor:
-        """The tensor's raw bytes: moving data then works for every dtype on every backend."""
+        """Return the tensor's raw bytes: moving data then works for every dtype on every backend."""
         y = self._own(x)
         y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y.resolve_neg()
         return y.reshape(-1).view(torch.uint8)
@@ -189,7 +189,7 @@ def _from_bytes(raw: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
 
 
 def _device_types(group: dist.ProcessGroup) -> frozenset[str]:
-    """The device types whose tensors the group's backends take, such as {"cpu", "cuda"}."""
+    """Return the device types whose tensors the group's backends take, such as {"cpu", "cuda"}."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return frozenset(part.partition(":")[0] for part in str(config).split(",") if ":" in part)
 

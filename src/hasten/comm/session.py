@@ -72,7 +72,7 @@ class Session:
         return self._key is not None
 
     def pack(self, obj: Any) -> Packed:  # Any: the caller's objects
-        """The object as bytes: plain where that can express it, pickled where it must be and may be.
+        """Return the object as bytes: plain where that can express it, pickled where it must be and may be.
 
         Raises: CommError if it cannot be sent.
         """
@@ -93,15 +93,15 @@ class Session:
             ) from error
 
     def refusal(self, error: Exception) -> Packed:
-        """The error in place of an object, so that the members who wait for it raise too."""
+        """Return the error in place of an object, so that the members who wait for it raise too."""
         return Packed(_REFUSAL, str(error).encode())
 
     def seal(self, packed: Packed, label: str) -> bytes:
-        """The bytes to send; `label` says which message of which member it is."""
+        """Return the bytes to send; `label` says which message of which member it is."""
         return self._digest(packed.kind, packed.payload, label) + packed.kind + packed.payload
 
     def open(self, message: bytes | memoryview, label: str) -> Any:  # Any: the sender's object
-        """The object that was sealed under this label.
+        """Return the object that was sealed under this label.
 
         Raises: CommError for a message of somebody who is not a member, for a pickle without a proven token, and the
         sender's own error where it had one.

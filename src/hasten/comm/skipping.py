@@ -34,7 +34,7 @@ class SkipBegun(TorchDispatchMode):
         return work if func.name() == _BARRIER else (filled, work)
 
     def _takes(self, args: tuple[Any, ...]) -> bool:
-        """Whether this collective is one of those to leave out; it is then counted off."""
+        """Return whether this collective is one of those to leave out; it is then counted off."""
         group = group_of(args)
         tensor = next(iter(tensors_in(args)), None)
         if group is None or tensor is None:
@@ -47,7 +47,7 @@ class SkipBegun(TorchDispatchMode):
 
 
 def group_of(args: tuple[Any, ...]) -> ProcessGroup | None:
-    """The group that a collective runs in, from its arguments as torch's dispatcher sees them."""
+    """Return the group that a collective runs in, from its arguments as torch's dispatcher sees them."""
     return next((found for arg in args if (found := _unboxed(arg)) is not None), None)
 
 
@@ -61,7 +61,7 @@ def _unboxed(arg: object) -> ProcessGroup | None:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors of nested lists, in order."""
+    """Return the tensors of nested lists, in order."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, (list, tuple)):
@@ -70,7 +70,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 
 def _zeroed(outputs: Any) -> Any:
-    """The tensors a collective would have written, filled with zeros."""
+    """Return the tensors a collective would have written, filled with zeros."""
     with torch.no_grad():
         for tensor in tensors_in(outputs):
             tensor.zero_()

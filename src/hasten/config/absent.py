@@ -62,7 +62,7 @@ class Absent:
         return tuple(self.name.split("."))
 
     def refuses(self, path: Path, value: Any) -> bool:  # Any: a value of the setting
-        """Whether the setting at `path` must not have this value."""
+        """Return whether the setting at `path` must not have this value."""
         if path[: len(self.path)] != self.path or path[-1] in self.but:
             return False
         info = BY_PATH[path]
@@ -134,7 +134,7 @@ ABSENT: Final[tuple[Absent, ...]] = (
 
 
 def is_absent(path: Path) -> bool:
-    """Whether no value of this setting but its default is in this version."""
+    """Return whether no value of this setting but its default is in this version."""
     return any(path[: len(row.path)] == row.path and path[-1] not in row.but and not row.values for row in ABSENT)
 
 

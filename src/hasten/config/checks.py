@@ -191,7 +191,7 @@ def nnodes_range(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def mesh(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """The sizes of the mesh divide the processes."""
+    """Yield the sizes of the mesh divide the processes."""
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
     sizes = {name: getattr(config.parallelism, name) for name in names}
     filled = [name for name, size in sizes.items() if size == -1]
@@ -321,14 +321,14 @@ def compiling(config: Config, entries: Entries) -> Iterator[ConfigError]:
 
 
 def checkpoints(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """The best checkpoints need a metric to rank them."""
+    """Yield the best checkpoints need a metric to rank them."""
     if config.project.keep_best and not config.project.best_metric:
         best, metric = at(config, entries, "project.keep_best"), at(config, entries, "project.best_metric")
         yield contradiction(best, metric, "the best ones are ranked by a metric", "name best_metric")
 
 
 def hooks(config: Config, entries: Entries) -> Iterator[ConfigError]:
-    """A cast around a hook needs a hook that does not cast already."""
+    """Yield a cast around a hook needs a hook that does not cast already."""
     if config.ddp.comm_wrapper != "no" and config.ddp.comm_hook not in ("power_sgd", "batched_power_sgd"):
         wrapper, hook = at(config, entries, "ddp.comm_wrapper"), at(config, entries, "ddp.comm_hook")
         yield contradiction(wrapper, hook, "a wrapper casts around PowerSGD", "set comm_hook: power_sgd")

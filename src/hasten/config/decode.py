@@ -59,7 +59,7 @@ def decode(value: Any, tp: Any, *, text: bool = False) -> Any:
 
 
 def is_nothing(text: str) -> bool:
-    """Whether text says that there is no value."""
+    """Return whether text says that there is no value."""
     return text.strip().lower() in _NOTHING
 
 

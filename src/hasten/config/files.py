@@ -134,7 +134,7 @@ def read_text(text: str, path: Path, migrations: Mapping[int, Migration] = MIGRA
 
 
 def _is_accelerate(top: Mapping[str, Marked]) -> bool:
-    """Whether the keys are Accelerate's; a section of ours beside them means that they only lost their section."""
+    """Return whether the keys are Accelerate's; a section of ours beside them means that they only lost their section."""
     if "schema" in top:
         return False
     if "compute_environment" in top or "distributed_type" in top:

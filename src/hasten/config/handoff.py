@@ -47,7 +47,7 @@ def _entry(name: str, value: Any, kind: str, detail: str) -> Entry:
 
 
 def _travels(value: Any) -> bool:
-    """Whether a value is serialisable: functions and objects are not."""
+    """Return whether a value is serialisable: functions and objects are not."""
     try:
         json.dumps(encode(value))
     except TypeError:

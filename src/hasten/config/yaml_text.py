@@ -55,7 +55,7 @@ def parse(text: str, name: str) -> Marked:
 
 
 def _in_words(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
-    """The error as PyYAML's own parser puts it, which names the characters that libyaml does not."""
+    """Return the error as PyYAML's own parser puts it, which names the characters that libyaml does not."""
     if len(text) <= _MOST_REREAD:
         try:
             for _ in yaml.parse(text, Loader=yaml.BaseLoader):

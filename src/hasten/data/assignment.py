@@ -30,7 +30,7 @@ def assignment_of(
     sharded: bool = False,
     checks: bool = False,
 ) -> Assignment:
-    """The indices of this rank; with `sharded`, the sampler's own are this rank's part already.
+    """Return the indices of this rank; with `sharded`, the sampler's own are this rank's part already.
 
     With `checks`, ranks compare the samplers that are drawn on the first of them.
 
@@ -82,7 +82,7 @@ def _whole_batches(
     split: bool,
     stride: int,
 ) -> Assignment:
-    """The assignment of batches that the user formed: by a batch sampler, or as items of the dataset."""
+    """Return the assignment of batches that the user formed: by a batch sampler, or as items of the dataset."""
     fill = getattr(batches, "batch_size", None) if config.pad == "full" else None
     if fill is None:
         items = "batch_size=None: the dataset's items are whole batches"
@@ -105,7 +105,7 @@ def _drops_last(batches: Any) -> bool:  # Any: the user's batch sampler
 
 
 def _part(order: Order, ctx: ProcessContext, even: bool, drop_last: bool) -> PartOrder:
-    """The order of this rank's part, with the sizes of all parts.
+    """Return the order of this rank's part, with the sizes of all parts.
 
     Raises: DataError on every rank when a part is empty that others would wait for.
     """

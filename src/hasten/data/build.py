@@ -50,7 +50,7 @@ def prepare_loader(
     transfer: MakeMove | None = None,
     already_sharded: bool | None = None,
 ) -> Loader:
-    """The loader, reading this rank's share, on `device` (None leaves batches where they are).
+    """Return the loader, reading this rank's share, on `device` (None leaves batches where they are).
 
     `transfer` makes what brings batches there, where a copy would not do. `already_sharded` goes before the setting.
 
@@ -228,7 +228,7 @@ def _stream_parts(request: _Request) -> Made:
 
 
 def _cutting(request: _Request) -> tuple[Cutting, int | None]:
-    """How this rank's blocks of a stream are cut, and the samples of a global step where they are fixed."""
+    """Return how this rank's blocks of a stream are cut, and the samples of a global step where they are fixed."""
     loader, config, seats = request.loader, request.config, request.seats
     drop_last, even = bool(loader.drop_last), config.even_batches
     if loader.batch_size is None:
@@ -249,7 +249,7 @@ def _cutting(request: _Request) -> tuple[Cutting, int | None]:
 
 
 def _share_stream(dataset: Any, seats: Seats) -> tuple[Sharing, Any]:  # Any: the user's dataset
-    """How this rank gets its part of a stream, and the stream to read."""
+    """Return how this rank gets its part of a stream, and the stream to read."""
     if seats.num_shards == 1:
         return "strided", dataset
     if is_hub_stream(dataset):

@@ -41,7 +41,7 @@ class Wire:
         self._buffers: list[Tensor] = []
 
     def pack(self, parts: Sequence[Any]) -> list[Packed]:
-        """The parts, ready to be sent. Whatever cannot be packed raises here, before anybody waits for it."""
+        """Return the parts, ready to be sent. Whatever cannot be packed raises here, before anybody waits for it."""
         seal = self._comm.session()
         return [Packed.of(part, seal) for part in parts]
 
@@ -151,7 +151,7 @@ class Reader(Protocol):
     """What the reading rank does: turn a position into rounds."""
 
     def rounds(self, source: Source, at: Position) -> Iterator[Round]:
-        """The steps from `at` to the end of the epoch, read through `source`."""
+        """Return the steps from `at` to the end of the epoch, read through `source`."""
         ...
 
     def steps(self, source: Source) -> int | None:

@@ -24,7 +24,7 @@ NUM_TURNS: Final = 3
 
 
 def seed_of_turn(seed: int, turn: int) -> int:
-    """The seed of one reading: the first two are equal."""
+    """Return the seed of one reading: the first two are equal."""
     return derive_seed(seed, turn == 2)
 
 

@@ -33,12 +33,12 @@ def length_of(dataset: object) -> int | None:
 
 
 def is_hub_stream(dataset: object) -> bool:
-    """Whether the dataset is an IterableDataset of Hugging Face `datasets`."""
+    """Return whether the dataset is an IterableDataset of Hugging Face `datasets`."""
     return _is_a(dataset, _HUB_STREAM)
 
 
 def is_hub_items(dataset: object) -> bool:
-    """Whether the dataset is a map-style Dataset of Hugging Face `datasets`."""
+    """Return whether the dataset is a map-style Dataset of Hugging Face `datasets`."""
     return _is_a(dataset, _HUB_ITEMS)
 
 
@@ -69,7 +69,7 @@ def split_by_itself(dataset: Any) -> Split | None:
 
 
 def _splits_shards(stage: Any) -> bool:
-    """Whether a stage of a webdataset pipeline gives each node its own shards."""
+    """Return whether a stage of a webdataset pipeline gives each node its own shards."""
     function = getattr(stage, "func", stage)  # of a partial
     kind = function if hasattr(function, "__name__") else type(function)
     ours = str(getattr(kind, "__module__", "")).split(".")[0] == "webdataset"
@@ -88,7 +88,7 @@ def has_plain_state(stream: Any) -> bool:
 
 
 def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
-    """Whether `state_dict()` of a stream leaves samples out: it ends in a shuffle buffer of `datasets`.
+    """Return whether `state_dict()` of a stream leaves samples out: it ends in a shuffle buffer of `datasets`.
 
     The documentation of `datasets` says that such a state forgets what the buffer held. A dataset of the user's that
     wraps such a stream and passes its state on forgets as much. A buffer of one forgets nothing; taken in a worker, which
@@ -98,7 +98,7 @@ def state_loses_samples(stream: Any, in_worker: bool = False) -> bool:
 
 
 def has_fixed_shard_order(stream: Any) -> bool:
-    """Whether a stream's generators cannot be exchanged: `datasets` orders shards when `shuffle()` is called."""
+    """Return whether a stream's generators cannot be exchanged: `datasets` orders shards when `shuffle()` is called."""
     return is_hub_stream(stream) and stream.num_shards > 1
 
 
@@ -121,12 +121,12 @@ def own_epoch(stream: Any) -> None:
 
 
 def is_torchdata(value: object) -> bool:
-    """Whether the object's class is one of torchdata's."""
+    """Return whether the object's class is one of torchdata's."""
     return type(value).__module__.startswith("torchdata.")
 
 
 def plainly(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
+    """Return whether `value` is of that very class, or torchdata's version of it, rather than of a user's subclass."""
     own = type(value)
     return own is kind or (own.__name__ == kind.__name__ and is_torchdata(value))
 

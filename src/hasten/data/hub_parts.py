@@ -75,7 +75,7 @@ def _rows(dataset: Any) -> int:
 
 
 def _mixed(numbers: Any) -> int:
-    """The sum of well-mixed numbers: equal for equal sets of them, in any order."""
+    """Return the sum of well-mixed numbers: equal for equal sets of them, in any order."""
     with np.errstate(over="ignore"):
         mixed = (numbers + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -83,7 +83,7 @@ def _mixed(numbers: Any) -> int:
 
 
 def _sources(stream: Any) -> list[Any]:
-    """The items of the lists that a stream's sources are given as: sharding a stream divides these lists."""
+    """Return the items of the lists that a stream's sources are given as: sharding a stream divides these lists."""
     found = []
     for part in parts_of(stream):
         kwargs = vars(part).get("kwargs") if hasattr(part, "__dict__") else None

@@ -156,7 +156,7 @@ class StreamShard(Forwarding, IterableDataset[Block]):
 
 
 def _part_of(dataset: Any, cutting: Cutting, worker: int, num_workers: int) -> Any:
-    """The stream one worker reads."""
+    """Return the stream one worker reads."""
     if cutting.sharing != "asked":
         return dataset
     index = cutting.shard * num_workers + worker
@@ -224,7 +224,7 @@ class _Cutter:
             yield Block((), self._worker, Stand(position, origin=memory), blank="end")
 
     def _lump(self, round_: _Round, head: list[Any], shard: int, position: int) -> Lump | None:
-        """The samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
+        """Return the samples of one rank in a round that ends at `position`, padded with the epoch's first elements."""
         share = self._plan.part(round_.taken, shard=shard)
         if not share.rows:
             return None
@@ -237,7 +237,7 @@ class _Cutter:
         return Lump(mine if self._batched else mine[0], None if share.real == share.rows else share.real, seed)
 
     def _seek(self, stand: Stand) -> tuple[list[Any], Iterator[Any]]:
-        """The epoch's first elements, where padding may need them, and the stream from the stand on."""
+        """Return the epoch's first elements, where padding may need them, and the stream from the stand on."""
         stream = self._stream
         elements: Iterator[Any] = chain(
             iter(stream)
@@ -252,7 +252,7 @@ class _Cutter:
         return head, chain(iter(stream))
 
     def _state(self) -> Any:
-        """The stream's own state, if it is all that going on from here takes."""
+        """Return the stream's own state, if it is all that going on from here takes."""
         if not self._trusted:
             return None
         if self._watched is None:
@@ -290,7 +290,7 @@ class BlockCollate:
 def split_batch(
     batch: Any, num_shards: int, shard: int, even: bool, padding: Padding | None = None
 ) -> tuple[Any, Padding | None]:
-    """One rank's rows of a batch that may be padded, and its padding (None for none)."""
+    """Return one rank's rows of a batch that may be padded, and its padding (None for none)."""
     size = trees.batch_size(batch)
     if size is None:
         return batch, padding

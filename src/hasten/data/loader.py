@@ -59,7 +59,7 @@ class Track:
     """Whether persistent workers ran where a loaded position was taken; None unless the next iteration begins at one."""
 
     def upcoming(self) -> Position:
-        """Where the next iteration begins. One that was abandoned is over: the next takes the next epoch."""
+        """Return where the next iteration begins. One that was abandoned is over: the next takes the next epoch."""
         return self.start if self.fresh else self.start.begin(self.start.epoch + 1)
 
     def enter(self, at: Position, begun: int = 0) -> None:
@@ -119,7 +119,7 @@ class Loader(DataLoader[Any]):
 
     @classmethod
     def made(cls, user: DataLoader[Any], parts: Parts, **shown: Any) -> Loader:
-        """A loader with the user's attributes, but for those in `shown`."""
+        """Return a loader with the user's attributes, but for those in `shown`."""
         loader = cls.__new__(cls)
         loader.__dict__.update(user.__dict__)
         loader.__dict__.update(_iterator=None, parts=parts, **shown)
@@ -195,7 +195,7 @@ class Loader(DataLoader[Any]):
                 items, here = self._begin(0 if self.parts.track.upcoming().consumed else self.parts.skip)
 
     def _pass(self, items: Iterator[Item], here: Position, times: int) -> Iterator[Any]:
-        """The batches of these items; ends early when the run has gone back."""
+        """Yield the batches of these items; ends early when the run has gone back."""
         cursor, track, clock = self.parts.cursor, self.parts.track, self.parts.clock
         cursors, marks, size = clock.cursors, clock.marks, self.parts.total_batch_size or 0
         if marks is not None:
@@ -247,7 +247,7 @@ class Loader(DataLoader[Any]):
             torch.empty((), dtype=torch.int64).random_(generator=generator)
 
     def _has_workers(self) -> bool:
-        """Whether persistent workers run, or did so where the loaded position was taken."""
+        """Return whether persistent workers run, or did so where the loaded position was taken."""
         lasting = self.parts.track.lasting
         return self.parts.source.engine.__dict__["_iterator"] is not None if lasting is None else lasting
 
@@ -264,12 +264,12 @@ class Loader(DataLoader[Any]):
             generator.set_state(state)
 
     def place(self) -> Place:
-        """Where the batch in the user's hands is found again."""
+        """Return where the batch in the user's hands is found again."""
         track = self.parts.track
         return Place(track.start, track.steps, track.begun)
 
     def extent(self, place: Place | None = None) -> Extent:
-        """The global batch that the batch at `place`, or the one in the user's hands, is this rank's part of."""
+        """Return the global batch that the batch at `place`, or the one in the user's hands, is this rank's part of."""
         start, steps, begun = place or self.place()
         if self.parts.source.unit == "stream":
             return (start.epoch, begun + steps - 1, begun + steps)
@@ -318,7 +318,7 @@ class Loader(DataLoader[Any]):
         self.parts.track.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop stands on this rank, as JSON values: all it takes to go on as if never stopped."""
+        """Return where the loop stands on this rank, as JSON values: all it takes to go on as if never stopped."""
         parts = self.parts
         track = parts.track
         source = parts.source
@@ -372,7 +372,7 @@ def forward_epoch(target: object, epoch: int) -> None:
 
 
 def plain_move(put: Callable[[Any], Any]) -> Move:  # Any: a batch of the user's
-    """A move that handles one batch after the other, when it is asked for."""
+    """Return a move that handles one batch after the other, when it is asked for."""
 
     def move(items: Iterable[Item]) -> Iterator[Item]:
         for batch, padding, last, mark in items:
@@ -432,7 +432,7 @@ class SkippingLoader(DataLoader[Any]):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """The loader, beginning `num_batches` later in every epoch, every setting kept.
+    """Return the loader, beginning `num_batches` later in every epoch, every setting kept.
 
     Counts from the beginning of the epoch: on a prepared loader, a position loaded before is replaced, not added to.
     Costs nothing but arithmetic for prepared map-style data; a stream has to be read past them.

@@ -44,7 +44,7 @@ class Memory:
         self._baseline = {path: packed for path, (_, _, packed) in self._plain().items()}
 
     def capture(self) -> dict[str, Any] | None:
-        """The memory as JSON values: generators, and attributes that changed since prepare; None for nothing."""
+        """Return the memory as JSON values: generators, and attributes that changed since prepare; None for nothing."""
         generators = {path: _read(generator) for path, generator in self._generators().items()}
         changed = {
             path: packed
@@ -78,7 +78,7 @@ class Memory:
                 _assign(owner, name, decode_value(wanted))
 
     def generators_changed(self, since: Mapping[str, Any] | None) -> bool:
-        """Whether any generator was drawn from since a capture."""
+        """Return whether any generator was drawn from since a capture."""
         now = {path: _read(generator) for path, generator in self._generators().items()}
         return bool(now != (since or {}).get("generators", {}))
 
@@ -164,12 +164,12 @@ def _may_hold(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a value is what is read rather than who reads it."""
+    """Return whether a value is what is read rather than who reads it."""
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
 
 
 def _values(value: Any) -> int:
-    """How many numbers and strings a value holds; more than the limit for what is no plain value."""
+    """Return how many numbers and strings a value holds; more than the limit for what is no plain value."""
     none = _MOST_VALUES + 1
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
         return 1
@@ -192,7 +192,7 @@ def _values(value: Any) -> int:
 
 
 def encode_value(value: Any) -> dict[str, Any] | None:
-    """A plain value as JSON; None for what is no plain value."""
+    """Return a plain value as JSON; None for what is no plain value."""
     try:
         data, tensors = pack(value)
     except CheckpointError:  # a container of a class of its own: not memory we can keep
@@ -202,7 +202,7 @@ def encode_value(value: Any) -> dict[str, Any] | None:
 
 
 def decode_value(saved: Any) -> Any:
-    """The value that `encode_value` was given."""
+    """Return the value that `encode_value` was given."""
     return unpack(saved["data"], {key: torch.from_numpy(_unarray(one)) for key, one in saved["tensors"].items()})
 
 
@@ -222,7 +222,7 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 
 # -- generators ---------------------------------------------------------------------------------------------------
 def _read(generator: Any) -> Any:
-    """A generator's state as JSON values."""
+    """Return a generator's state as JSON values."""
     if isinstance(generator, torch.Generator):
         return {"torch": _array(generator.get_state().numpy())}
     if isinstance(generator, random.Random):
@@ -257,7 +257,7 @@ def _write(generator: Any, saved: Any, path: str) -> None:
 
 
 def _numbers(state: Any) -> Any:
-    """A state of numpy as JSON values; numbers wider than 53 bits go as text, which every JSON reader keeps."""
+    """Return a state of numpy as JSON values; numbers wider than 53 bits go as text, which every JSON reader keeps."""
     if isinstance(state, Mapping):
         return {key: _numbers(value) for key, value in state.items()}
     if isinstance(state, np.ndarray):

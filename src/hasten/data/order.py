@@ -43,7 +43,7 @@ class Order(Protocol):
         ...
 
     def size(self) -> int | None:
-        """The units of an epoch, when that is known before drawing them."""
+        """Return the units of an epoch, when that is known before drawing them."""
         ...
 
     def begin(self, at: Position) -> Position:
@@ -51,11 +51,11 @@ class Order(Protocol):
         ...
 
     def seek(self, at: Position) -> Callable[[Indices], Indices] | None:
-        """The function from positions to indices, when positions can be computed."""
+        """Return the function from positions to indices, when positions can be computed."""
         ...
 
     def draw(self, at: Position) -> Iterator[Any]:
-        """The units of the epoch from its beginning."""
+        """Return the units of the epoch from its beginning."""
         ...
 
 
@@ -148,7 +148,7 @@ class DistributedOrder:
         return iter(self.sampler)
 
     def num_real(self) -> int:
-        """How many of this rank's samples are not DistributedSampler's padding."""
+        """Return how many of this rank's samples are not DistributedSampler's padding."""
         sampler = self.sampler
         if sampler.drop_last:
             return len(sampler)
@@ -252,7 +252,7 @@ class SharedOrder:
                 return
 
     def _noted(self, units: Iterable[Any]) -> Iterator[Any]:
-        """The units; the first ones of an epoch are kept for its witness."""
+        """Yield the units; the first ones of an epoch are kept for its witness."""
         for unit in units:
             if len(self._head) < _SHARED_CHUNK:
                 self._head.append(unit)
@@ -293,7 +293,7 @@ class SharedOrder:
             self._memory.restore(remembered)
 
     def _compared(self, chunk: list[Any], error: Exception | None, trial: Trial) -> list[Any]:
-        """The first rank's chunk, once, after the samplers of all ranks were found to yield the same."""
+        """Return the first rank's chunk, once, after the samplers of all ranks were found to yield the same."""
         self._checks = False
         mine: list[Any] | None = None
         if self._comm.rank:
@@ -340,7 +340,7 @@ def order_of(
     as_torch: bool = False,
     checks: bool = False,
 ) -> Order:
-    """The order a user's sampler (or batch sampler) stands for."""
+    """Return the order a user's sampler (or batch sampler) stands for."""
     if isinstance(sampler, DistributedSampler):
         return DistributedOrder(sampler)
     if plainly(sampler, SequentialSampler):

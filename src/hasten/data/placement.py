@@ -21,7 +21,7 @@ _DEFAULT_DEPTH: Final = 2
 
 
 def pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoaderConfiguration) -> bool:
-    """Whether `pin_memory` is switched on for a loader that leaves it off.
+    """Return whether `pin_memory` is switched on for a loader that leaves it off.
 
     With workers, torch then receives and pins batches in a thread of its own, which takes that off the training loop.
     """
@@ -38,7 +38,7 @@ def pins(loader: DataLoader[Any], device: torch.device | None, config: DataLoade
 
 
 def depth_of(device: torch.device | None, config: DataLoaderConfiguration, transfer: MakeMove | None = None) -> int:
-    """How many batches are read ahead of the one in use."""
+    """Return how many batches are read ahead of the one in use."""
     if device is None:
         return 0
     if device.type == "cpu":
@@ -48,7 +48,7 @@ def depth_of(device: torch.device | None, config: DataLoaderConfiguration, trans
 
 
 def ahead_of(depth: int, device: torch.device | None, transfer: MakeMove | None) -> Ahead:
-    """Whether batches are read before they are asked for: only large ones where a side stream copies them."""
+    """Return whether batches are read before they are asked for: only large ones where a side stream copies them."""
     if not depth:
         return "never"
     always = transfer is not None or device is None or device.type == "cpu"

@@ -46,7 +46,7 @@ class Shuffle:
         object.__setattr__(self, "_table", table)
 
     def at(self, positions: Indices) -> Indices:
-        """The dataset index at each position."""
+        """Return the dataset index at each position."""
         if self._table is not None:
             return self._table[positions]
         assert not positions.size or 0 <= positions.min() <= positions.max() < self.size, "a position past the end"
@@ -58,7 +58,7 @@ class Shuffle:
         return values
 
     def _encrypt(self, x: Indices) -> Indices:
-        """One pass of an alternating Feistel network: a bijection of the next power of two.
+        """Return one pass of an alternating Feistel network: a bijection of the next power of two.
 
         Both halves have at most 31 bits, so the rounds run on 32-bit numbers, which processors take eight at a time.
         """
@@ -77,7 +77,7 @@ class Shuffle:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed from several numbers; different parts give unrelated seeds."""
+    """Return a 63-bit seed from several numbers; different parts give unrelated seeds."""
     state = 0
     for part in parts:
         state = _mix((state + _GOLDEN + (part & _MASK)) & _MASK)
@@ -96,7 +96,7 @@ def _hash_bits(x: NDArray[np.uint32], key: np.uint32, tweak: np.uint32, num_bits
 
 
 def _sorted_by_hash(size: int, keys: NDArray[np.uint32]) -> Indices:
-    """All places in the order of a 62-bit hash of theirs."""
+    """Return all places in the order of a 62-bit hash of theirs."""
     places = np.arange(size, dtype=np.uint32)
     high, low = (_hash_bits(places ^ keys[turn], keys[turn + 1], keys[turn + 2], 31) for turn in (0, 3))
     return np.argsort((high.astype(np.uint64) << np.uint64(31)) | low).astype(np.int64)
@@ -108,7 +108,7 @@ def _key_stream(seed: int, epoch: int, count: int) -> list[int]:
 
 
 def _mix(x: int) -> int:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    """Return the finaliser of splitmix64: every input bit reaches every output bit."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
@@ -167,12 +167,12 @@ class LoaderPlan:
         return self.whole or self.num_shards
 
     def steps(self, size: int, start: int = 0) -> int:
-        """How many batches this rank reads from position `start` of an epoch of `size` units."""
+        """Return how many batches this rank reads from position `start` of an epoch of `size` units."""
         full, tail = divmod(max(size - start, 0), self.global_batch)
         return full + int(self.tail(size, start) is not None if tail else 0)
 
     def tail(self, size: int, start: int = 0) -> Share | None:
-        """This rank's share of the last, short step of the epoch, if it has one."""
+        """Return this rank's share of the last, short step of the epoch, if it has one."""
         left = max(size - start, 0) % self.global_batch
         if left == 0 or self.drop_last:
             return None
@@ -180,7 +180,7 @@ class LoaderPlan:
         return share if share.rows else None
 
     def share(self, size: int, step: int, start: int = 0) -> Share:
-        """This rank's share of the `step`-th step after position `start`."""
+        """Return this rank's share of the `step`-th step after position `start`."""
         first = start + step * self.global_batch
         if first + self.global_batch <= size:
             return self.part(self.global_batch, first)
@@ -189,12 +189,12 @@ class LoaderPlan:
         return share
 
     def consumed(self, size: int | None, steps: int, start: int = 0) -> int:
-        """The position that all ranks have reached together after `steps` steps from `start`."""
+        """Return the position that all ranks have reached together after `steps` steps from `start`."""
         reached = start + steps * self.global_batch
         return reached if size is None else min(reached, max(size, start))
 
     def assign(self, size: int, start: int = 0, chunk: int = 8192) -> Iterator[Indices]:
-        """This rank's positions, step after step, as rows of arrays that hold about `chunk` positions each.
+        """Yield this rank's positions, step after step, as rows of arrays that hold about `chunk` positions each.
 
         The last array may be one shorter row: the tail, whose padding wraps to the beginning of the epoch.
         """
@@ -210,7 +210,7 @@ class LoaderPlan:
             yield (np.arange(tail.first, tail.first + tail.rows, dtype=np.int64) % size)[None, :]
 
     def part(self, left: int, first: int = 0, shard: int | None = None) -> Share:
-        """The share of this rank, or of `shard`, in a step of `left` units that begins at `first`."""
+        """Return the share of this rank, or of `shard`, in a step of `left` units that begins at `first`."""
         share = cut(left, self.num_shards, self.shard if shard is None else shard, self.even, self.whole)
         return share._replace(first=first + share.first)
 
@@ -226,7 +226,7 @@ def plan_rows(
     even: bool,
     pad: Pad = "least",
 ) -> LoaderPlan:
-    """The plan for a loader with a fixed batch size.
+    """Return the plan for a loader with a fixed batch size.
 
     Raises: ConfigError when a global batch cannot be split over the ranks.
     """
@@ -252,7 +252,7 @@ def plan_rows(
 def plan_batches(
     *, num_shards: int, shard: int, split: bool, dispatch: bool, drop_last: bool, even: bool
 ) -> LoaderPlan:
-    """The plan for a loader whose batches are formed by the user: a unit is a batch."""
+    """Return the plan for a loader whose batches are formed by the user: a unit is a batch."""
     if split:  # every rank takes a part of each batch: as far as batches go, they all read the same
         return LoaderPlan(
             how="dispatch" if dispatch else "split", num_shards=1, shard=0, global_batch=1, drop_last=False, even=even
@@ -268,7 +268,7 @@ def plan_batches(
 
 
 def cut(size: int, num_shards: int, shard: int, even: bool, whole: int | None = None) -> Share:
-    """The share of `shard` in `size` units, or where it lies in the `whole` units of a full step.
+    """Return the share of `shard` in `size` units, or where it lies in the `whole` units of a full step.
 
     An even share may reach past the end, into padding.
     """

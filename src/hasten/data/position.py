@@ -41,7 +41,7 @@ class Position:
     """The part that the count is of, where every rank has map-style data of its own."""
 
     def begin(self, epoch: int) -> Position:
-        """The beginning of `epoch`."""
+        """Return the beginning of `epoch`."""
         return replace(self, epoch=epoch, consumed=0, generator=None, witness=None, stream=None, ahead=False, part=None)
 
 
@@ -86,7 +86,7 @@ _VALUES: Final = MappingProxyType[str, Callable[[Any], bool]](
 
 
 def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
-    """The position as JSON values, with what is needed to refuse a loader it does not belong to."""
+    """Return the position as JSON values, with what is needed to refuse a loader it does not belong to."""
     state: dict[str, Any] = {
         "version": _VERSION,
         "unit": unit,
@@ -110,7 +110,7 @@ def encode(position: Position, unit: Unit, size: int | None) -> dict[str, Any]:
 
 
 def decode(state: Mapping[str, Any], unit: Unit, size: int | None) -> Position:
-    """The position that `encode` wrote.
+    """Return the position that `encode` wrote.
 
     Raises: DataError when it was written by a loader whose order is not this one's.
     """

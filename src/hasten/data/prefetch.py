@@ -40,12 +40,12 @@ class InLine:
         self._fastest_s = float("inf")
 
     def takes(self, batch: Any) -> bool:
-        """Whether the batch is small enough; false for objects that hide their tensors."""
+        """Return whether the batch is small enough; false for objects that hide their tensors."""
         size = host_bytes(batch)
         return size is not None and size <= self._limit
 
     def copy(self, batch: Any) -> Any:
-        """The batch on the device."""
+        """Return the batch on the device."""
         if self._timed >= _TIMED_COPIES:
             return trees.to_device(batch, self._device, self._non_blocking, self.skip_keys)
         begun = time.perf_counter()
@@ -123,7 +123,7 @@ class Lane:
         return self._thread.submit(self._copy, batch, slot)
 
     def hand_over(self, sent: Sent) -> Any:
-        """The batch, ready for use on the current stream of the calling thread."""
+        """Return the batch, ready for use on the current stream of the calling thread."""
         batch, slot = sent.result() if isinstance(sent, Future) else sent
         current = torch.accelerator.current_stream(self._device)
         current.wait_event(slot.done)
@@ -218,7 +218,7 @@ class Queue:
         self._batches.append((batch if small or self._lane is None else self._lane.send(batch), small))
 
     def popleft(self) -> Any:
-        """The first batch, on the device."""
+        """Return the first batch, on the device."""
         batch, small = self._batches.popleft()
         return self._in_line.copy(batch) if small or self._lane is None else self._lane.hand_over(batch)
 
@@ -257,7 +257,7 @@ class OneAhead:
 
 
 def with_next(steps: Iterator[T]) -> Iterator[tuple[T, T | None]]:
-    """Each step together with the one that follows it."""
+    """Yield each step together with the one that follows it."""
     ahead = next(steps, None)
     while ahead is not None:
         step, ahead = ahead, next(steps, None)
@@ -284,7 +284,7 @@ class LookAhead:
 
 
 def host_bytes(batch: Any) -> int | None:
-    """The bytes of a batch's tensors; None when it holds an object that can be moved but hides its tensors."""
+    """Return the bytes of a batch's tensors; None when it holds an object that can be moved but hides its tensors."""
     kind = type(batch)
     if kind is Tensor:
         return int(batch.nbytes)
@@ -313,7 +313,7 @@ def _chained(first: Item, items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _pin(batch: Any, skip_keys: Collection[str], slot: Slot) -> Any:
-    """The batch with its host tensors in pinned memory, from which copies run beside the host."""
+    """Return the batch with its host tensors in pinned memory, from which copies run beside the host."""
     if isinstance(batch, Tensor):
         return slot.staged(batch)
     if not trees.is_container(batch):
@@ -336,7 +336,7 @@ def _unpinned_bytes(leaves: list[Any]) -> int:
 
 
 def _opaque(leaves: list[Any]) -> bool:
-    """Whether there is an object among them that can be moved but cannot say on which stream it is used."""
+    """Return whether there is an object among them that can be moved but cannot say on which stream it is used."""
     return any(
         hasattr(leaf, "to") and not hasattr(leaf, "record_stream") for leaf in leaves if not isinstance(leaf, Tensor)
     )

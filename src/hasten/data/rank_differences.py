@@ -34,7 +34,7 @@ Sample = dict[str, Leaf]
 
 
 def different_data(what: str, num_ranks: int) -> DataError:
-    """The error of ranks that were given different data without saying so."""
+    """Return the error of ranks that were given different data without saying so."""
     return DataError(
         f"the ranks were given different data: {what}. prepare() splits a loader over the ranks, so each would read only "
         f"1/{num_ranks} of its own data, and the rest of it would be lost. If every rank's loader holds that rank's part "
@@ -51,7 +51,7 @@ def description(dataset: Any) -> dict[str, int]:
 
 
 def asks_for_rank(dataset: Any) -> bool:
-    """Whether code of the dataset's classes names the rank or the number of ranks."""
+    """Return whether code of the dataset's classes names the rank or the number of ranks."""
     seen: set[int] = set()
     kinds = {
         kind for _, holder in _holders(dataset) for kind in type(holder).__mro__ if not _is_library(kind.__module__)
@@ -90,7 +90,7 @@ def _walk(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _holders(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """The dataset and the objects that it holds, datasets inside it included."""
+    """Yield the dataset and the objects that it holds, datasets inside it included."""
     waiting: list[tuple[str, Any, int]] = [("dataset", dataset, _DEPTH)]
     seen = {id(dataset)}
     while waiting and len(seen) <= _MOST_OBJECTS:
@@ -150,7 +150,7 @@ def _some(values: Tensor) -> tuple[Any, ...]:
 
 # -- what its first samples hold ----------------------------------------------------------------------------------------
 def leaves_of(sample: Any) -> Sample:
-    """A sample's values by their path: checksums of numbers and texts, some values where rounding may differ."""
+    """Return a sample's values by their path: checksums of numbers and texts, some values where rounding may differ."""
     found: Sample = {}
     waiting = [("", sample)]
     while waiting and len(found) < _MOST_OBJECTS:
@@ -197,7 +197,7 @@ def _alike(one: Leaf, other: Leaf) -> bool:
 
 
 def samples_differ(reads: Sequence[Sequence[list[Sample]] | None]) -> bool:
-    """Whether the first samples of ranks are of different data; each rank has read its own three times.
+    """Return whether the first samples of ranks are of different data; each rank has read its own three times.
 
     Values that a rank does not read alike from equal random states say nothing. A value that is equal on all ranks, from
     other random states too, and another one in each sample names the sample: then the rest is augmentation.

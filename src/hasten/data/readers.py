@@ -150,5 +150,5 @@ class BatchReader:
 
 
 def _own_copy(leaf: Any) -> Any:
-    """A tensor that users may change in place; other leaves as they are."""
+    """Return a tensor that users may change in place; other leaves as they are."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf

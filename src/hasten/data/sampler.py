@@ -70,12 +70,12 @@ class Assignment:
         return replace(self, order=order, plan=replace(self.plan, even=even))
 
     def reached(self, start: int, steps: int) -> int:
-        """The global position after `steps` steps from global position `start`."""
+        """Return the global position after `steps` steps from global position `start`."""
         size = None if self.part is not None else self.order.size()
         return self.plan.consumed(size, steps, start // self.stride) * self.stride
 
     def lots(self, at: Position, ends: bool = True) -> Iterator[Lot]:
-        """This rank's batches from `at` to the end of its epoch.
+        """Return this rank's batches from `at` to the end of its epoch.
 
         Without `ends` none is marked as the last, and nothing is drawn before it is needed.
 
@@ -155,7 +155,7 @@ class Assignment:
         )
 
     def _marked(self, lots: Iterator[Lot], done: int) -> Iterator[Lot]:
-        """The lots of a part, those marked as padding that lie past its end."""
+        """Yield the lots of a part, those marked as padding that lie past its end."""
         for indices, real, last in lots:
             rows = len(indices) if self.form == "rows" else 1
             yield (indices, self._mark(rows if real is None else real, rows, done), last)
@@ -219,7 +219,7 @@ class Assignment:
         return len(block) < self.plan.global_batch or len(block[-1]) < rows
 
     def _filled(self, rows: int, block: list[Any], head: list[Any], shard: int) -> Lot:
-        """A rank's part of the last batches together, filled with rows from the beginning of the epoch."""
+        """Return a rank's part of the last batches together, filled with rows from the beginning of the epoch."""
         left, first = ([row for batch in batches for row in batch] for batches in (block, head))
         share = cut(len(left), self.plan.num_shards, shard, True, rows * self.plan.num_shards)
         mine = left[share.first : share.first + rows]
@@ -228,7 +228,7 @@ class Assignment:
         return (mine, None if share.real == rows else share.real, True)
 
     def _take(self, block: list[Any], head: list[Any], shard: int) -> tuple[list[Any], int]:
-        """A rank's share of a block, padded from the head of the epoch, and how much of it is real."""
+        """Return a rank's share of a block, padded from the head of the epoch, and how much of it is real."""
         plan = self.plan
         if not block or (len(block) < plan.global_batch and plan.drop_last):
             return [], 0
@@ -243,7 +243,7 @@ class Assignment:
         return None if real == rows else real
 
     def _num_real(self, real: int, done: int) -> int:
-        """How many of `real` units from place `done` of this rank's own order on are not padding of that order."""
+        """Return how many of `real` units from place `done` of this rank's own order on are not padding of that order."""
         own = self.order.num_real() if isinstance(self.order, DistributedOrder | PartOrder) else None
         return real if own is None else min(max(own - done, 0), real)
 

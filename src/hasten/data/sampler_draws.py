@@ -20,7 +20,7 @@ _SKETCH: Final = 4096
 
 
 def plain_unit(unit: Any) -> Any:
-    """A unit as numbers and texts. Raises: TypeError for any other."""
+    """Return a unit as numbers and texts. Raises: TypeError for any other."""
     if isinstance(unit, str):
         return str(unit)
     if isinstance(unit, list | tuple):
@@ -43,7 +43,7 @@ class Trial:
         self._process = RandomStates()
 
     def units(self, most: int) -> list[Any] | None:
-        """The first units; None where they cannot be drawn or are no plain numbers, and so cannot be compared."""
+        """Return the first units; None where they cannot be drawn or are no plain numbers, and so cannot be compared."""
         put_back = self._keep()
         rng = OwnRng(self._seed, self._process)
         rng.place(self._states)
@@ -80,7 +80,7 @@ def _sketch(units: list[Any]) -> tuple[list[int], int]:
 
 
 def _are_different(sketches: list[tuple[set[int], int] | None]) -> bool:
-    """Whether ranks have other indices; those of one order may miss what `drop_last` leaves out at its end."""
+    """Return whether ranks have other indices; those of one order may miss what `drop_last` leaves out at its end."""
     known = [one for one in sketches if one is not None]
     if len(known) < len(sketches):  # one that draws at random from nothing we know: the first rank's order is used
         return False

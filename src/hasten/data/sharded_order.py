@@ -53,7 +53,7 @@ class PartOrder:
         return max(sizes) if self._fit == "longest" else min(sizes)
 
     def part(self, num_parts: int) -> Part:
-        """The part as positions name it; a sampler's length may change from epoch to epoch."""
+        """Return the part as positions name it; a sampler's length may change from epoch to epoch."""
         return (num_parts, None if isinstance(self.inner, SharedOrder) else self.inner.size())
 
     def num_real(self) -> int | None:
@@ -99,7 +99,7 @@ class PartOrder:
                 return
 
     def _exchanged(self, units: Iterator[Any]) -> tuple[list[Any], list[int]]:
-        """The next units of this rank, and how many each rank has.
+        """Return the next units of this rank, and how many each rank has.
 
         Raises: the sampler's own error; PeerFailedError on the other ranks.
         """
@@ -128,7 +128,7 @@ class PartOrder:
 
 
 def empty_part(ranks: list[int], num_ranks: int) -> DataError:
-    """The error of ranks that have nothing to take a step with."""
+    """Return the error of ranks that have nothing to take a step with."""
     return DataError(
         f"the part of rank(s) {', '.join(map(str, ranks))} of {num_ranks} gave no sample, so they could not take a step with the "
         f"others. Give every rank a part with samples; drop_last=True ends the epoch where the shortest part does, "
@@ -137,7 +137,7 @@ def empty_part(ranks: list[int], num_ranks: int) -> DataError:
 
 
 def fit_of(even: bool, drop_last: bool) -> Fit:
-    """How the parts of ranks end."""
+    """Return how the parts of ranks end."""
     return "own" if not even else "shortest" if drop_last else "longest"
 
 

@@ -64,19 +64,19 @@ class Source(Protocol):
         ...
 
     def first(self, at: Position) -> Any:
-        """The first batch of the epoch that `at` lies in; None when it has none. To be called before `open`."""
+        """Return the first batch of the epoch that `at` lies in; None when it has none. To be called before `open`."""
         ...
 
     def open(self, at: Position) -> Iterator[Item]:
-        """The batches from `at` to the end of its epoch."""
+        """Return the batches from `at` to the end of its epoch."""
         ...
 
     def reached(self, start: Position, steps: int, mark: Any) -> Position:
-        """The position after `steps` batches from `start`; `mark` came with the last of them."""
+        """Return the position after `steps` batches from `start`; `mark` came with the last of them."""
         ...
 
     def skipped(self, start: Position, num_batches: int) -> Position:
-        """The position `num_batches` of this rank's batches after `start`."""
+        """Return the position `num_batches` of this rank's batches after `start`."""
         ...
 
     def change(self, name: str, value: Any) -> None:
@@ -84,7 +84,7 @@ class Source(Protocol):
         ...
 
     def copied(self, even: bool | None = None) -> Source:
-        """A source over the same data that can be iterated on its own, with another `even_batches` when given."""
+        """Return a source over the same data that can be iterated on its own, with another `even_batches` when given."""
         ...
 
 
@@ -172,7 +172,7 @@ class IndexedSource:
         return self.read(self.assignment.lots(at), at)
 
     def read(self, lots: Iterator[Lot], at: Position) -> Generator[Item]:
-        """The batches of the given lots, which begin at `at`."""
+        """Return the batches of the given lots, which begin at `at`."""
         if not self._loader.num_workers and self._ahead == "never":
             notes = self._feed.load(lots, None)
             return self._read(iter(self.engine), notes, at)
@@ -256,7 +256,7 @@ class IndexedSource:
 
 
 def engine_of(loader: DataLoader[Any], **replaced: Any) -> DataLoader[Any]:
-    """A copy of the user's loader, all settings kept but those in `replaced`, with no workers started yet."""
+    """Return a copy of the user's loader, all settings kept but those in `replaced`, with no workers started yet."""
     if is_torchdata(loader):  # it keeps a position of its own; ours counts what users saw
         engine: DataLoader[Any] = DataLoader.__new__(DataLoader)
         engine.__dict__.update(loader.__dict__)

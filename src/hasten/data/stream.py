@@ -76,7 +76,7 @@ class StreamSource:
         )
 
     def size(self) -> int | None:
-        """The stream's length where its end can be computed: one reader, the same stream on all ranks."""
+        """Return the stream's length where its end can be computed: one reader, the same stream on all ranks."""
         known = self._cutting.sharing == "strided" and self._num_workers == 1
         return length_of(self._dataset) if known else None
 
@@ -140,7 +140,7 @@ class StreamSource:
             raise different_data(f"the first samples of {kind} differ between ranks", self._comm.size)
 
     def _items(self, mark: Mark, at: Position) -> Generator[Item]:
-        """The batches from a mark on."""
+        """Return the batches from a mark on."""
         shard = self._shard
         serial = shard.hasten_start.serial + 1
         shard.hasten_control.copy_(torch.tensor([at.epoch, serial, derive_seed(at.seed)]))
@@ -296,7 +296,7 @@ def agreed(
 
 
 def _next(items: Iterator[Item]) -> tuple[Item | None, Exception | None]:
-    """The next item, or why there is none: whatever the user's stream raises must reach the ranks that wait."""
+    """Return the next item, or why there is none: whatever the user's stream raises must reach the ranks that wait."""
     try:
         return next(items, None), None
     except Exception as error:  # of any type, and raised on by the caller
@@ -320,7 +320,7 @@ def _raise_failures(told: list[int], error: Exception | None, comm: Comm) -> Non
 
 
 def _own_copy(leaf: Any) -> Any:
-    """A tensor that users may change in place; other leaves as they are."""
+    """Return a tensor that users may change in place; other leaves as they are."""
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -336,6 +336,6 @@ def _go_on(told: list[int], comm: Comm, drop_last: bool) -> bool:
 
 
 def ended(item: Item) -> Item:
-    """The item, marked as the epoch's last."""
+    """Return the item, marked as the epoch's last."""
     batch, padding, _, mark = item
     return batch, padding, True, mark

@@ -62,12 +62,12 @@ class TorchSource:
         return replace(at, generator={"order": self._generator.get_state()})
 
     def first(self, at: Position) -> Any:
-        """The epoch's first batch; what is opened next goes on behind it."""
+        """Return the epoch's first batch; what is opened next goes on behind it."""
         self._begun = self._iterated()
         return next(self._begun, None)
 
     def open(self, at: Position) -> Iterator[Item]:
-        """The batches from `at` on; those before it are not read where they are picked by index."""
+        """Return the batches from `at` on; those before it are not read where they are picked by index."""
         begun, self._begun = self._begun, None
         if begun is not None:
             batches: Iterator[Any] = islice(begun, at.consumed - 1, None)

@@ -29,7 +29,7 @@ class NumpyState(NamedTuple):
     gauss: float = 0.0
 
     def tuple_(self) -> tuple[Any, ...]:
-        """The form `np.random.set_state` takes."""
+        """Return the form `np.random.set_state` takes."""
         key = np.frombuffer(self.raw[:-4], dtype=np.uint32).copy()
         return "MT19937", key, int.from_bytes(self.raw[-4:], "little"), self.has_gauss, self.gauss
 
@@ -42,7 +42,7 @@ class States(NamedTuple):
     numpy: NumpyState
 
     def same(self, other: States) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return whether nothing was drawn between the two."""
         return self.numpy == other.numpy and self.python == other.python and torch.equal(self.torch, other.torch)
 
 
@@ -61,7 +61,7 @@ class RandomStates:
         return {"_last": None, "_address": 0}  # addresses mean nothing in another process
 
     def read(self) -> States:
-        """The states now."""
+        """Return the states now."""
         return States(torch.get_rng_state(), random.getstate(), self._read_numpy())
 
     def write(self, states: States) -> None:
@@ -107,7 +107,7 @@ class RandomStates:
         return self._last
 
     def _find(self) -> int:
-        """Where numpy's generator keeps its state; 0 where it is not laid out as expected."""
+        """Return where numpy's generator keeps its state; 0 where it is not laid out as expected."""
         bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined] # public, and missing in numpy's stubs
         if type(bits) is not np.random.MT19937:
             return 0
@@ -150,7 +150,7 @@ class OwnRng:
             self._states = states
 
     def state(self) -> States | None:
-        """The states, or None while nothing was drawn."""
+        """Return the states, or None while nothing was drawn."""
         return self._states if self._drawn else None
 
     def place(self, states: States | None) -> None:
@@ -166,7 +166,7 @@ def seed_everything(seed: int) -> None:
 
 
 def encode_states(states: States) -> dict[str, Any]:
-    """The states as JSON values."""
+    """Return the states as JSON values."""
     version, words, gauss = states.python
     return {
         "torch": _text(bytes(states.torch.numpy())),
@@ -176,7 +176,7 @@ def encode_states(states: States) -> dict[str, Any]:
 
 
 def decode_states(saved: Mapping[str, Any]) -> States:
-    """The states that `encode_states` wrote, tried out on generators that nobody uses. Raises: DataError."""
+    """Return the states that `encode_states` wrote, tried out on generators that nobody uses. Raises: DataError."""
     try:
         version, words, gauss = saved["python"]
         numbers = np.frombuffer(base64.b64decode(words), dtype=np.uint32)
@@ -264,5 +264,5 @@ def _sample(dataset: Any, index: Any) -> Any:
 
 
 def seed_of_batch(seed: int, epoch: int, shard: int, number: int) -> int:
-    """The seed of batch `number` of an epoch on one rank."""
+    """Return the seed of batch `number` of an epoch on one rank."""
     return derive_seed(seed, epoch, shard, number, 2)

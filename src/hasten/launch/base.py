@@ -187,7 +187,7 @@ class Host:
 
 
 def look() -> Host:
-    """This machine as it is now."""
+    """Return this machine as it is now."""
     env = environment.snapshot()
     device, count, name = _find_devices(env)
     programs = ("srun", "sbatch", "mpirun", "mpiexec", "deepspeed", "gcloud")
@@ -272,7 +272,7 @@ def _xpu_count() -> int:
 
 
 def _visible(env: Mapping[str, str], present: int) -> int:
-    """How many of `present` devices the variables leave visible."""
+    """Return how many of `present` devices the variables leave visible."""
     for name in _VISIBLE:
         if name in env:
             ids = [item for item in env[name].split(",") if item.strip()]

@@ -41,12 +41,12 @@ class Report:
     """Settings that differ from their defaults, by dotted name: to say where two machines disagree."""
 
     def encode(self) -> str:
-        """The report as JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: bytes | str) -> Self:
-        """The report in `text`."""
+        """Return the report in `text`."""
         return cls(**json.loads(text))
 
 
@@ -60,7 +60,7 @@ def gather_reports(
     name: Callable[[int], str],
     waiting: Callable[[str], None] = lambda words: None,
 ) -> list[Report]:
-    """Every participant's report, in order of index.
+    """Return every participant's report, in order of index.
 
     Ranks: every participant, once per round (the store's keys must be fresh).
     Raises: LaunchError on every participant if two claim one index, or if some have not arrived after `timeout_s`.
@@ -106,7 +106,7 @@ def _wait_for_all(
 
 
 def disagreements(reports: Sequence[Report]) -> list[str]:
-    """Where participants differ in settings, code or versions; each line names the machines and the values."""
+    """Return where participants differ in settings, code or versions; each line names the machines and the values."""
     found: list[str] = []
     if len({r.config for r in reports}) > 1:
         found += _setting_differences(reports) or [_values("the settings", reports, lambda r: r.config)]
@@ -158,7 +158,7 @@ def check_agreement(reports: Sequence[Report], expected_world_size: int | None =
 
 
 def rank_table(reports: Sequence[Report], unit: str = "machine") -> str:
-    """The machines (or the tasks of another starter) and the ranks on each, as aligned text."""
+    """Return the machines (or the tasks of another starter) and the ranks on each, as aligned text."""
     rows = [(unit, "ranks", "host", "address", "device")]
     for index, (report, first) in enumerate(zip(reports, _first_ranks(reports), strict=True)):
         last = first + report.num_processes - 1

@@ -54,7 +54,7 @@ def make_plan(
 
 
 def uses_mpi(request: Request) -> bool:
-    """Whether the plan will be one mpirun command, so that it is worth asking which MPI is installed."""
+    """Return whether the plan will be one mpirun command, so that it is worth asking which MPI is installed."""
     launch = request.config.launch
     return launch.launcher == "mpi" or (launch.launcher == "auto" and launch.mpirun_hostfile is not None)
 
@@ -94,7 +94,7 @@ def _launcher(request: Request, host: Host, shape: Shape) -> OwnLauncher:
 
 
 def _needs_agent(launch: LaunchConfig) -> bool:
-    """Whether something was asked for that only the agent does: one process alone is started without it."""
+    """Return whether something was asked for that only the agent does: one process alone is started without it."""
     meeting = (launch.rdzv_conf, launch.rdzv_endpoint, launch.rdzv_id, launch.log_dir, launch.tee)
     plain = LaunchConfig()
     return (

@@ -26,7 +26,7 @@ class Allocation:
 
 
 def read_allocation(env: Mapping[str, str]) -> Allocation:
-    """The allocation described by `env`; one machine if nothing describes more.
+    """Return the allocation described by `env`; one machine if nothing describes more.
 
     Raises: TopologyError if the variables contradict each other.
     """
@@ -57,7 +57,7 @@ def _elastic_pods(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _pods(env: Mapping[str, str]) -> Allocation | None:
-    """One command per pod, numbered by RANK of WORLD_SIZE (or NODE_RANK of NNODES), with no LOCAL_RANK."""
+    """Return one command per pod, numbered by RANK of WORLD_SIZE (or NODE_RANK of NNODES), with no LOCAL_RANK."""
     if "LOCAL_RANK" in env or not env.get("MASTER_ADDR"):
         return None
     for rank_name, size_name in (("NODE_RANK", "NNODES"), ("RANK", "WORLD_SIZE"), ("JOB_COMPLETION_INDEX", "NNODES")):
@@ -101,7 +101,7 @@ def _tasks(env: Mapping[str, str]) -> Allocation | None:
 
 
 def _lsf_hosts(env: Mapping[str, str]) -> Allocation | None:
-    """One command per host under LSF's blaunch: the host's place in the job's host list is its rank."""
+    """Return one command per host under LSF's blaunch: the host's place in the job's host list is its rank."""
     hosts = list(dict.fromkeys(env.get("LSB_MCPU_HOSTS", "").split()[::2]))
     name = env.get("HOSTNAME", "")
     if len(hosts) < 2 or "LSB_JOBID" not in env:
@@ -119,7 +119,7 @@ def _lsf_hosts(env: Mapping[str, str]) -> Allocation | None:
 
 
 def split_range(text: str, name: str = "--nnodes") -> tuple[int, int]:
-    """The smallest and largest number of machines in `4` or `2:4`.
+    """Return the smallest and largest number of machines in `4` or `2:4`.
 
     Raises: ConfigError for anything else.
     """

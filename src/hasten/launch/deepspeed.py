@@ -12,7 +12,7 @@ _ENV_FILE = ".hasten_deepspeed_env"
 
 
 def plan(request: Request, host: Host) -> LaunchPlan:
-    """One `deepspeed` command on the first machine; it starts the rest from the hostfile.
+    """Return one `deepspeed` command on the first machine; it starts the rest from the hostfile.
 
     Raises: ConfigError without a hostfile, or with settings DeepSpeed's launcher has no option for.
     """

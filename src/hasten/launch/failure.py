@@ -38,12 +38,12 @@ class Failure:
         return 128 - self.code if self.code < 0 else self.code
 
     def encode(self) -> dict[str, Any]:
-        """The failure as plain data."""
+        """Return the failure as plain data."""
         return asdict(self)
 
     @classmethod
     def decode(cls, data: dict[str, Any]) -> Self:
-        """The failure in `data`."""
+        """Return the failure in `data`."""
         return cls(**data)
 
 
@@ -104,7 +104,7 @@ _SIGNAL_HINTS: Final = MappingProxyType(
 
 
 def first_failure(failures: Iterable[Failure]) -> Failure:
-    """The failure that caused the others: not stopped by us, not an echo of a lost peer, then the earliest.
+    """Return the failure that caused the others: not stopped by us, not an echo of a lost peer, then the earliest.
 
     If there are only echoes, a rank that had ended without an error (`code` 0) is what the others lost.
     """
@@ -141,7 +141,7 @@ def hint_for(failure: Failure, python: str = "python") -> str | None:
 
 
 def end_words(code: int) -> str:
-    """An exit code or signal in words."""
+    """Return an exit code or signal in words."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -152,7 +152,7 @@ def end_words(code: int) -> str:
 
 
 def read_failure(rank: int, host: str, code: int, pid: int, *, error_file: str, time: float, log: str = "") -> Failure:
-    """The failure of a rank, with what it wrote down itself if it could."""
+    """Return the failure of a rank, with what it wrote down itself if it could."""
     recorded = _recorded(Path(error_file)) if error_file else {}
     if recorded and code == -signal.SIGTERM:  # it had failed by itself when the launcher stopped it
         code = 1
@@ -192,7 +192,7 @@ def _recorded(path: Path) -> dict[str, Any]:
 def render_failure(
     failures: Sequence[Failure], *, python: str = "python", full: bool = False, lost: Sequence[str] = ()
 ) -> str:
-    """The end of a failed job as text: summary, hint, and last the traceback of the first failure.
+    """Return the end of a failed job as text: summary, hint, and last the traceback of the first failure.
 
     With `full` (under --debug) the other ranks' tracebacks come before it. `lost` names machines that went silent.
     """
@@ -225,7 +225,7 @@ def render_failure(
 
 
 def _summaries(failures: Sequence[Failure]) -> list[str]:
-    """The other ranks, those with the same end in one line."""
+    """Return the other ranks, those with the same end in one line."""
     groups: dict[str, list[int]] = {}
     for failure in failures:
         if failure.stopped:
@@ -248,7 +248,7 @@ def leave(words: str, env: Mapping[str, str] | None = None) -> None:
 
 
 def failure_words(first: Failure, *, many_machines: bool = False) -> str:
-    """The failure that ended the job in one sentence."""
+    """Return the failure that ended the job in one sentence."""
     host = f" on {first.host}" if many_machines else ""
     if first.summary:
         return f"rank {first.rank}{host} failed: {first.summary} (its traceback is in the output above)"

@@ -73,7 +73,7 @@ def prepare(
     typed: Sequence[str] = (),
     host: Host | None = None,
 ) -> Job:
-    """The job of running `words` (a script and its arguments) under `settings`; `typed` are the flags as written.
+    """Return the job of running `words` (a script and its arguments) under `settings`; `typed` are the flags as written.
 
     Raises: ConfigError for settings or a script that cannot be.
     """
@@ -136,7 +136,7 @@ def _check_script(target: Target) -> None:
 
 
 def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
-    """The flags with the settings file by its full path: a batch job starts elsewhere."""
+    """Return the flags with the settings file by its full path: a batch job starts elsewhere."""
     words = list(flags)
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
@@ -149,7 +149,7 @@ def _absolute(flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def _installed_mpi(request: Request) -> Mpi:
-    """Which MPI answers to mpirun here, and the hosts in the hostfile."""
+    """Return which MPI answers to mpirun here, and the hosts in the hostfile."""
     hostfile = request.config.launch.mpirun_hostfile
     try:
         hosts = read_hostfile(Path(hostfile).read_text()) if hostfile else ()

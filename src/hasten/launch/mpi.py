@@ -22,7 +22,7 @@ class Mpi:
 
 
 def plan(request: Request, host: Host, mpi: Mpi) -> LaunchPlan:
-    """One mpirun command that starts every rank; each reads its place from MPI's variables and checks in.
+    """Return one mpirun command that starts every rank; each reads its place from MPI's variables and checks in.
 
     Raises: ConfigError without a number of processes or an address where they meet.
     """
@@ -85,11 +85,11 @@ def _command(mpi: Mpi, hostfile: str | None, total: int, per_machine: int, env: 
 
 
 def read_hostfile(text: str) -> tuple[str, ...]:
-    """The host names of an MPI or DeepSpeed hostfile: first word of each line, less any `:slots`."""
+    """Return the host names of an MPI or DeepSpeed hostfile: first word of each line, less any `:slots`."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return tuple(line.split()[0].partition(":")[0] for line in lines if line)
 
 
 def kind_of(version_text: str) -> str:
-    """Which MPI prints this when asked for its version."""
+    """Return which MPI prints this when asked for its version."""
     return "openmpi" if "open mpi" in version_text.lower() or "open-mpi" in version_text.lower() else "mpich"

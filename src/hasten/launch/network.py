@@ -14,13 +14,13 @@ _SIOCGIFADDR: Final = 0x8915  # Linux: address of an interface
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nothing listens on at this moment."""
+    """Return a port that nothing listens on at this moment."""
     with closing(socket.create_server((address, 0))) as server:
         return int(server.getsockname()[1])
 
 
 def owns_address(address: str) -> bool:
-    """Whether `address` (a name or a number) is one of this machine's own."""
+    """Return whether `address` (a name or a number) is one of this machine's own."""
     try:
         found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except socket.gaierror:
@@ -38,7 +38,7 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def address_towards(peer: str) -> str:
-    """This machine's address on the route to `peer`; `peer` itself where it cannot be found."""
+    """Return this machine's address on the route to `peer`; `peer` itself where it cannot be found."""
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
@@ -49,13 +49,13 @@ def address_towards(peer: str) -> str:
 
 
 def address_for_others(peer: str) -> str:
-    """The address by which other machines reach this one, which may own `peer` itself and call it a loopback."""
+    """Return the address by which other machines reach this one, which may own `peer` itself and call it a loopback."""
     found = address_towards(peer)
     return peer if found.startswith("127.") and not is_loopback(peer) else found
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has the IPv4 `address`, or None where that cannot be found."""
+    """Return the name of the interface that has the IPv4 `address`, or None where that cannot be found."""
     for _, name in socket.if_nameindex():
         if _interface_address(name) == address:
             return name
@@ -73,12 +73,12 @@ def _interface_address(name: str) -> str | None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` stands for this machine on every machine."""
+    """Return whether `address` stands for this machine on every machine."""
     return address in _LOOPBACK
 
 
 def reachable(address: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether something accepts connections at `address`:`port`."""
+    """Return whether something accepts connections at `address`:`port`."""
     try:
         with closing(socket.create_connection((address, port), timeout=timeout_s)):
             return True

@@ -155,7 +155,7 @@ def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _source_of(function: Callable[..., Any]) -> str:
-    """The function's text, which other machines compare with theirs; empty where Python does not keep it."""
+    """Return the function's text, which other machines compare with theirs; empty where Python does not keep it."""
     try:
         return inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
@@ -212,7 +212,7 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _failure_words(verdict_file: Path, code: int) -> str:
-    """Why the launch failed, as the launcher left it, with the names that settings have in a notebook."""
+    """Return why the launch failed, as the launcher left it, with the names that settings have in a notebook."""
     if not verdict_file.exists():
         return f"the processes ended with exit code {code} before an error could be noted; see the output above."
     words = verdict_file.read_text()

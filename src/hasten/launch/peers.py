@@ -109,11 +109,11 @@ class Peers:
         self.store.set(_STOPPING, str(self.index))
 
     def stopping(self) -> bool:
-        """Whether a machine was told to stop by a signal."""
+        """Return whether a machine was told to stop by a signal."""
         return self.store.check([_STOPPING])
 
     def agree(self, code: int, timeout_s: float) -> int:
-        """The exit code of the job, when every machine has said how it ended.
+        """Return the exit code of the job, when every machine has said how it ended.
 
         Machines that say nothing for `timeout_s`, or whose heartbeat stops, are not waited for.
         """
@@ -132,7 +132,7 @@ class Peers:
         return agreed_code(list(self._codes().values()))
 
     def _codes(self) -> dict[int, int]:
-        """The exit codes of the machines that have said theirs."""
+        """Return the exit codes of the machines that have said theirs."""
         keys = {m: _exit_key(m) for m in range(len(self.hosts))}
         return {m: int(self.store.get(key)) for m, key in keys.items() if self.store.check([key])}
 
@@ -141,7 +141,7 @@ class Peers:
         self.store.set(self._key("failed", self.index), json.dumps([f.encode() for f in failures]))
 
     def published(self) -> list[Failure]:
-        """The failures that other machines have told."""
+        """Return the failures that other machines have told."""
         found: list[Failure] = []
         for machine in range(len(self.hosts)):
             key = self._key("failed", machine)
@@ -150,7 +150,7 @@ class Peers:
         return found
 
     def collect(self, timeout_s: float) -> list[Failure]:
-        """The failures of all other machines, waiting a moment for those that are still stopping."""
+        """Return the failures of all other machines, waiting a moment for those that are still stopping."""
         deadline = time.monotonic() + timeout_s
         keys = [self._key("failed", m) for m in range(len(self.hosts)) if m != self.index]
         while time.monotonic() < deadline and not self.store.check(keys):
@@ -172,7 +172,7 @@ class Peers:
         self.store.set(self._key("done", self.index), "1")
 
     def all_done(self) -> bool:
-        """Whether every machine's ranks have finished."""
+        """Return whether every machine's ranks have finished."""
         return self.store.check([self._key("done", m) for m in range(len(self.hosts))])
 
     def waiting(self) -> int:
@@ -191,7 +191,7 @@ class Peers:
 
 
 def _exit_key(machine: int) -> str:
-    """Where a machine says its exit code; the same in every round, because machines may end in different ones."""
+    """Return where a machine says its exit code; the same in every round, because machines may end in different ones."""
     return f"exit/{machine}"
 
 

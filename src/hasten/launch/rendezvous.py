@@ -40,7 +40,7 @@ class CheckIn:
     """Who was there in the last round."""
 
     def run(self, store: Store, index: int, count: int) -> list[Report]:
-        """Every machine's report, after it was compared and, on machine 0, shown.
+        """Return every machine's report, after it was compared and, on machine 0, shown.
 
         Raises: LaunchError on every machine when they differ or some are missing.
         """
@@ -97,7 +97,7 @@ class FixedRendezvous(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """The name of this kind of meeting."""
+        """Return the name of this kind of meeting."""
         return "hasten-fixed"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -175,14 +175,14 @@ class FixedRendezvous(RendezvousHandler):
             self._watch.wait_done()
 
     def is_closed(self) -> bool:
-        """A fixed meeting stays open as long as its machines live."""
+        """Return a fixed meeting stays open as long as its machines live."""
         return False
 
     def set_closed(self) -> None:
         """Nothing to close: the set of machines is fixed."""
 
     def get_run_id(self) -> str:
-        """The name of the job."""
+        """Return the name of the job."""
         return self._meeting.run_id
 
     def shutdown(self) -> bool:
@@ -271,7 +271,7 @@ class FixedRendezvous(RendezvousHandler):
             ) from error
 
     def _find_index(self, control: Store) -> int:
-        """This machine's rank when nobody gave one: by name among those without, in the places left free."""
+        """Return this machine's rank when nobody gave one: by name among those without, in the places left free."""
         count, report = self._meeting.max_machines, self._check_in.report
         mine = f"{report.host} {report.address} {time.time_ns()}"
         control.set(f"lobby/{control.add('lobby', 1) - 1}", mine)
@@ -294,7 +294,7 @@ class FixedRendezvous(RendezvousHandler):
         return free[names.index(mine)]
 
     def _agreed_reports(self, control: Store, store: Store, index: int) -> list[Report]:
-        """The check-in; if it fails, machine 0 serves on until all that are there have read why."""
+        """Return the check-in; if it fails, machine 0 serves on until all that are there have read why."""
         try:
             return self._check_in.run(store, index, self._meeting.max_machines)
         except LaunchError:
@@ -306,7 +306,7 @@ class FixedRendezvous(RendezvousHandler):
             raise
 
     def _serve_workers(self, store: Store) -> tuple[str, int]:
-        """Where the workers of this round meet: the asked port at first, a fresh store after each restart."""
+        """Return where the workers of this round meet: the asked port at first, a fresh store after each restart."""
         if self._index == 0:
             assert self._server is not None, "machine 0 serves the store"
             if self.round > 0:
@@ -337,7 +337,7 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def get_backend(self) -> str:
-        """The name of this kind of meeting."""
+        """Return the name of this kind of meeting."""
         return self._inner.get_backend()
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -359,7 +359,7 @@ class ElasticRendezvous(RendezvousHandler):
         return self._inner.num_nodes_waiting()
 
     def is_closed(self) -> bool:
-        """Whether the meeting is over."""
+        """Return whether the meeting is over."""
         return bool(self._inner.is_closed())
 
     def set_closed(self) -> None:
@@ -367,7 +367,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._inner.set_closed()  # type: ignore[no-untyped-call]  # torch leaves it so
 
     def get_run_id(self) -> str:
-        """The name of the job."""
+        """Return the name of the job."""
         return self._inner.get_run_id()
 
     def shutdown(self) -> bool:
@@ -381,6 +381,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def with_address(report: Report, meeting: Meeting) -> Report:
-    """The report with this machine's address as the others see it."""
+    """Return the report with this machine's address as the others see it."""
     address = meeting.address if meeting.alone else network.address_for_others(meeting.address)
     return replace(report, address=address)

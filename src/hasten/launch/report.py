@@ -62,7 +62,7 @@ SOURCE: Final = "source.txt"
 
 
 def make_report(plan: LaunchPlan, config: Config, host: Host, *, alone: bool) -> Report:
-    """This machine's report; a lone machine has nobody to compare with and skips the digests."""
+    """Return this machine's report; a lone machine has nobody to compare with and skips the digests."""
     count = sum(proc.count for proc in plan.procs)
     device = f"cpu ({host.cores} cores)" if config.cpu else host.device_words
     if alone or plan.target is None:
@@ -93,7 +93,7 @@ def changed_settings(section: Section, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def package_versions() -> dict[str, str]:
-    """The installed packages that must be equal for machines to train together, without importing them."""
+    """Return the installed packages that must be equal for machines to train together, without importing them."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -104,7 +104,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_digest(target: Target) -> str:
-    """A digest of the program and of the files in its folder that it imports, directly or through each other."""
+    """Return a digest of the program and of the files in its folder that it imports, directly or through each other."""
     path = _program_file(target)
     if path is None:
         return ""

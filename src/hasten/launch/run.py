@@ -87,7 +87,7 @@ def say(text: str) -> None:
 
 
 def complete(plan: LaunchPlan, env: Mapping[str, str]) -> LaunchPlan:
-    """The plan with what only a look at the network can tell: the interface by which gloo reaches the others."""
+    """Return the plan with what only a look at the network can tell: the interface by which gloo reaches the others."""
     if plan.meeting is None or "GLOO_SOCKET_IFNAME" in env:
         return plan
     local = "127.0.0.1" if plan.meeting.alone else network.address_towards(plan.meeting.address)

@@ -49,7 +49,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def ranks(accelerator: Accelerator) -> str:
-    """Every rank is there, once."""
+    """Return every rank is there, once."""
     found = gather_object(accelerator.process_index, accelerator.comm)
     _expect(found == list(range(accelerator.num_processes)), f"the ranks are {found}")
     return f"{accelerator.num_processes} on {accelerator.device.type}"
@@ -72,7 +72,7 @@ def collectives(accelerator: Accelerator) -> str:
 
 
 def training(accelerator: Accelerator) -> str:
-    """A few steps give the weights that plain torch gives in one process on the whole batch."""
+    """Return a few steps give the weights that plain torch gives in one process on the whole batch."""
     accelerator.gradient_accumulation_steps = 1
     readers = accelerator.ctx.mesh.size(*BATCH)  # ranks along other axes read the same rows
     data = _data(_STEPS * _ROWS_PER_RANK * readers)
@@ -106,7 +106,7 @@ def training(accelerator: Accelerator) -> str:
 
 
 def bandwidth(accelerator: Accelerator) -> str:
-    """How fast an all-reduce moves data: bus bandwidth, the bytes each link carries."""
+    """Return how fast an all-reduce moves data: bus bandwidth, the bytes each link carries."""
     size = accelerator.num_processes
     if size == 1:
         return "one process, nothing to reduce"
@@ -115,7 +115,7 @@ def bandwidth(accelerator: Accelerator) -> str:
 
 
 def measured_links(accelerator: Accelerator) -> Links:
-    """The speed of the links inside machines and between them, as collectives reach it. Ranks: every rank.
+    """Return the speed of the links inside machines and between them, as collectives reach it. Ranks: every rank.
 
     Raises: CheckFailed where there is one process only.
     """
@@ -188,7 +188,7 @@ def run(accelerator: Accelerator, checks: tuple[tuple[str, Check], ...] = CHECKS
 
 
 def _lines(name: str, outcomes: list[tuple[bool, str]]) -> list[str]:
-    """One line for a check that passed everywhere, else one for each rank that failed."""
+    """Return one line for a check that passed everywhere, else one for each rank that failed."""
     bad = [(rank, told) for rank, (passed, told) in enumerate(outcomes) if not passed]
     if not bad:
         everywhere = "rank 0" if len(outcomes) == 1 else f"ranks 0-{len(outcomes) - 1}"
@@ -214,7 +214,7 @@ def _data(length: int) -> Rows:
 
 
 def _trained_alone(data: Rows, batch_size: int) -> dict[str, Tensor]:
-    """The weights after the same steps in plain torch, in this process alone, on the CPU, in full precision."""
+    """Return the weights after the same steps in plain torch, in this process alone, on the CPU, in full precision."""
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for start in range(0, len(data), batch_size):

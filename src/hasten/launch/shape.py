@@ -34,7 +34,7 @@ class Shape:
 
 
 def decide(request: Request, host: Host) -> Shape:
-    """The shape that settings, cluster and machine lead to.
+    """Return the shape that settings, cluster and machine lead to.
 
     Raises: ConfigError when they contradict each other; TopologyError when the cluster's variables do.
     """
@@ -70,7 +70,7 @@ def decide(request: Request, host: Host) -> Shape:
 
 
 def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
-    """The shape of a job that another launcher starts on its own list of machines: nothing here is counted."""
+    """Return the shape of a job that another launcher starts on its own list of machines: nothing here is counted."""
     threads, note = _threads(request.config.launch, host, per_machine or 1)
     env = {CONFIG: request.handoff} if request.handoff else {}
     if threads is not None:
@@ -79,7 +79,7 @@ def elsewhere(request: Request, host: Host, per_machine: int | None) -> Shape:
 
 
 def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.worker") -> tuple[str, ...]:
-    """The command of one process: the program itself, or Python with our bootstrap before it."""
+    """Return the command of one process: the program itself, or Python with our bootstrap before it."""
     if target.no_python and target.module:
         raise ConfigError("--module and --no_python contradict each other: a module needs Python. Give one of them.")
     if target.no_python:
@@ -89,7 +89,7 @@ def worker_argv(target: Target, host: Host, bootstrap: str = "hasten.launch.work
 
 
 def _machines(launch: LaunchConfig, allocation: Allocation) -> tuple[int, int]:
-    """The smallest and largest number of machines."""
+    """Return the smallest and largest number of machines."""
     if launch.nnodes is not None:
         low, high = split_range(launch.nnodes)
         if "num_machines" in given(launch) and launch.num_machines not in (1, high):

@@ -8,7 +8,7 @@ from hasten.launch.torchrun import supervision
 
 
 def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
-    """One command with the settings in its environment."""
+    """Return one command with the settings in its environment."""
     return LaunchPlan(
         launcher="single",
         procs=(Proc(worker_argv(request.target, host), dict(shape.env)),),

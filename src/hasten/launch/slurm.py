@@ -118,7 +118,7 @@ def plan_submit(request: Request, host: Host, flags: tuple[str, ...], folder: st
 
 
 def without_submit(flags: tuple[str, ...]) -> list[str]:
-    """The options as typed, less those that ask for the script itself and those the new job decides anew."""
+    """Return the options as typed, less those that ask for the script itself and those the new job decides anew."""
     kept: list[str] = []
     skip = False
     for word in flags:

@@ -31,7 +31,7 @@ _SAVING_S: Final = 60.0
 
 
 def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
-    """The store of the job, after every rank has been seen on it.
+    """Return the store of the job, after every rank has been seen on it.
 
     Raises: LaunchError on every rank if ranks are missing, double, or differ in settings, code or versions.
     """
@@ -62,7 +62,7 @@ def check_in(topology: Topology, target: Target, config: str) -> TCPStore:
 
 
 def _open_store(topology: Topology) -> TCPStore:
-    """The store at the meeting point, served by rank 0; a second rank 0 joins it, so that both are told."""
+    """Return the store at the meeting point, served by rank 0; a second rank 0 joins it, so that both are told."""
     address, _, port_text = topology.meeting_point().removeprefix("tcp://").rpartition(":")
     host, port, timeout = address.strip("[]"), int(port_text), timedelta(seconds=_TIMEOUT_S)
     try:

@@ -15,7 +15,7 @@ _JOIN_TIMEOUT_S: Final = 120.0
 
 
 def plan(request: Request, host: Host, shape: Shape) -> LaunchPlan:
-    """The processes of this machine and the meeting with the others.
+    """Return the processes of this machine and the meeting with the others.
 
     Raises: ConfigError if the machines could not find each other with these settings.
     """
@@ -139,7 +139,7 @@ def check_tee(text: str | None, num_processes: int) -> None:
 
 
 def parse_options(text: str | None) -> dict[str, str]:
-    """The pairs in `a=1,b=2`.
+    """Return the pairs in `a=1,b=2`.
 
     Raises: ConfigError for a part that is not a pair.
     """

@@ -69,7 +69,7 @@ def _keep_exit_code() -> None:
 
 
 def recording_hook(path: Path, fallback: Hook) -> Hook:
-    """An excepthook that writes the exception to `path` instead of printing it; prints if it cannot be written."""
+    """Return an excepthook that writes the exception to `path` instead of printing it; prints if it cannot be written."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -83,7 +83,7 @@ def recording_hook(path: Path, fallback: Hook) -> Hook:
 
 
 def trimming_hook(printing: Hook) -> Hook:
-    """An excepthook that prints the exception as plain Python would, without our own frames."""
+    """Return an excepthook that prints the exception as plain Python would, without our own frames."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         rest = without_bootstrap(trace, error)
@@ -129,7 +129,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def without_bootstrap(trace: TracebackType | None, error: BaseException) -> TracebackType | None:
-    """The traceback without the frames of hasten, of runpy and of the import system at its start.
+    """Return the traceback without the frames of hasten, of runpy and of the import system at its start.
 
     None where no other frame is left and the message tells what is wrong with the program: it cannot be compiled, found or read,
     or hasten refused it.

@@ -26,7 +26,7 @@ _POD_FLAGS: Final = ("--tpu_cluster", "--tpu-cluster", "--tpu_use_cluster", "--t
 
 
 def plan(request: Request, host: Host, shape: Shape, tpu: Slice | None = None) -> LaunchPlan:
-    """One process that drives all devices of this VM; with several machines, and where they meet.
+    """Return one process that drives all devices of this VM; with several machines, and where they meet.
 
     Raises: ConfigError when more processes were asked for, the machine has no TPU and PJRT_DEVICE names no other device, or `tpu` has
     several hosts and the job one machine.
@@ -117,7 +117,7 @@ def _known(name: str, worker: str, tpu: Slice | None) -> str:
 
 
 def _meeting(launch: LaunchConfig, name: str, tpu: Slice) -> list[str]:
-    """The flags with which the VMs find each other.
+    """Return the flags with which the VMs find each other.
 
     Raises: ConfigError for flags that contradict the TPU, and where nobody knows the address of its first VM.
     """
@@ -172,7 +172,7 @@ def _variables(parts: Iterable[str]) -> dict[str, str]:
 
 
 def _lines(command_file: str | None) -> list[str]:
-    """The commands in a file, one on each line."""
+    """Return the commands in a file, one on each line."""
     if command_file is None:
         return []
     try:
@@ -188,7 +188,7 @@ _LIMIT_S: Final = 60.0
 
 
 def ask(request: Request, host: Host) -> Slice | None:
-    """The machines; None for a job without TPUs, and where nobody knows."""
+    """Return the machines; None for a job without TPUs, and where nobody knows."""
     launch, xla = request.config.launch, request.config.xla
     if launch.tpu and xla.tpu_use_cluster:
         return _ask_gcloud(xla.tpu_name, xla.tpu_zone) if xla.tpu_name and "gcloud" in host.programs else None

@@ -64,7 +64,7 @@ def replace(module: nn.Module, forward: Forward) -> None:
 
 
 def find(module: nn.Module, tag: str) -> Forward | None:
-    """The replacement with `tag` on this module itself, or None."""
+    """Return the replacement with `tag` on this module itself, or None."""
     forward = module.__dict__.get(_FORWARD)
     while isinstance(forward, Forward):
         if forward.tag == tag:

@@ -83,7 +83,7 @@ class HookForward(forwarding.Forward):
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """The hook attached to this module, or None."""
+    """Return the hook attached to this module, or None."""
     forward = forwarding.find(module, HookForward.tag)
     return forward.hook if isinstance(forward, HookForward) else None
 

@@ -51,7 +51,7 @@ def canonical_name(name: str, model: nn.Module | None = None) -> str:
 
 
 def _child(module: object, part: str) -> object:
-    """The submodule `part` without __getattr__, which wrappers forward to what they wrap."""
+    """Return the submodule `part` without __getattr__, which wrappers forward to what they wrap."""
     return module._modules.get(part) if isinstance(module, nn.Module) else None
 
 
@@ -68,7 +68,7 @@ def named_buffers(model: nn.Module, *, tied: bool = False) -> Iterator[tuple[str
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """The sets of canonical names that are one and the same parameter, each and all in the model's order."""
+    """Return the sets of canonical names that are one and the same parameter, each and all in the model's order."""
     by_id: dict[int, list[str]] = {}
     for name, parameter in named_parameters(model, tied=True):
         names = by_id.setdefault(id(parameter), [])
@@ -103,7 +103,7 @@ class StagePart:
     """No earlier rank along those axes holds the same part."""
 
     def whole_name(self, name: str) -> str:
-        """The first name in the whole model of a parameter that has `name` on this rank."""
+        """Return the first name in the whole model of a parameter that has `name` on this rank."""
         return self.whole_names.get(name, name)
 
 
@@ -118,7 +118,7 @@ def stage_part(model: nn.Module) -> StagePart | None:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether `value` is a DTensor."""
+    """Return whether `value` is a DTensor."""
     if type(value) is Tensor or type(value) is nn.Parameter:
         return False
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def parent_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds `name`, and the name it holds it under."""
+    """Return the module that holds `name`, and the name it holds it under."""
     path, _, child = name.rpartition(".")
     return model.get_submodule(path), child
 
@@ -46,12 +46,12 @@ def swap_where(
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """The names of the model's linear layers, in order of registration."""
+    """Return the names of the model's linear layers, in order of registration."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of one class that a ModuleList or Sequential repeats: the blocks worth treating alike."""
+    """Return the modules of one class that a ModuleList or Sequential repeats: the blocks worth treating alike."""
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
@@ -63,19 +63,19 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
-    """The number of parameters; shared ones count once."""
+    """Return the number of parameters; shared ones count once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
 
 
 def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """The bytes `tensor` takes, or would take in `dtype` (floating point tensors only change)."""
+    """Return the bytes `tensor` takes, or would take in `dtype` (floating point tensors only change)."""
     if dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.numel() * dtype.itemsize
     return tensor.numel() * tensor.element_size()
 
 
 def named_tensors(model: nn.Module, persistent_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer under every name it has, shared ones repeated."""
+    """Yield every parameter and buffer under every name it has, shared ones repeated."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in own_buffers(module, persistent_only):
@@ -83,7 +83,7 @@ def named_tensors(model: nn.Module, persistent_only: bool = False) -> Iterator[t
 
 
 def own_buffers(module: nn.Module, persistent_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that the module itself has registered; with `persistent_only`, those that belong to its state."""
+    """Yield the buffers that the module itself has registered; with `persistent_only`, those that belong to its state."""
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if not persistent_only or name not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -92,7 +92,7 @@ def own_buffers(module: nn.Module, persistent_only: bool = False) -> Iterator[tu
 def module_bytes(
     model: nn.Module, dtype: torch.dtype | None = None, special_dtypes: Mapping[str, torch.dtype] | None = None
 ) -> dict[str, int]:
-    """The bytes of each module, parameter and buffer by name; the empty name is the whole model.
+    """Return the bytes of each module, parameter and buffer by name; the empty name is the whole model.
 
     A tensor shared by two modules counts in both, and once in every module that holds both.
     """
@@ -110,7 +110,7 @@ _DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Alp
 
 
 def may_draw(model: nn.Module) -> bool:
-    """Whether any module has a dropout rate above zero, as a layer or as a number it hands to attention."""
+    """Return whether any module has a dropout rate above zero, as a layer or as a number it hands to attention."""
     for module in model.modules():
         rates = [value for name, value in vars(module).items() if "drop" in name.lower() and isinstance(value, float)]
         if isinstance(module, _DROPOUTS):

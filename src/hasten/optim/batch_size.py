@@ -46,7 +46,7 @@ class _Search:
     keep_global_batch: bool
 
     def smaller(self, size: int) -> int:
-        """The size to try after `size` did not fit."""
+        """Return the size to try after `size` did not fit."""
         if self.reduce is not None:
             return int(self.reduce(size) if _takes_a_size(self.reduce) else self.reduce())
         if self.keep_global_batch:
@@ -55,7 +55,7 @@ class _Search:
 
 
 def should_reduce_batch_size(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out."""
+    """Return whether `error` says that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -87,7 +87,7 @@ def find_executable_batch_size(
     accelerator: Accumulates | None = None,
     keep_global_batch: bool = False,
 ) -> Callable[..., Any]:
-    """A decorator that calls the function with a batch size, and with smaller ones while memory runs out.
+    """Return a decorator that calls the function with a batch size, and with smaller ones while memory runs out.
 
     The function takes the batch size as its first argument; callers leave it out. With an `accelerator`, ranks try
     the same size together: when one runs out of memory, all try again (the function must fail before it waits for
@@ -172,7 +172,7 @@ def _next_size(search: _Search, size: int) -> int:
 
 
 def _takes_a_size(reduce: Callable[..., int]) -> bool:
-    """Whether the function needs an argument; those that count by themselves do not."""
+    """Return whether the function needs an argument; those that count by themselves do not."""
     parameters = inspect.signature(reduce).parameters.values()
     return any(one.default is one.empty and one.kind is not one.VAR_KEYWORD for one in parameters)
 

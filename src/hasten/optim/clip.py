@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters, of which there may be one."""
+    """Return the parameters, of which there may be one."""
     return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
@@ -58,7 +58,7 @@ def clip_norm(
 def global_norm(
     grads: Sequence[Tensor], norm_type: float = 2.0, *, foreach: bool | None = None, across: Comm | None = None
 ) -> Tensor:
-    """The norm of all gradients as one vector, as a plain tensor that is the same on every rank."""
+    """Return the norm of all gradients as one vector, as a plain tensor that is the same on every rank."""
     by_place: dict[object, list[Tensor]] = {}
     for grad in grads:
         by_place.setdefault(_place(grad), []).append(grad)
@@ -71,7 +71,7 @@ def global_norm(
 
 
 def combine(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of vectors joined together, from their norms."""
+    """Return the norm of vectors joined together, from their norms."""
     if not norms:
         return torch.zeros((), device=device)
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
@@ -86,7 +86,7 @@ def _place(grad: Tensor) -> object:
 
 
 def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of gradients that lie alike, over all ranks they are split over."""
+    """Return the norm of gradients that lie alike, over all ranks they are split over."""
     first = grads[0]
     if not is_dtensor(first):
         plain: Tensor = torch.nn.utils.get_total_norm(grads, norm_type, foreach=foreach)
@@ -109,7 +109,7 @@ def _norm(grads: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor
 
 
 def _is_split(placement: Placement) -> bool:
-    """Whether ranks hold different parts; a dimension split twice is not torch's plain Shard."""
+    """Return whether ranks hold different parts; a dimension split twice is not torch's plain Shard."""
     return not placement.is_replicate() and not placement.is_partial()
 
 

@@ -139,13 +139,13 @@ class StepClock:
         self.alone = len(self._holders) < 2
 
     def holders(self) -> Iterator[Holder]:
-        """The optimizers that are alive."""
+        """Yield the optimizers that are alive."""
         for known in self._holders:
             if (holder := known()) is not None:
                 yield holder
 
     def watching(self, cursor: LoaderCursor) -> Watch:
-        """A context in which `cursor` is the active loader, until a loader inside it starts."""
+        """Return a context in which `cursor` is the active loader, until a loader inside it starts."""
         return Watch(self.cursors, cursor, self)
 
     def tick(self, key: Key = ()) -> bool:
@@ -170,7 +170,7 @@ class StepClock:
         return self.boundary
 
     def is_open(self, key: Key) -> bool:
-        """Whether a window of this name has begun and not ended."""
+        """Return whether a window of this name has begun and not ended."""
         window = self._windows.get(key)
         return window is not None and window.micro > 0 and not window.closed
 
@@ -191,7 +191,7 @@ class StepClock:
         self.interrupted = False
 
     def weigh(self, loss: Tensor, weight: Number | None = None) -> tuple[Tensor, int]:
-        """The loss to backpropagate, multiplied by its share of the weight, and what it is still to be divided by.
+        """Return the loss to backpropagate, multiplied by its share of the weight, and what it is still to be divided by.
 
         Raises: StepError when weighted and unweighted losses meet in one window.
         """
@@ -267,7 +267,7 @@ class StepClock:
         self.pending = boundary and self.correction_due()
 
     def correction_due(self) -> bool:
-        """Whether the current window, if it ended here, would need a correction."""
+        """Return whether the current window, if it ended here, would need a correction."""
         window = self._current
         return bool(window.weighted) or (window.micro > 0 and window.micro - window.missing != window.every)
 
@@ -287,7 +287,7 @@ class StepClock:
             self.after_update()
 
     def _waiting(self) -> bool:
-        """Whether an optimizer that takes part in training has gradients it has not used."""
+        """Return whether an optimizer that takes part in training has gradients it has not used."""
         return any(
             not holder.spent
             and self.num_updates - holder.called_at < _RECENT
@@ -296,7 +296,7 @@ class StepClock:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where each open window stands, as plain JSON values."""
+        """Return where each open window stands, as plain JSON values."""
         opened = [(key, w) for key, w in self._windows.items() if not w.closed and (key is not None or w.losses)]
         if any(window.lanes is not None for _, window in opened):
             raise StepError(
@@ -364,7 +364,7 @@ class StepClock:
         return share if len(window.weights) == 1 else self._keep_apart(window, place, share)
 
     def _keep_apart(self, window: Window, place: int, share: Tensor) -> Tensor:
-        """The share of one of several weighted losses, each of which is divided by its own total weight.
+        """Return the share of one of several weighted losses, each of which is divided by its own total weight.
 
         The one correction of the window is the first loss's. In a window of one micro-step the others' totals are
         known here, so that they can be corrected for it; in a longer one their gradients go into lanes of their own.

@@ -63,7 +63,7 @@ def refuse_late_backward() -> NoReturn:
 
 
 def put_where_used(key: str, value: Any, group: Mapping[str, Any], device: torch.device) -> Any:  # Any: a stored value
-    """A copy of a stored value on the device where an optimizer with the group's options looks for it.
+    """Return a copy of a stored value on the device where an optimizer with the group's options looks for it.
 
     torch counts steps in host memory, but for kernels that read the count on the device.
     """

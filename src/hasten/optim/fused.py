@@ -12,7 +12,7 @@ _KINDS: Final = (Adam, AdamW, SGD)
 
 
 def refusal(optimizer: Optimizer) -> str:
-    """Why an optimizer cannot be made fused; empty when it can, or is already."""
+    """Return why an optimizer cannot be made fused; empty when it can, or is already."""
     if type(optimizer) not in _KINDS:
         return f"torch has no fused {type(optimizer).__name__}"
     for group in optimizer.param_groups:
@@ -29,7 +29,7 @@ def refusal(optimizer: Optimizer) -> str:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether every group of an optimizer is updated by a fused kernel."""
+    """Return whether every group of an optimizer is updated by a fused kernel."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 

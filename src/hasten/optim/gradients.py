@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
+    """Return the gradients that are there."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
-    """Each gradient with its version, which any write to it raises."""
+    """Return each gradient with its version, which any write to it raises."""
     return [(p.grad, 0 if p.grad is None else _part(p.grad)._version) for p in parameters]
 
 
@@ -106,7 +106,7 @@ _LEAF: Final = "AccumulateGrad"
 
 
 def zero_if_weightless(loss: Tensor, weight: float | Tensor, joined: bool = False) -> AbstractContextManager[None]:
-    """A block for the backward of `loss`, in which gradients are zeros where `weight` is zero.
+    """Return a block for the backward of `loss`, in which gradients are zeros where `weight` is zero.
 
     Multiplying by zero is not enough: zero times the nan of a mean over nothing is nan. A weight in host memory is
     looked at, and everything behind a loss of weight zero is set to zero. A weight on a device is not read, which would
@@ -129,7 +129,7 @@ def _readable(weight: float | Tensor) -> bool:
 
 
 def _change(weight: float | Tensor, joined: bool) -> tuple[int | None, Callable[[_Gradients], _Gradients]]:
-    """How deep gradients are changed, and how."""
+    """Return how deep gradients are changed, and how."""
     if not isinstance(weight, Tensor) or _readable(weight):
         return _DEPTH if joined else None, _zeros
     counts = weight.detach().reshape(()) != 0
@@ -193,7 +193,7 @@ class Unowned:
         self._known = list(dict.fromkeys(p for model in models for p in model.parameters()))
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that take gradients and belong to no optimizer."""
+        """Return the parameters that take gradients and belong to no optimizer."""
         if not all(optimizer.readable for optimizer in self._optimizers):
             return []  # an engine keeps its gradients elsewhere
         owned = {id(p) for optimizer in self._optimizers for p in optimizer.parameters}
@@ -247,7 +247,7 @@ class Unowned:
         self.earlier, self._open = None, False
 
     def saved(self) -> dict[int, Tensor]:
-        """The gradients that outlive the window in progress, by the identity of their parameters."""
+        """Return the gradients that outlive the window in progress, by the identity of their parameters."""
         if self.earlier is not None and not self._merged:
             return {id(parameter): grad for parameter, grad in self.earlier.items()}
         if self._open:

@@ -139,7 +139,7 @@ class Cursors:
                 self._cut_short = (leader, leader.opened)
 
     def active(self) -> list[LoaderCursor]:
-        """The loaders that the current step reads from, in the order in which they were first moved."""
+        """Return the loaders that the current step reads from, in the order in which they were first moved."""
         watched = self.watched
         if len(watched) < 2:
             return watched
@@ -154,12 +154,12 @@ class Cursors:
         ]
 
     def innermost(self) -> LoaderCursor | None:
-        """The loader that was opened last of those being iterated."""
+        """Return the loader that was opened last of those being iterated."""
         active = self.active()
         return active[-1] if active else None
 
     def only(self) -> LoaderCursor | None:
-        """The loader that the current step reads from, or None outside a loop over one.
+        """Return the loader that the current step reads from, or None outside a loop over one.
 
         Raises: DataError when there are several, and their padding may differ.
         """

@@ -78,7 +78,7 @@ class Share:
         self._marked, self._copies = False, None
 
     def _changed(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether a backward has reached one of the parameters since the gradients were noted."""
+        """Return whether a backward has reached one of the parameters since the gradients were noted."""
         now = versions(parameters)
         return len(now) != len(self._noted) or any(
             a is not b or m != n for (a, m), (b, n) in zip(now, self._noted, strict=True)
@@ -181,7 +181,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state."""
+        """Return the inner optimizer's state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,7 +342,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def settled_in(self, serial: int) -> bool:
-        """Whether the gradients are unscaled and normalised for this window."""
+        """Return whether the gradients are unscaled and normalised for this window."""
         return self._settled == serial
 
     def note_gradients(self) -> None:

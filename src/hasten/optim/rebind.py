@@ -25,7 +25,7 @@ class OptimizerRecord:
 
     @classmethod
     def write(cls, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> OptimizerRecord:
-        """The optimizer's groups and state by the names its parameters have in `models`.
+        """Return the optimizer's groups and state by the names its parameters have in `models`.
 
         Raises: PrepareError naming the parameters that are in none of them.
         """
@@ -70,7 +70,7 @@ class OptimizerRecord:
 
 
 def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under every name, led by its model's number and free of wrappers' additions."""
+    """Yield every parameter under every name, led by its model's number and free of wrappers' additions."""
     for index, model in enumerate(models):
         part = stage_part(model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -80,7 +80,7 @@ def named(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _elsewhere(models: Sequence[nn.Module], here: Mapping[str, Tensor]) -> set[str]:
-    """The parameters, by their recorded names, that other pipeline stages hold."""
+    """Return the parameters, by their recorded names, that other pipeline stages hold."""
     parts = ((index, stage_part(model)) for index, model in enumerate(models))
     return {f"{index}.{name}" for index, part in parts if part is not None for name in part.parameters} - here.keys()
 
@@ -104,7 +104,7 @@ def _converted(name: str, values: Mapping[str, Any], parameter: Tensor, convert:
 
 
 def convert_state(name: str, key: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """A state tensor for the new parameter: spread like it when it has its shape, else as it was.
+    """Return a state tensor for the new parameter: spread like it when it has its shape, else as it was.
 
     Ranks: none; every rank cuts its own part out of the whole value it holds.
     """

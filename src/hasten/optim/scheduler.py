@@ -39,16 +39,16 @@ class PreparedScheduler(LRScheduler):
         self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float | Tensor]:
-        """The learning rate of each group."""
+        """Return the learning rate of each group."""
         rates: list[float | Tensor] = self.scheduler.get_last_lr()
         return rates
 
     def get_lr(self) -> Any:
-        """The inner scheduler's next learning rates."""
+        """Return the inner scheduler's next learning rates."""
         return self.scheduler.get_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner scheduler's state."""
+        """Return the inner scheduler's state."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
@@ -121,7 +121,7 @@ def unsplit(scheduler: Any, num_whole: int, num_share: int, num_processes: int, 
 
 
 def _epochs(total: int, num_batches: int, every: int) -> int:
-    """The whole number of epochs with so many steps; 0 if there is none."""
+    """Return the whole number of epochs with so many steps; 0 if there is none."""
     epochs = round(total * every / num_batches)
     fits = (num_batches * epochs // every, -(-num_batches * epochs // every), -(-num_batches // every) * epochs)
     return epochs if total in fits else 0

@@ -67,7 +67,7 @@ class StepGraph:
         return trees.replace_tensors(self._returned, fresh) if fresh else self._returned
 
     def _addresses(self) -> list[int]:
-        """Where everything lies that a step reads and writes besides its inputs."""
+        """Return where everything lies that a step reads and writes besides its inputs."""
         held = [tensor.data_ptr() for model in self._models for tensor in (*model.parameters(), *model.buffers())]
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
@@ -85,7 +85,7 @@ class _Rate:
         self.tensor = torch.full((), self._last, dtype=torch.float32, device=device)
 
     def options(self) -> dict[str, Any]:  # Any: torch's options of an optimizer
-        """The options that are constants in a graph, and the number of parameters."""
+        """Return the options that are constants in a graph, and the number of parameters."""
         kept = {name: value for name, value in self.group.items() if name not in ("lr", "params", "initial_lr")}
         return {**kept, "params": len(self.group["params"])}
 

@@ -118,7 +118,7 @@ class Holder(Protocol):
         ...
 
     def settled_in(self, serial: int) -> bool:
-        """Whether its gradients are unscaled and normalised for this window."""
+        """Return whether its gradients are unscaled and normalised for this window."""
         ...
 
     def note_gradients(self) -> None:
@@ -156,11 +156,11 @@ class Window:
     """The gradients of the second and further weighted losses, kept apart until the window's end."""
 
     def copy(self) -> Window:
-        """The window as it is now, for `become`."""
+        """Return the window as it is now, for `become`."""
         return replace(self, weights=list(self.weights), factors=dict(self.factors))
 
     def as_plain(self, key: Key | None, current: bool) -> dict[str, Any]:
-        """The window's position as plain JSON values."""
+        """Return the window's position as plain JSON values."""
         return {
             "key": None if key is None else list(key),
             "current": current,
@@ -192,7 +192,7 @@ def hold(windows: Mapping[Key | None, Window]) -> Callable[[], dict[Key | None, 
 
 
 def checked_weight(weight: Number) -> Number:
-    """The weight as a number or an exact tensor without dimensions. Raises: ConfigError for what is no count."""
+    """Return the weight as a number or an exact tensor without dimensions. Raises: ConfigError for what is no count."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ConfigError(
@@ -237,7 +237,7 @@ def agree_on_factors(window: Window, unit: float | None, comm: Comm | None, plac
 
 
 def agree_on_unit(weight: Number, comm: Comm | None) -> float:
-    """The power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
+    """Return the power of two nearest to the largest first weight of any rank. Ranks: every rank of the loss axes."""
     first = float(weight)
     if comm is not None and comm.size > 1:
         first = float(comm.all_reduce(torch.tensor(first, device=comm.device), "max"))
@@ -269,7 +269,7 @@ class Part:
     """The weight its loss was given."""
 
     def weigh(self, window: Window, loss: Tensor, weight: Number | None) -> tuple[Tensor, Number | None]:
-        """The loss and the weight that the window should see.
+        """Return the loss and the weight that the window should see.
 
         Raises: StepError for a second weighted loss.
         """
@@ -287,7 +287,7 @@ class Part:
 
 
 def divided(loss: Tensor, parts: int) -> Tensor:
-    """The loss divided by the number of parts."""
+    """Return the loss divided by the number of parts."""
     return loss if parts == 1 else loss / parts
 
 
@@ -307,5 +307,5 @@ def backpropagate(loss: Tensor, parts: int = 1, **kwargs: Any) -> None:  # Any: 
 
 @lru_cache(maxsize=64)  # asked for in every micro-step, and the same few numbers come again
 def _share(parts: int, dtype: torch.dtype) -> float:
-    """One divided by the number of parts, rounded as a tensor of this type rounds it."""
+    """Return one divided by the number of parts, rounded as a tensor of this type rounds it."""
     return float((torch.ones((), dtype=dtype) / parts).item())

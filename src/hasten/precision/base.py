@@ -40,7 +40,7 @@ class Precision(Protocol):
         ...
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """The model, computing in this precision from now on; the same object. Converting twice is harmless."""
+        """Return the model, computing in this precision from now on; the same object. Converting twice is harmless."""
         ...
 
     def restore(self, model: nn.Module) -> nn.Module:
@@ -48,11 +48,11 @@ class Precision(Protocol):
         ...
 
     def forward_context(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A block that computes in this precision, for code outside a prepared model."""
+        """Return a block that computes in this precision, for code outside a prepared model."""
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """Return the loss to call backward on."""
         ...
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:

@@ -29,7 +29,7 @@ def build(
     sharded: bool = False,
     scales: bool = True,
 ) -> Precision:
-    """The Precision for `spec` on `device`.
+    """Return the Precision for `spec` on `device`.
 
     `comm` holds the ranks that must agree on an overflow. `in_flight` counts the losses whose gradients no optimizer
     has used yet (`StepClock.in_flight`): the loss scale does not move under them. `sharded` says that parameters are
@@ -55,7 +55,7 @@ def build(
 
 
 def supported(device: torch.device) -> list[str]:
-    """The half precisions `device` computes in natively, by their setting's name."""
+    """Return the half precisions `device` computes in natively, by their setting's name."""
     names = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     return [names[dtype] for dtype in kind_of(device).autocast if dtype in names and _computes(dtype, device)]
 

@@ -79,7 +79,7 @@ class Fp8Precision:
 
 
 def choose_backend(wanted: Literal["auto", "ao", "te"]) -> Literal["ao", "te"]:
-    """The fp8 implementation to use; with "auto" the installed one, torchao first."""
+    """Return the fp8 implementation to use; with "auto" the installed one, torchao first."""
     if wanted != "auto":
         return wanted
     if not available("torchao") and available("transformer_engine"):
@@ -110,7 +110,7 @@ def check_device(device: torch.device, backend: Literal["ao", "te"]) -> None:
 
 
 def layer_filter(model: nn.Module, recipe: AORecipeKwargs) -> Callable[[nn.Module, str], bool]:
-    """Which layers are converted: the user's choice, or all linear layers but the first and the last."""
+    """Return which layers are converted: the user's choice, or all linear layers but the first and the last."""
     if recipe.module_filter_func is not None:
         return recipe.module_filter_func
     names = surgery.linear_names(model)

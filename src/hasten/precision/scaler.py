@@ -174,7 +174,7 @@ class LossScaler(torch.amp.GradScaler):
 
 
 def _own_parts(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """This rank's parts of the gradients, dense."""
+    """Yield this rank's parts of the gradients, dense."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad

@@ -33,7 +33,7 @@ class ProgressMaker:
 
 
 def straggler_watch(ctx: ProcessContext, every_s: float = 10.0) -> StragglerWatch | None:
-    """A watch over the ranks of the world, or None where there is one rank or no store to leave notes in."""
+    """Return a watch over the ranks of the world, or None where there is one rank or no store to leave notes in."""
     store = getattr(ctx.world, "store", None)  # not part of Comm: a hint is the only thing that wants it
     if ctx.world.size < 2 or store is None:
         return None
@@ -54,7 +54,7 @@ def progress(
     pulse: Pulse | None = None,
     watch: StragglerWatch | None = None,
 ) -> Progress[T]:
-    """A progress bar over `iterable` for this process.
+    """Return a progress bar over `iterable` for this process.
 
     `pulse` is told by the Accelerator when a backward pass begins; without it there are no straggler hints.
     """

@@ -58,7 +58,7 @@ class TerminalDisplay:
 
 
 def rendered(reading: Reading, ascii_only: bool = False) -> Text:
-    """The bar of a terminal, and the hint under it: one text, which rich draws three times faster than a table."""
+    """Return the bar of a terminal, and the hint under it: one text, which rich draws three times faster than a table."""
     mark = "-" if ascii_only else "━"
     done = _WIDTH if reading.total is None else min(_WIDTH * reading.step // max(reading.total, 1), _WIDTH)
     bar = Text.assemble(
@@ -144,7 +144,7 @@ class NoDisplay:
 
 
 def error_console() -> Console:
-    """A console on stderr that is a terminal only if stderr is one.
+    """Return a console on stderr that is a terminal only if stderr is one.
 
     rich also takes FORCE_COLOR for a terminal, which notebooks set for the processes they start; a bar would fill their
     output with codes that move a cursor.
@@ -153,7 +153,7 @@ def error_console() -> Console:
 
 
 def choose_display(console: Console, *, is_main: bool = True, every_s: float | None = None) -> Display:
-    """The display that fits where `console` writes to."""
+    """Return the display that fits where `console` writes to."""
     given = {} if every_s is None else {"every_s": every_s}
     if not is_main:
         return NoDisplay()

@@ -51,7 +51,7 @@ class Meter:
         self._marks.append((self._began_s, step, 0, 0))
 
     def read(self, now_s: float, desc: str = "") -> Reading:
-        """The rates since the oldest mark of the window, and the time left at that rate; sets a new mark."""
+        """Return the rates since the oldest mark of the window, and the time left at that rate; sets a new mark."""
         then_s, steps, samples, tokens = self._marks[0]
         seconds = max(now_s - then_s, 1e-9)
         rate = (self.step - steps) / seconds
@@ -69,7 +69,7 @@ class Meter:
         )
 
     def read_all(self, now_s: float, desc: str = "") -> Reading:
-        """The rates over the whole time, for the last line."""
+        """Return the rates over the whole time, for the last line."""
         self._marks.clear()
         self._marks.append((self._began_s, self._initial, 0, 0))
         return self.read(now_s, desc)

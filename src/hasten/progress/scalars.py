@@ -11,7 +11,7 @@ from hasten.runtime.devices import kind_of
 
 
 def fetch_scalars(tensors: Sequence[Tensor]) -> list[float]:
-    """The numbers in one-element `tensors`: one transfer per device and dtype, however many tensors there are."""
+    """Return the numbers in one-element `tensors`: one transfer per device and dtype, however many tensors there are."""
     if not tensors:
         return []
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -44,7 +44,7 @@ class LateScalars:
         self._given.update(values)
 
     def read(self, wait: bool = False) -> dict[str, float | str]:
-        """The newest values known on the host: those on a device are one read behind, or current with `wait`."""
+        """Return the newest values known on the host: those on a device are one read behind, or current with `wait`."""
         self._collect(wait)
         for name, value in self._given.items():
             if not isinstance(value, Tensor):
@@ -81,5 +81,5 @@ class LateScalars:
 
 
 def _travels(value: Tensor) -> bool:
-    """Whether the value can be copied to the host beside other work."""
+    """Return whether the value can be copied to the host beside other work."""
     return value.device.type != "cpu" and not kind_of(value.device).lazy

@@ -37,7 +37,7 @@ class StoreNotes:
         self._store.set(name, text)
 
     def read(self, name: str) -> str | None:
-        """The note, or None when there is none yet."""
+        """Return the note, or None when there is none yet."""
         return self._store.get(name).decode() if self._store.check([name]) else None
 
 
@@ -78,7 +78,7 @@ class Pulse:
         self._asked_s = None
 
     def take(self) -> float | None:
-        """The mean time since the last call, or None when nothing was measured."""
+        """Return the mean time since the last call, or None when nothing was measured."""
         mean = self._sum_s / self._count if self._count else None
         self._sum_s, self._count = 0.0, 0
         return mean
@@ -101,7 +101,7 @@ class Straggler:
 
 
 def find_straggler(times_s: Mapping[int, float], factor: float = 1.3, at_least_s: float = 1e-3) -> Straggler | None:
-    """The slowest rank, if it needs `factor` times the median of the others and `at_least_s` more."""
+    """Return the slowest rank, if it needs `factor` times the median of the others and `at_least_s` more."""
     if len(times_s) < 2:
         return None
     slowest = max(times_s, key=lambda rank: times_s[rank])

@@ -26,7 +26,7 @@ def clock(seconds: float | None) -> str:
 
 
 def value_text(value: float | str) -> str:
-    """One shown value: four significant digits, or the string itself."""
+    """Return one shown value: four significant digits, or the string itself."""
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
@@ -36,7 +36,7 @@ def gigabytes(size: int) -> str:
 
 
 def parts(reading: Reading) -> list[str]:
-    """The pieces of a progress line after its bar."""
+    """Return the pieces of a progress line after its bar."""
     shown = [f"{name} {value_text(value)}" for name, value in reading.values.items()]
     if reading.samples_per_s > 0:
         shown.append(f"{short(reading.samples_per_s)} samples/s")
@@ -63,7 +63,7 @@ def count(reading: Reading) -> str:
 
 
 def line(reading: Reading) -> str:
-    """The whole reading as one line of plain text."""
+    """Return the whole reading as one line of plain text."""
     head = f"{reading.desc} " if reading.desc else ""
     tail = f" | {reading.hint}" if reading.hint else ""
     return f"{head}{count(reading)} | {' | '.join(parts(reading))}{tail}"

@@ -22,7 +22,7 @@ class AffinityPlan:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """The cores in the kernel's notation: `0-2,8` gives 0, 1, 2, 8.
+    """Return the cores in the kernel's notation: `0-2,8` gives 0, 1, 2, 8.
 
     Raises: ValueError if the notation is malformed.
     """
@@ -34,7 +34,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
-    """The cores of each NUMA node that has any; empty where the system does not tell."""
+    """Return the cores of each NUMA node that has any; empty where the system does not tell."""
     found: dict[int, frozenset[int]] = {}
     for folder in sorted((root / "devices/system/node").glob("node[0-9]*")):
         cpus = parse_cpus((folder / "cpulist").read_text())
@@ -44,7 +44,7 @@ def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
 
 
 def node_of_device(pci_address: str, root: Path = SYS) -> int | None:
-    """The NUMA node of the device at a PCI address such as 0000:3b:00.0; None where the system does not tell."""
+    """Return the NUMA node of the device at a PCI address such as 0000:3b:00.0; None where the system does not tell."""
     path = root / "bus/pci/devices" / pci_address.lower() / "numa_node"
     number = int(path.read_text()) if path.exists() else -1
     return number if number >= 0 else None

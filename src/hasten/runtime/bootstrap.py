@@ -179,7 +179,7 @@ def _key(topology: Topology, rank: int) -> str:
 
 
 def _connect(url: str) -> TCPStore | None:
-    """A connection to the store at `url`; None if nobody serves one there yet."""
+    """Return a connection to the store at `url`; None if nobody serves one there yet."""
     place = urlsplit(url)
     if place.scheme != "tcp" or not place.hostname or not place.port:
         return None
@@ -219,7 +219,7 @@ def start(
     mesh_of: MeshOf = MeshSpec.flat,
     settings: GroupSettings | None = None,
 ) -> ProcessContext:
-    """The context of this process; the process group is started unless there is one, or only one process.
+    """Return the context of this process; the process group is started unless there is one, or only one process.
 
     `mesh_of` gives the mesh for a world size. A group this call starts is destroyed at exit.
     Ranks: every rank of the world.
@@ -251,7 +251,7 @@ def _joined(topology: Topology, device: torch.device, mesh_of: MeshOf, settings:
 
 
 def _credentials(settings: GroupSettings) -> Credentials:
-    """The token this job was given, else the user's own secret."""
+    """Return the token this job was given, else the user's own secret."""
     variables = env.snapshot()
     given = secret.given_token(variables)
     token = given if given is not None else secret.user_secret(variables)
@@ -259,7 +259,7 @@ def _credentials(settings: GroupSettings) -> Credentials:
 
 
 def _actual(topology: Topology) -> Topology:
-    """The topology as the running process group has it: a group started by somebody else decides."""
+    """Return the topology as the running process group has it: a group started by somebody else decides."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (topology.rank, topology.world_size) == (rank, size):
         return topology
@@ -345,7 +345,7 @@ def _meet(url: str, topology: Topology, within: timedelta) -> tuple[dist.Store, 
 
 
 def _served_by_launcher() -> bool:
-    """Whether the store belongs to a process that outlives the ranks."""
+    """Return whether the store belongs to a process that outlives the ranks."""
     return "TORCHELASTIC_USE_AGENT_STORE" in env.snapshot()
 
 

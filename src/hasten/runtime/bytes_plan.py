@@ -49,12 +49,12 @@ class Held:
 
 
 def exchanged(num_bytes: float, ranks: int) -> float:
-    """Bytes each rank sends to gather, reduce-scatter or exchange a tensor of `num_bytes` over `ranks`."""
+    """Return bytes each rank sends to gather, reduce-scatter or exchange a tensor of `num_bytes` over `ranks`."""
     return num_bytes * (ranks - 1) / ranks
 
 
 def all_reduced(num_bytes: float, ranks: int) -> float:
-    """Bytes each rank sends to sum a tensor of `num_bytes` over `ranks`."""
+    """Return bytes each rank sends to sum a tensor of `num_bytes` over `ranks`."""
     return 2 * exchanged(num_bytes, ranks)
 
 
@@ -166,12 +166,12 @@ def _some(sent: Traffic) -> Traffic:
 
 
 def shown(sent: Traffic) -> str:
-    """The bytes by axis for people: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
+    """Return the bytes by axis for people: `dp_shard 1.5 MiB, ep 0.2 KiB`."""
     return ", ".join(f"{axis} {size(num_bytes)}" for axis, num_bytes in sent.items()) or "nothing"
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes in the unit that suits it."""
+    """Return a number of bytes in the unit that suits it."""
     unit = next((unit for unit in _UNITS if abs(num_bytes) < 1024 * 1024 ** _UNITS.index(unit)), _UNITS[-1])
     return f"{num_bytes / 1024 ** _UNITS.index(unit):.{0 if unit == 'bytes' else 1}f} {unit}"
 

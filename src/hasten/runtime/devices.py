@@ -43,13 +43,13 @@ KINDS: Final = (
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:
-    """The table row of a device; a backend torch knows and hasten does not gets a plain row of its own."""
+    """Return the table row of a device; a backend torch knows and hasten does not gets a plain row of its own."""
     name = torch.device(device).type
     return next((kind for kind in KINDS if kind.type == name), DeviceKind(name, None))
 
 
 def choose_device(local_rank: int, cpu: bool = False, wanted: str | None = None) -> torch.device:
-    """The device of this process: the CPU when asked, else this host's accelerator number `local_rank`.
+    """Return the device of this process: the CPU when asked, else this host's accelerator number `local_rank`.
 
     Raises: DeviceError when the device does not exist.
     """
@@ -92,7 +92,7 @@ def use_device(device: torch.device) -> None:
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where the device sits on the PCI bus, as /sys writes it; None where torch does not tell."""
+    """Return where the device sits on the PCI bus, as /sys writes it; None where torch does not tell."""
     if device.type != "cuda":
         return None
     found: Any = torch.cuda.get_device_properties(device)  # Any: torch's stubs leave the PCI fields out

@@ -25,22 +25,22 @@ _FALSE: Final = frozenset({"0", "false", "no", "off", "n", "f", ""})
 
 
 def snapshot() -> Mapping[str, str]:
-    """This process's environment as it is now; later changes do not show."""
+    """Return this process's environment as it is now; later changes do not show."""
     return MappingProxyType(dict(os.environ))
 
 
 def config(env: Mapping[str, str]) -> str | None:
-    """The configuration handed over by the launcher (HASTEN_CONFIG), undecoded."""
+    """Return the configuration handed over by the launcher (HASTEN_CONFIG), undecoded."""
     return env.get(CONFIG) or None
 
 
 def debug(env: Mapping[str, str]) -> bool:
-    """Whether debug mode is on: HASTEN_DEBUG, else ACCELERATE_DEBUG_MODE."""
+    """Return whether debug mode is on: HASTEN_DEBUG, else ACCELERATE_DEBUG_MODE."""
     return flag(env, DEBUG if DEBUG in env else DEBUG_ALIAS)
 
 
 def home(env: Mapping[str, str]) -> Path:
-    """The folder for hasten's own files: HASTEN_HOME, else `hasten` in the user's cache folder."""
+    """Return the folder for hasten's own files: HASTEN_HOME, else `hasten` in the user's cache folder."""
     if given := env.get(HOME):
         return Path(given)
     cache = env.get("XDG_CACHE_HOME")
@@ -54,7 +54,7 @@ def runtime_folder(env: Mapping[str, str]) -> Path:
 
 
 def log_level(env: Mapping[str, str]) -> str | None:
-    """The level of hasten's loggers (HASTEN_LOG_LEVEL), in capitals, or None to leave it to logging."""
+    """Return the level of hasten's loggers (HASTEN_LOG_LEVEL), in capitals, or None to leave it to logging."""
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     value = env.get(LOG_LEVEL, "").strip().upper()
     if value and value not in levels:
@@ -66,7 +66,7 @@ def log_level(env: Mapping[str, str]) -> str | None:
 
 
 def flag(env: Mapping[str, str], name: str, default: bool = False) -> bool:
-    """The yes-or-no variable `name`; `default` where it is not set.
+    """Return the yes-or-no variable `name`; `default` where it is not set.
 
     Raises: ConfigError for a value that says neither.
     """

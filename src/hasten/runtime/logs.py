@@ -28,7 +28,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         self._said: set[tuple[str, str]] = set()
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - the name is logging's
-        """Whether a record of this level would be made on a process that may speak."""
+        """Return whether a record of this level would be made on a process that may speak."""
         if not self._settled:  # on first use and not before, because loggers are made when modules are imported
             self._settled = True
             if name := env.log_level(env.snapshot()):
@@ -66,7 +66,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
-    """The logger `name`, speaking on the main process only unless a call says otherwise.
+    """Return the logger `name`, speaking on the main process only unless a call says otherwise.
 
     Its level is `log_level`, else HASTEN_LOG_LEVEL, else as logging is set up; the root logger is never touched.
     Works at any time: the rank is that of the process group if there is one, else what the launcher's variables say.
@@ -141,7 +141,7 @@ class StartUp:
 
 
 def banner(facts: StartUp) -> str:
-    """The facts as lines to read, for the start of a run in debug mode."""
+    """Return the facts as lines to read, for the start of a run in debug mode."""
     rows: list[tuple[str, str]] = [("device", facts.device), ("backend", facts.backend or "none: one process")]
     rows += [("mesh", line) for line in facts.mesh]
     rows += [("wrapping", line) for line in facts.wrapping or ("no model prepared",)]

@@ -71,7 +71,7 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def group_of(ranks: Sequence[int], timeout_s: float | None = None) -> dist.ProcessGroup:
-    """The process group of these global ranks. Ranks: its members, in the same order."""
+    """Return the process group of these global ranks. Ranks: its members, in the same order."""
 
     def make() -> dist.ProcessGroup:
         limit = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -111,7 +111,7 @@ class Groups:
         self._made: dict[tuple[int, ...], Comm] = {}
 
     def __call__(self, *axes: Axis) -> Comm:
-        """The communicator over this rank's peers along `axes`."""
+        """Return the communicator over this rank's peers along `axes`."""
         peers = self._mesh.peers(self._rank, *axes)
         if len(peers) == self._mesh.world_size:
             return self._world
@@ -158,14 +158,14 @@ class WorldMesh:
         self._experts: DeviceMesh | None = None
 
     def along(self, ctx: ProcessContext, *axes: Axis) -> DeviceMesh:
-        """This rank's part of the mesh along `axes`. Ranks: every rank."""
+        """Return this rank's part of the mesh along `axes`. Ranks: every rank."""
         if self._whole is None:
             self._whole = device_mesh(ctx.mesh, ctx.device)
         names, whole = tuple(str(axis) for axis in axes), self._whole
         return once(("part of", whole.device_type, tuple(whole.shape), names), lambda: whole[names])
 
     def experts(self, ctx: ProcessContext) -> DeviceMesh:
-        """The data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
+        """Return the data-parallel ranks as experts see them: copies, shards of the same, and `ep`. Ranks: every rank."""
         if self._experts is None:
             names = (str(Axis.DP_REPLICATE), str(Axis.DP_SHARD), EXPERTS)
             self._experts = _mesh(ctx.device, ctx.mesh.expert_sizes, names)

@@ -62,7 +62,7 @@ class MeshSpec:
 
     @classmethod
     def flat(cls, world_size: int) -> Self:
-        """Every rank is a replica: plain data parallelism."""
+        """Return every rank is a replica: plain data parallelism."""
         return cls(dp_replicate=world_size)
 
     @classmethod
@@ -98,11 +98,11 @@ class MeshSpec:
         return self.size(*AXES)
 
     def size(self, *axes: Axis) -> int:
-        """The number of ranks that are peers along `axes` (1 for no axes)."""
+        """Return the number of ranks that are peers along `axes` (1 for no axes)."""
         return prod([getattr(self, axis) for axis in set(axes)])
 
     def coordinate(self, rank: int) -> dict[Axis, int]:
-        """Where `rank` stands on each axis."""
+        """Return where `rank` stands on each axis."""
         self._check_rank(rank)
         where: dict[Axis, int] = {}
         for axis in reversed(AXES):
@@ -110,7 +110,7 @@ class MeshSpec:
         return dict(reversed(where.items()))
 
     def index(self, rank: int, *axes: Axis) -> int:
-        """The position of `rank` among its peers along `axes`: `peers(rank, *axes)[index] == rank`."""
+        """Return the position of `rank` among its peers along `axes`: `peers(rank, *axes)[index] == rank`."""
         where = self.coordinate(rank)
         position = 0
         for axis in _ordered(axes):
@@ -118,12 +118,12 @@ class MeshSpec:
         return position
 
     def peers(self, rank: int, *axes: Axis) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, itself included, ascending."""
+        """Return the ranks that differ from `rank` only along `axes`, itself included, ascending."""
         base = rank - sum(step * self._stride(axis) for axis, step in self.coordinate(rank).items() if axis in axes)
         return tuple(base + offset for offset in self._offsets(_ordered(axes)))
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """Every set of peers along `axes`: a partition of the world, ordered by first rank."""
+        """Return every set of peers along `axes`: a partition of the world, ordered by first rank."""
         members = self._offsets(_ordered(axes))
         rest = [axis for axis in AXES if axis not in axes]
         return tuple(tuple(first + offset for offset in members) for first in self._offsets(rest))
@@ -135,7 +135,7 @@ class MeshSpec:
         return self.dp_replicate // around, self.dp_shard * around // self.ep, self.ep
 
     def expert_index(self, rank: int) -> int:
-        """Which part of the experts `rank` holds."""
+        """Return which part of the experts `rank` holds."""
         self._check_rank(rank)
         return rank % self.ep
 
@@ -155,7 +155,7 @@ class MeshSpec:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of `number`, ascending."""
+    """Return the divisors of `number`, ascending."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return low + [number // d for d in reversed(low) if d * d != number]
 
@@ -214,7 +214,7 @@ _SHOWN: Final = 64
 
 
 def mesh_of(config: Config, local_world_size: int, world_size: int) -> MeshSpec:
-    """The mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
+    """Return the mesh for a world size: the given axes, and the rest to replicas or, when sharding, to shards."""
     sizes = config.parallelism
     shard, replicate = sizes.dp_shard_size, sizes.dp_replicate_size
     if config.strategy == "fsdp" and shard is None:
@@ -245,13 +245,13 @@ def shards_parameters(config: Config, mesh: MeshSpec) -> bool:
 
 
 def mesh_title(mesh: MeshSpec) -> str:
-    """The axes that several ranks share, with their sizes; empty for one process."""
+    """Return the axes that several ranks share, with their sizes; empty for one process."""
     axes = " x ".join(f"{axis} {mesh.size(axis)}" for axis in AXES if mesh.size(axis) > 1)
     return axes if mesh.ep == 1 else f"{axes} (experts over ep {mesh.ep})"
 
 
 def mesh_table(mesh: MeshSpec, local_world_size: int) -> list[str]:
-    """One line per rank: its machine and its coordinate on each axis that several ranks share, below a heading."""
+    """Return one line per rank: its machine and its coordinate on each axis that several ranks share, below a heading."""
     axes = [axis for axis in AXES if mesh.size(axis) > 1]
     experts = ["ep"] if mesh.ep > 1 else []
     rows = [["rank", "machine", *(str(axis) for axis in axes), *experts]]

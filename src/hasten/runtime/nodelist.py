@@ -8,7 +8,7 @@ from itertools import product
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts in a SLURM node list, in its order: `a[01-02,5],b` gives a01, a02, a5, b.
+    """Return the hosts in a SLURM node list, in its order: `a[01-02,5],b` gives a01, a02, a5, b.
 
     Raises: ValueError if the notation is malformed.
     """
@@ -16,7 +16,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_tasks(text: str) -> list[int]:
-    """The tasks on each node in SLURM's notation: `4(x2),1` gives 4, 4, 1.
+    """Return the tasks on each node in SLURM's notation: `4(x2),1` gives 4, 4, 1.
 
     Raises: ValueError if the notation is malformed.
     """
@@ -30,7 +30,7 @@ def expand_tasks(text: str) -> list[int]:
 
 
 def _split_terms(text: str) -> Iterator[str]:
-    """The parts between the commas that stand outside brackets."""
+    """Yield the parts between the commas that stand outside brackets."""
     depth, start = 0, 0
     for position, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")

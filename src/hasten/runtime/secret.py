@@ -22,12 +22,12 @@ _MOST_BYTES: Final = 1024
 
 
 def job_token(env: Mapping[str, str]) -> dict[str, str]:
-    """The variable that gives every rank of a new job the same random token; the one that is set already stays."""
+    """Return the variable that gives every rank of a new job the same random token; the one that is set already stays."""
     return {TOKEN: env.get(TOKEN) or secrets.token_hex(32)}
 
 
 def given_token(env: Mapping[str, str]) -> bytes | None:
-    """The token this job was given, or None.
+    """Return the token this job was given, or None.
 
     Raises: ConfigError for one that can be guessed.
     """
@@ -43,7 +43,7 @@ def given_token(env: Mapping[str, str]) -> bytes | None:
 
 
 def user_secret(env: Mapping[str, str]) -> bytes | None:
-    """The secret in the user's own folder, made at first use; None where there is no folder to keep it.
+    """Return the secret in the user's own folder, made at first use; None where there is no folder to keep it.
 
     Processes of one user on one machine, or on machines that share the home folder, get the same.
     Raises: ConfigError for a file that others can read or that is not the user's.

@@ -134,13 +134,13 @@ class RngState:
             _set_device_state(place, self.device["state"])
 
     def to_tree(self) -> dict[str, Any]:  # Any: a tree of tensors and JSON values
-        """The state as nested dicts of tensors and JSON values."""
+        """Return the state as nested dicts of tensors and JSON values."""
         device = None if self.device is None else dict(self.device)
         return {"python": dict(self.python), "numpy": dict(self.numpy), "torch": self.cpu, "device": device}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> RngState:
-        """The state in `tree`, as `to_tree` made it.
+        """Return the state in `tree`, as `to_tree` made it.
 
         Raises: CorruptCheckpointError if it is not one.
         """
@@ -180,7 +180,7 @@ def _words(value: object, dtype: torch.dtype, count: int | None) -> Tensor:
 
 
 def _device_state(device: torch.device) -> Tensor:
-    """The state of the device's default generator, as bytes on the CPU."""
+    """Return the state of the device's default generator, as bytes on the CPU."""
     if device.type == "xla":
         return torch.tensor(list(_settled_xla_seed().to_bytes(8, "little")), dtype=torch.uint8)
     module = torch.get_device_module(device)
@@ -189,7 +189,7 @@ def _device_state(device: torch.device) -> Tensor:
 
 
 def _settled_xla_seed() -> int:
-    """The seed from which XLA devices go on, as it is between two steps; what was recorded is run.
+    """Return the seed from which XLA devices go on, as it is between two steps; what was recorded is run.
 
     A step begins with a seed, each draw in it makes another, and its end makes the next step's out of the first: what a step in
     progress shows would lead elsewhere. Where nothing was drawn, the seed stays as it is, so that saving changes no later draw.
@@ -244,7 +244,7 @@ def synchronize_rng_states(
 
 
 def checked_rng_types(types: Sequence[str], device: torch.device) -> frozenset[str]:
-    """The kinds of generators that these names mean on a process that works on `device`.
+    """Return the kinds of generators that these names mean on a process that works on `device`.
 
     Raises: ConfigError for an unknown name.
     """

@@ -46,7 +46,7 @@ def serve(
 
 
 def join(address: str, port: int, timeout: timedelta) -> TCPStore:
-    """A client of the store at `address`.
+    """Return a client of the store at `address`.
 
     Raises: DistError if none answers in time.
     """
@@ -54,12 +54,12 @@ def join(address: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` names this machine on every machine."""
+    """Return whether `address` names this machine on every machine."""
     return address in _LOOPBACK_NAMES or address.startswith("127.")
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface, for libraries that want a name."""
+    """Return the name of the loopback interface, for libraries that want a name."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 
@@ -85,7 +85,7 @@ def _listener(address: str, port: int, alone: bool) -> socket.socket:
 
 
 def _everywhere(address: str, port: int) -> socket.socket:
-    """All interfaces: behind a service name, the others come in by an address that this machine does not know."""
+    """Return all interfaces: behind a service name, the others come in by an address that this machine does not know."""
     log.warning(
         "the store listens on all interfaces, because %s is not an address of this machine; give the address of one of its "
         "interfaces as main_process_ip to listen there alone",

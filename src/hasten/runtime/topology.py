@@ -18,7 +18,7 @@ from hasten.runtime.nodelist import expand_hosts, expand_tasks
 
 
 def number(env: Mapping[str, str], name: str) -> int | None:
-    """The whole number in `name`, None if it is not set."""
+    """Return the whole number in `name`, None if it is not set."""
     value = env.get(name)
     if value is None:
         return None
@@ -31,12 +31,12 @@ def number(env: Mapping[str, str], name: str) -> int | None:
 
 
 def first(env: Mapping[str, str], *names: str) -> int | None:
-    """The number in the first of `names` that is set."""
+    """Return the number in the first of `names` that is set."""
     return next((found for name in names if (found := number(env, name)) is not None), None)
 
 
 def companion(env: Mapping[str, str], name: str, beside: str) -> int:
-    """The number in `name`, which must be there because `beside` is."""
+    """Return the number in `name`, which must be there because `beside` is."""
     value = number(env, name)
     if value is None:
         raise missing(env, name, beside)
@@ -44,7 +44,7 @@ def companion(env: Mapping[str, str], name: str, beside: str) -> int:
 
 
 def missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
-    """The error of `name` not being there although `beside` is."""
+    """Return the error of `name` not being there although `beside` is."""
     return TopologyError(
         f"{beside}={env.get(beside)} is set but {name} is not, so the place of this process in the job is unclear. "
         f"Export {name} as well, or unset {beside} to run alone."
@@ -52,7 +52,7 @@ def missing(env: Mapping[str, str], name: str, beside: str) -> TopologyError:
 
 
 def contradiction(env: Mapping[str, str], name: str, other: str, why: str) -> TopologyError:
-    """The error of two variables that cannot both be true."""
+    """Return the error of two variables that cannot both be true."""
     return TopologyError(
         f"{name}={env.get(name)} contradicts {other}={env.get(other)}: {why}. "
         f"Make them agree, or unset those that another launcher left behind."
@@ -95,7 +95,7 @@ class Topology:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Self:
-        """The topology described by `env`; a single process if nothing describes one.
+        """Return the topology described by `env`; a single process if nothing describes one.
 
         Raises: TopologyError naming the variable and its value if one is not a number, missing beside its
         companion, or contradicts another.
@@ -117,7 +117,7 @@ class Topology:
         return self.local_rank == 0
 
     def meeting_point(self) -> str:
-        """The address of the rendezvous, as init_process_group takes it.
+        """Return the address of the rendezvous, as init_process_group takes it.
 
         Raises: TopologyError if several processes were announced without one.
         """
@@ -154,7 +154,7 @@ def _torch(env: Mapping[str, str]) -> Topology | None:
 
 
 def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int) -> Topology:
-    """One process per pod, or several started by hand on one machine."""
+    """Return one process per pod, or several started by hand on one machine."""
     per_node = env.get("PET_NPROC_PER_NODE", "1")
     if per_node != "1":
         raise TopologyError(
@@ -176,7 +176,7 @@ def _torch_without_local_rank(env: Mapping[str, str], rank: int, world_size: int
 
 
 def _local_world_size(env: Mapping[str, str], world_size: int) -> int:
-    """How many ranks share this node, from whatever says so."""
+    """Return how many ranks share this node, from whatever says so."""
     given = first(env, "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
     if given is not None:
         return given
@@ -269,7 +269,7 @@ def _from_names(env: Mapping[str, str], names: _Names, source: Source) -> Topolo
 
 
 def _slurm(env: Mapping[str, str]) -> Topology | None:
-    """A task of srun. The batch script itself has SLURM_PROCID=0 as well, but no step: it is one process."""
+    """Return a task of srun. The batch script itself has SLURM_PROCID=0 as well, but no step: it is one process."""
     if "SLURM_PROCID" not in env:
         return None
     if "SLURM_STEP_ID" not in env and "SLURM_STEPID" not in env:
@@ -352,7 +352,7 @@ def _xla(env: Mapping[str, str]) -> Topology | None:
 
 
 def _pod(env: Mapping[str, str]) -> Topology | None:
-    """A pod whose PET_* variables were meant for torchrun, but whose command ran the script itself."""
+    """Return a pod whose PET_* variables were meant for torchrun, but whose command ran the script itself."""
     nodes, per_node = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
     if nodes == "1" and not (per_node.isdigit() and int(per_node) > 1):
         return None
@@ -367,7 +367,7 @@ def _pod(env: Mapping[str, str]) -> Topology | None:
 
 
 def _rendezvous(env: Mapping[str, str], alone: bool) -> str | None:
-    """The address in MASTER_ADDR; this machine if the whole world is on it."""
+    """Return the address in MASTER_ADDR; this machine if the whole world is on it."""
     return _address(env, "127.0.0.1" if alone else None, DEFAULT_PORT)
 
 
@@ -383,7 +383,7 @@ def _address(env: Mapping[str, str], host: str | None, port: int) -> str | None:
 
 
 def _job_port(env: Mapping[str, str], job: str, step: str | None) -> int:
-    """A port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
+    """Return a port below the ephemeral range that is the same on every rank and differs between jobs and steps."""
     key = (number(env, job) or 0) * 31 + ((number(env, step) or 0) if step else 0)
     return 12000 + key % 20000
 
@@ -398,7 +398,7 @@ def _check_range(name: str, value: int, size_name: str, size: int, source: Sourc
 
 
 def _variables(source: Source, local: bool) -> str:
-    """The names a user has to look at."""
+    """Return the names a user has to look at."""
     match source:
         case "torch":
             return "LOCAL_RANK and LOCAL_WORLD_SIZE" if local else "RANK and WORLD_SIZE"

@@ -28,18 +28,18 @@ class Slice:
 
 
 def workers(env: Mapping[str, str]) -> list[str]:
-    """The hosts of the slice as TPU_WORKER_HOSTNAMES lists them; none where a machine was told to be alone."""
+    """Return the hosts of the slice as TPU_WORKER_HOSTNAMES lists them; none where a machine was told to be alone."""
     return [] if alone(env) else [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
 
 
 def alone(env: Mapping[str, str]) -> bool:
-    """Whether variables tell libtpu to use this machine of a slice by itself."""
+    """Return whether variables tell libtpu to use this machine of a slice by itself."""
     bounds = next((env[name] for name in _BOUNDS if env.get(name)), "")
     return bool(bounds) and all(size.strip() == "1" for size in bounds.split(","))
 
 
 def count(env: Mapping[str, str]) -> int | None:
-    """The machines of this machine's slice: from variables, else from Google's metadata; None if neither knows."""
+    """Return the machines of this machine's slice: from variables, else from Google's metadata; None if neither knows."""
     if alone(env):
         return 1
     return len(workers(env)) or (None if env.get("TPU_SKIP_MDS_QUERY") else _by_metadata(env))
@@ -90,7 +90,7 @@ def refusal(hosts: int) -> str:
 
 
 def joined(hosts: int) -> str:
-    """Why hosts that XLA has joined into one world are not trained on."""
+    """Return why hosts that XLA has joined into one world are not trained on."""
     return (
         f"XLA has joined {hosts} hosts into one world, in which strategy='xla' was never run; what it computed there could not be trusted. "
         "Start the script with `hasten launch --tpu`, which makes each host a world of its own (TPU_PROCESS_BOUNDS=1,1,1)."

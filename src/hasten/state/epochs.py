@@ -112,7 +112,7 @@ class EpochLoops:
         return went_back and cursors.num_ended > loaded.num_ended and not self._midway()
 
     def _midway(self) -> list[int]:
-        """The loaders that stand inside an epoch."""
+        """Return the loaders that stand inside an epoch."""
         return [index for index, loader in enumerate(self._objects.loaders) if midway(loader)]
 
     def state_dict(self) -> dict[str, Any]:

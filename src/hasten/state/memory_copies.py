@@ -67,7 +67,7 @@ class Order:
     alike: tuple[FileRecord, ...] = ()
 
     def travelling(self) -> list[FileRecord]:
-        """The files that are sent."""
+        """Return the files that are sent."""
         return [file for file in self.manifest.files if file.size and file not in self.alike]
 
 
@@ -238,7 +238,7 @@ class MemoryCopies:
 
 
 def memory_root(ctx: ProcessContext, every: int) -> Path:
-    """The folder in memory that outlives this process.
+    """Return the folder in memory that outlives this process.
 
     Raises: ConfigError when there is none, when nobody would start the run again, or when the mesh does not allow copies.
     """
@@ -264,7 +264,7 @@ def memory_root(ctx: ProcessContext, every: int) -> Path:
 
 
 def _mapped(path: Path, size: int, writes: bool) -> Tensor:
-    """The bytes of a file, not copied; a new file when written to."""
+    """Return the bytes of a file, not copied; a new file when written to."""
     return torch.from_file(str(path), shared=writes, size=size, dtype=torch.uint8)
 
 

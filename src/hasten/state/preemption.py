@@ -74,7 +74,7 @@ class Preemption:
         return self._received
 
     def agreed(self) -> bool:
-        """Whether any rank was told to stop; once true it stays true. Ranks: every rank, once per step."""
+        """Return whether any rank was told to stop; once true it stays true. Ranks: every rank, once per step."""
         self.listen()
         if self._agreed:
             return True

@@ -72,7 +72,7 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:  # Any: 
 def plan_options(
     checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer], rank: int, world_size: int
 ) -> list[list[Mapping[str, Any]]] | None:
-    """This rank's own options of every group of every optimizer; None where those of rank 0 are everybody's.
+    """Return this rank's own options of every group of every optimizer; None where those of rank 0 are everybody's.
 
     Raises: CorruptCheckpointError when they are no options of these optimizers.
     """
@@ -108,7 +108,7 @@ def _digest(component: Component) -> str:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> str:
-    """A digest of dtype, shape and every bit, computed where the tensor lies: only two numbers travel.
+    """Return a digest of dtype, shape and every bit, computed where the tensor lies: only two numbers travel.
 
     Two sums of all 32-bit words, one of them weighted by position, modulo 2**64: enough to tell states apart, not to
     withstand somebody who wants them to look alike.

@@ -280,7 +280,7 @@ def _plan_stateful(plan: Restore, checkpoint: Checkpoint, rank: int, world_size:
 
 
 def _heir(name: str, thing: object, checkpoint: Checkpoint, source: int, world_size: int, strict: bool) -> int:
-    """The old rank whose state this rank loads, when states differed and the number of processes is another.
+    """Return the old rank whose state this rank loads, when states differed and the number of processes is another.
 
     Raises: CheckpointError for a registered object, when strict: nobody but its owner knows how to share it out.
     """
@@ -329,7 +329,7 @@ def _plan_window(plan: Restore, checkpoint: Checkpoint, here: Layout, strict: bo
 
 
 def checked_progress(saved: Any) -> dict[str, Any]:  # Any: whatever the file holds
-    """The counters of a run, tried out on a clock that nobody uses.
+    """Return the counters of a run, tried out on a clock that nobody uses.
 
     Raises: CorruptCheckpointError when they are not what `collect` wrote.
     """
@@ -366,7 +366,7 @@ def _checked_loop(notes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mean_clock(checkpoint: Checkpoint, here: Layout, clock: dict[str, Any]) -> dict[str, Any]:
-    """The clock with the window's total weight split evenly over the ranks that average their losses."""
+    """Return the clock with the window's total weight split evenly over the ranks that average their losses."""
     manifest = checkpoint.manifest
     others = [load_packed(checkpoint, "progress", other)["clock"]["windows"] for other in range(manifest.world_size)]
     if len({len(windows) for windows in others}) != 1:

@@ -41,7 +41,7 @@ class Randomness:
         self._device = device
 
     def capture(self) -> dict[str, Any]:  # Any: tensors and numbers
-        """The state of all generators, and the seed the run was started with."""
+        """Return the state of all generators, and the seed the run was started with."""
         return {"seed": torch.initial_seed(), "generators": RngState.capture(self._device).to_tree()}
 
     def holding(self) -> Callable[[], None]:
@@ -118,7 +118,7 @@ class RunParts:
     registered: list[Any] = field(default_factory=list)  # Any: objects with state_dict and load_state_dict
 
     def plain_models(self) -> list[nn.Module]:
-        """The user's own modules."""
+        """Return the user's own modules."""
         return [self.unwrap(model) for model in self.objects.models]
 
 
@@ -142,7 +142,7 @@ def settle_loops(parts: RunParts, together: Agreement) -> None:
 
 
 def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | None]) -> StateTree:
-    """The run's state; `weights` per model are what save hooks left of the state dicts (None: untouched).
+    """Return the run's state; `weights` per model are what save hooks left of the state dicts (None: untouched).
 
     Local: every rank for itself.
     """
@@ -176,7 +176,7 @@ def collect(parts: RunParts, fmt: Format, weights: Sequence[Mapping[str, Any] | 
 
 
 def named_buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Every whole buffer of every model under one name."""
+    """Yield every whole buffer of every model under one name."""
     for index, model in enumerate(models):
         for name, buffer in model.named_buffers():
             if not is_dtensor(buffer) and buffer.device.type != "meta":
@@ -184,7 +184,7 @@ def named_buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def packed(value: Any, kind: str, fmt: Format = "safetensors", per_rank: bool = False, where: str = "") -> Component:
-    """A component of nested state."""
+    """Return a component of nested state."""
     data, tensors = pack(value, where)
     return Component(tensors, data, kind, fmt, per_rank)
 
@@ -208,7 +208,7 @@ def _progress(parts: RunParts, loops: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def load_packed(checkpoint: Checkpoint, name: str, rank: int | None) -> Any:  # Any: the stored value
-    """A component that is not tensors alone, as it was given; its tensors are copies, free of the files."""
+    """Return a component that is not tensors alone, as it was given; its tensors are copies, free of the files."""
     found = checkpoint.component(name, rank)
     tensors = {key: whole(pieces, key).clone() for key, pieces in found.pieces.items()}
     tensors |= {alias: tensors[key] for alias, key in found.aliases.items()}
@@ -260,7 +260,7 @@ def run_save_hooks(
 
 
 def run_load_hooks(hooks: Mapping[int, LoadHook], parts: RunParts, folder: str) -> list[nn.Module | None]:
-    """The models that hooks left to be loaded, None in place of the others."""
+    """Return the models that hooks left to be loaded, None in place of the others."""
     given = list(parts.plain_models())
     models = list(given)
     for hook in list(hooks.values()):

@@ -24,7 +24,7 @@ from hasten.state.run_state import load_packed, numbered_name
 
 
 def find_named(target: str, instead: str) -> Callable[..., Any]:  # Any: the user's own function
-    """The function or class that `module:function` names; `instead` says what else may be given.
+    """Return the function or class that `module:function` names; `instead` says what else may be given.
 
     Raises: ConfigError when there is no such module or function.
     """
@@ -50,7 +50,7 @@ _SHOWN: Final = 200
 
 
 def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> Found:
-    """The batch that this rank of the saved run was given.
+    """Return the batch that this rank of the saved run was given.
 
     Raises: CheckpointError when there is no such checkpoint; DataError when there is no such loader, rank or batch.
     """
@@ -71,7 +71,7 @@ def look(place: str, rank: int, batch: int, epoch: int | None, loader: int) -> F
 
 
 def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's own samples
-    """The samples of the batch, from the dataset that `module:function` returns.
+    """Return the samples of the batch, from the dataset that `module:function` returns.
 
     Raises: ConfigError when there is no such function.
     """
@@ -80,7 +80,7 @@ def fetch(factory: str, found: Found) -> list[Any]:  # Any: the user's own sampl
 
 
 def as_json(found: Found, samples: list[Any] | None) -> dict[str, Any]:  # Any: JSON values
-    """The batch as JSON values; samples as text."""
+    """Return the batch as JSON values; samples as text."""
     return {**asdict(found), **({} if samples is None else {"shown": [list(describe(one)) for one in samples]})}
 
 

@@ -66,7 +66,7 @@ log = get_logger(__name__)
 
 
 def automatic_root(project: ProjectConfiguration) -> str:
-    """The folder of numbered checkpoints. Raises: ConfigError without a project_dir."""
+    """Return the folder of numbered checkpoints. Raises: ConfigError without a project_dir."""
     if project.project_dir is None:
         raise ConfigError(
             "no folder was given and project_dir is not set, so there is no place for checkpoints. Call "
@@ -257,7 +257,7 @@ class Saving:
         return with_own_state(tree, self._parts, together)
 
     def _is_first(self, own: tuple[str, ...]) -> bool:
-        """Whether this rank is the first along all axes but `own`; stages hold different parameters."""
+        """Return whether this rank is the first along all axes but `own`; stages hold different parameters."""
         among = {Axis(name) for name in own} | {Axis.PP}
         if Axis.DP_SHARD in among:
             among.add(Axis.CP)  # torch's mesh takes it in
@@ -422,7 +422,7 @@ class Saving:
         return reports
 
     def newest(self, wait: bool = False) -> str | None:
-        """The checkpoint this run has saved or loaded last; `wait` (on every rank) counts a save in flight."""
+        """Return the checkpoint this run has saved or loaded last; `wait` (on every rank) counts a save in flight."""
         if wait:
             self.wait_for_saves()
         return self._newest

@@ -109,7 +109,7 @@ class _Kept:
         self.copy = tensor.detach().clone() if spread else tensor.detach().to("cpu", copy=True)
 
     def thawed(self) -> Tensor:
-        """The tensor on its device; a copy of its own for whoever loads it."""
+        """Return the tensor on its device; a copy of its own for whoever loads it."""
         return self.copy.clone() if is_dtensor(self.copy) else self.copy.to(self.device, copy=True)
 
 

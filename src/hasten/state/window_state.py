@@ -64,12 +64,12 @@ class Layout:
 
 
 def loss_ranks(mesh: Mapping[str, int], world_size: int) -> int:
-    """The number of ranks whose losses are averaged; the other ranks of a mesh compute with the same samples."""
+    """Return the number of ranks whose losses are averaged; the other ranks of a mesh compute with the same samples."""
     return math.prod(mesh.get(str(axis), 1) for axis in LOSS) if mesh else world_size
 
 
 def same_data(checkpoint: Checkpoint, here: Layout) -> bool:
-    """Whether each rank reads the samples that the rank of this number read in the run that saved."""
+    """Return whether each rank reads the samples that the rank of this number read in the run that saved."""
     saved = checkpoint.manifest.mesh
     apart = [str(axis) for axis in AXES if axis not in BATCH]
     alike = not saved or not here.mesh or all(saved.get(axis, 1) == here.mesh.get(axis, 1) for axis in apart)
@@ -94,7 +94,7 @@ def plan_gradients(
     strict: bool,
     component: str = "gradients",
 ) -> Gradients:
-    """The gradients of the saved window for this rank. Changes nothing; every rank for itself.
+    """Return the gradients of the saved window for this rank. Changes nothing; every rank for itself.
 
     On the layout they were saved from they come back bit for bit. On any other, each parameter gets the mean over the
     ranks that saved (slices of it are read as they are), whose mean over any number of ranks is the same: the update at
@@ -136,7 +136,7 @@ def _as_they_are(mine: Found) -> Gradients:
 
 
 def _fits(mine: Found, live: Mapping[str, Tensor], checkpoint: Checkpoint, here: Layout) -> bool:
-    """Whether this rank's own gradients can be put back as they are."""
+    """Return whether this rank's own gradients can be put back as they are."""
     notes: Mapping[str, Any] = mine.data if isinstance(mine.data, dict) else {}
     for key in mine.keys():  # noqa: SIM118 - names of the same tensor count too
         pieces, parameter = mine.of(key) or [], live.get(_plain(key))
@@ -186,7 +186,7 @@ def _refuse_unmovable(everyone: Sequence[Found], here: Layout) -> None:
 
 
 def _moved(name: str, parameter: Tensor, everyone: Sequence[Found], strict: bool) -> Tensor | None:
-    """This rank's part of the mean gradient of one parameter; None when no rank had one."""
+    """Return this rank's part of the mean gradient of one parameter; None when no rank had one."""
     own = as_stored(parameter)
     target = own if isinstance(own, Slice) else Slice(own, tuple(own.shape), (0,) * own.dim())
     reduced = _distinct(piece for found in everyone for piece in found.of(_SHARDED + name) or [])
@@ -212,7 +212,7 @@ def _distinct(pieces: Any) -> list[Piece]:  # Any: an iterator of pieces
 
 
 def _read(name: str, target: Slice, pieces: Sequence[Piece]) -> Tensor:
-    """The target's part of a gradient, read from the pieces that hold it; halves are summed in float32."""
+    """Return the target's part of a gradient, read from the pieces that hold it; halves are summed in float32."""
     dtype = pieces[0].data.dtype
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     part = torch.empty(target.data.shape, dtype=wide)
@@ -230,7 +230,7 @@ def put_gradients(models: Sequence[nn.Module], names: Mapping[int, str], saved: 
 
 
 def spread_like(parameter: Tensor, part: Tensor) -> Tensor:
-    """This rank's part of a gradient as the gradient of the parameter."""
+    """Return this rank's part of a gradient as the gradient of the parameter."""
     if not is_dtensor(parameter):
         return part.to(parameter.device, parameter.dtype, copy=True)
     room = torch.empty_like(parameter, requires_grad=False)

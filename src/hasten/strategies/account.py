@@ -41,7 +41,7 @@ class Account:
     """What the formulas say data parallelism sends in a step."""
 
     def lines(self) -> list[str]:
-        """The bytes in words."""
+        """Return the bytes in words."""
         state = f"gradients and {self.optimizer}'s state" if self.optimizer else "gradients"
         return [
             f"{self.name}: {size(self.parameters)} of {size(self.whole)} of parameters on this rank (planned "
@@ -104,7 +104,7 @@ def _moments(optimizer: Optimizer, options: Mapping[str, Any]) -> int | None:  #
 
 
 def axes_of(parameter: Tensor) -> dict[str, int]:
-    """The axes over which a parameter is divided, with their sizes; none for one that every rank holds whole."""
+    """Return the axes over which a parameter is divided, with their sizes; none for one that every rank holds whole."""
     if not isinstance(parameter, DTensor):
         return {}
     mesh = parameter.device_mesh
@@ -133,7 +133,7 @@ def _modules(model: nn.Module) -> list[str]:
 
 
 def _became(module: nn.Module, own: list[nn.Parameter]) -> str:
-    """How a module is spread: what its forward became, and the axes of its parameters."""
+    """Return how a module is spread: what its forward became, and the axes of its parameters."""
     replaced = [found for tag in ("tensor", "experts") if (found := forwarding.find(module, tag)) is not None]
     words = [type(found).__name__ for found in replaced]
     divided = {axis: ranks for parameter in own for axis, ranks in axes_of(parameter).items()}

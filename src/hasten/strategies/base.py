@@ -120,11 +120,11 @@ class Transform(Protocol):
     def stage(self) -> Stage: ...
 
     def apply(self, model: nn.Module, wish: Wish, ctx: ProcessContext, precision: Precision) -> nn.Module:
-        """The transformed model: the same object, or a module around it."""
+        """Return the transformed model: the same object, or a module around it."""
         ...
 
     def undo(self, model: nn.Module) -> nn.Module:
-        """The model without this transform, as far as it can be taken off."""
+        """Return the model without this transform, as far as it can be taken off."""
         ...
 
 
@@ -165,15 +165,15 @@ class Spread(Transform, KeepsLoopState, Protocol):
     """The transform that spreads a model over processes, and what only it knows about its models."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which backward leaves gradients unsynchronised, as far as memory allows."""
+        """Return a block in which backward leaves gradients unsynchronised, as far as memory allows."""
         ...
 
     def retry(self, model: nn.Module, boundary: bool) -> Retry | None:
-        """How the model takes part in a step that may be run again; None where it cannot. Local."""
+        """Return how the model takes part in a step that may be run again; None where it cannot. Local."""
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """The full, unsharded state dict. Ranks: every rank."""
+        """Return the full, unsharded state dict. Ranks: every rank."""
         ...
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -238,11 +238,11 @@ class Strategy(KeepsLoopState, Protocol):
         ...
 
     def unwrap(self, model: nn.Module, keep_precision: bool = True, keep_compile: bool = True) -> nn.Module:
-        """The user's own module inside a prepared one."""
+        """Return the user's own module inside a prepared one."""
         ...
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Every parameter and buffer whole, on the CPU when sharded. Ranks: every rank."""
+        """Return every parameter and buffer whole, on the CPU when sharded. Ranks: every rank."""
         ...
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -255,12 +255,12 @@ class Strategy(KeepsLoopState, Protocol):
 
 
 def is_trainable(model: nn.Module) -> bool:
-    """Whether any parameter of the model takes gradients."""
+    """Return whether any parameter of the model takes gradients."""
     return any(p.requires_grad for p in model.parameters())
 
 
 def parameter_device(model: nn.Module) -> torch.device | None:
-    """The device of the model's first parameter or buffer, or None when it has neither."""
+    """Return the device of the model's first parameter or buffer, or None when it has neither."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return None

@@ -29,7 +29,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
 
 
 def _common_class(container: nn.Module) -> type[nn.Module] | None:
-    """The class most children share, when there are several of it and each has parts of its own."""
+    """Return the class most children share, when there are several of it and each has parts of its own."""
     counts = Counter(type(child) for child in container.children() if any(child.children()))
     if not counts:
         return None
@@ -38,7 +38,7 @@ def _common_class(container: nn.Module) -> type[nn.Module] | None:
 
 
 def blocks_by_class(model: nn.Module, names: Collection[str], setting: str) -> list[nn.Module]:
-    """Every submodule whose class is named.
+    """Return every submodule whose class is named.
 
     A run may have several models, so each needs one of the names; those it lacks are warned about.
     Raises: ConfigError naming the classes there are when no name matches.

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
-    """The strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
+    """Return the strategy the settings ask for. Raises: ConfigError for one that is not in this version."""
     if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
         raise ConfigError(
             f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "
@@ -67,7 +67,7 @@ def choose(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def device_for(config: Config, topology: Topology) -> torch.device:
-    """The device of this process: the strategy's own kind, else the host's accelerator, else the CPU.
+    """Return the device of this process: the strategy's own kind, else the host's accelerator, else the CPU.
 
     Raises: DeviceError when the device does not exist.
     """
@@ -90,7 +90,7 @@ def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:
 
 
 def chooses_speed(asked: PerformanceSettings) -> bool:
-    """Whether choices for speed are made: with "auto", or when one of them was given and nothing said off."""
+    """Return whether choices for speed are made: with "auto", or when one of them was given and nothing said off."""
     return asked.mode == "auto" or (asked.mode is None and bool(given(asked)))
 
 
@@ -234,7 +234,7 @@ def _refuse_with_stages(config: Config) -> None:
 
 
 def _common(config: Config) -> list[Transform]:
-    """The transforms every native strategy shares: recompute and compile."""
+    """Return the transforms every native strategy shares: recompute and compile."""
     chosen: list[Transform] = []
     if config.recompute:
         find = partial(blocks_by_class, names=config.recompute, setting="recompute")

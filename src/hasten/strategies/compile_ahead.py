@@ -157,7 +157,7 @@ class _Look:
                 self._process.stderr.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _NoLook:
-        """A copy of the model is not looked at."""
+        """Return a copy of the model is not looked at."""
         return _NoLook()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ class _NoLook:
 
 
 def _without_weights(block: nn.Module) -> nn.Module:
-    """A copy of the block whose parameters have no memory."""
+    """Return a copy of the block whose parameters have no memory."""
     return copy.deepcopy(block, {id(p): nn.Parameter(_empty(p), p.requires_grad) for p in block.parameters()})
 
 
@@ -210,5 +210,5 @@ def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subproc
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    """A tensor of the same layout without memory."""
+    """Return a tensor of the same layout without memory."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -44,7 +44,7 @@ def _filled(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _paths(file: str) -> list[str]:
-    """Where the modules of the script are found."""
+    """Return where the modules of the script are found."""
     found: list[str] = Path(f"{file}.paths").read_text(encoding="utf-8").split("\0")
     return found
 

@@ -61,7 +61,7 @@ class CompileBlocks:
 
 
 def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile's own keywords
-    """The keywords of torch.compile for these settings."""
+    """Return the keywords of torch.compile for these settings."""
     chosen: dict[str, Any] = {
         "backend": config.backend,
         "fullgraph": config.fullgraph,
@@ -74,17 +74,17 @@ def options(config: TorchDynamoPlugin) -> dict[str, Any]:  # Any: torch.compile'
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether calls of this module itself go through a compiled function."""
+    """Return whether calls of this module itself go through a compiled function."""
     return getattr(model, "_compiled_call_impl", None) is not None
 
 
 def is_settling(model: nn.Module) -> bool:
-    """Whether blocks of the model may still be compiled in the background (`strategies.compile_ahead`)."""
+    """Return whether blocks of the model may still be compiled in the background (`strategies.compile_ahead`)."""
     return any(getattr(vars(part).get(SETTLING), "waits", False) for part in model.modules())
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module, called eagerly again."""
+    """Return the module, called eagerly again."""
     if is_compiled(model):
         model._compiled_call_impl = None
     return model

@@ -48,7 +48,7 @@ def _never_called(happened: str, better: str) -> PrepareError:
 
 
 def hooks_to_carry(model: nn.Module, whole: set[nn.Parameter]) -> Hooks:
-    """The hooks set by `register_post_accumulate_grad_hook` on parameters that will be sharded, by name."""
+    """Return the hooks set by `register_post_accumulate_grad_hook` on parameters that will be sharded, by name."""
     found: Hooks = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         hooks = None if parameter in whole else getattr(parameter, "_post_accumulate_grad_hooks", None)

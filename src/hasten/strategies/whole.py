@@ -22,7 +22,7 @@ class Averaged:
 
 
 def scalars(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters without a dimension to shard along, such as a learned temperature."""
+    """Return the parameters without a dimension to shard along, such as a learned temperature."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.ndim == 0}
 
 
@@ -37,7 +37,7 @@ def average_gradients(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 @torch.no_grad()
 def whole_on_main(model: nn.Module, is_main: bool) -> dict[str, Any]:  # Any: tensors and extra state
-    """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+    """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
     state = model.state_dict(keep_vars=True)  # as they are, so that tied weights are one object under two names
     made: dict[int, Any] = {}
     for value in state.values():

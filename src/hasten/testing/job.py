@@ -95,7 +95,7 @@ class Outcome:
 
 
 def pack(fn: Callable[..., object], args: tuple[object, ...]) -> bytes:
-    """The call as bytes that another process can run, whether or not it can import the function's module.
+    """Return the call as bytes that another process can run, whether or not it can import the function's module.
 
     Raises: ConfigError naming the argument that cannot travel.
     """
@@ -152,7 +152,7 @@ def _by_value(fn: Callable[..., object]) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Whether a fresh process would get the same module by this name.
+    """Return whether a fresh process would get the same module by this name.
 
     Test modules never do: pytest loads them with rewritten asserts and, with importmode=importlib, under names of its own.
     """
@@ -173,5 +173,5 @@ def _importable(name: str) -> bool:
 
 
 def _is_editable(module: object) -> bool:
-    """Whether an import hook of an editable install found the module."""
+    """Return whether an import hook of an editable install found the module."""
     return "editable" in type(getattr(module, "__loader__", None)).__module__

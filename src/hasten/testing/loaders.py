@@ -45,7 +45,7 @@ class Numbers(IterableDataset[int]):
 
 
 def context_of(rank: int = 0, world: int = 1, mesh: MeshSpec | None = None) -> ProcessContext:
-    """The context of one rank that is alone in its process: it knows its place, and talks to nobody."""
+    """Return the context of one rank that is alone in its process: it knows its place, and talks to nobody."""
     topology = Topology(rank=rank, world_size=world, local_rank=rank, local_world_size=world)
     comm = LocalComm()
     return ProcessContext(topology, mesh or MeshSpec.flat(world), torch.device("cpu"), comm, lambda *axes: comm)
@@ -63,7 +63,7 @@ def prepared(
     slice_fn: Callable[..., Any] | None = None,
     **settings: Any,
 ) -> Loader:
-    """The loader, prepared for one rank with the given fields of DataLoaderConfiguration."""
+    """Return the loader, prepared for one rank with the given fields of DataLoaderConfiguration."""
     context = ctx or context_of(rank, world, mesh)
     config = DataLoaderConfiguration(**settings)
     device = torch.device("cpu")
@@ -72,7 +72,7 @@ def prepared(
 
 
 def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
-    """The batches of one pass, or of its first `limit` steps, as a user sees them."""
+    """Return the batches of one pass, or of its first `limit` steps, as a user sees them."""
     out: list[Seen] = []
     for batch in loader:
         values = batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
@@ -85,7 +85,7 @@ def seen(loader: Loader, limit: int | None = None) -> list[Seen]:
 
 
 def global_order(shares: list[list[Seen]]) -> list[Any]:
-    """The real rows of all ranks, step after step: the global order the ranks read together."""
+    """Return the real rows of all ranks, step after step: the global order the ranks read together."""
     order: list[Any] = []
     for step in range(max(map(len, shares), default=0)):
         for share in shares:

@@ -32,7 +32,7 @@ def ip(*words: str) -> None:
 
 
 def why_impossible() -> str:
-    """Why hosts cannot be made here; empty where they can."""
+    """Return why hosts cannot be made here; empty where they can."""
     probe = f"hasten-probe-{os.getpid()}"
     try:
         ip("netns", "add", probe)
@@ -91,7 +91,7 @@ class Host:
 
 
 def _memory_of(pid: int) -> str:
-    """The folder in memory that the launcher of a process has made."""
+    """Return the folder in memory that the launcher of a process has made."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -208,5 +208,5 @@ def warm_launcher(script: Path, home: Path) -> Iterator[Zygote]:
 
 
 def meet(count: int) -> list[str]:
-    """The flags that every machine of a job gets."""
+    """Return the flags that every machine of a job gets."""
     return [f"--num_machines={count}", "--main_process_ip=10.77.0.1", "--main_process_port=29517"]

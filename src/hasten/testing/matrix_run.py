@@ -45,7 +45,7 @@ def _loss_of(model: Any, batch: Any) -> Tensor:  # Any: what a strategy makes of
 
 
 def plain() -> list[float]:
-    """The losses in plain torch, in this process alone, in full precision."""
+    """Return the losses in plain torch, in this process alone, in full precision."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     losses = []
@@ -60,7 +60,7 @@ def plain() -> list[float]:
 
 
 def trained(accelerator: Accelerator) -> list[float]:
-    """The losses of the same loop under the settings of this run. Ranks: every rank."""
+    """Return the losses of the same loop under the settings of this run. Ranks: every rank."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     prepared: tuple[Any, Any] = accelerator.prepare(model, optimizer)  # Any: what a strategy makes of them

@@ -15,7 +15,7 @@ POOL: Final = pytest.StashKey[Pool]()
 
 @pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    """The warm workers that every test marked with @ranks shares."""
+    """Yield the warm workers that every test marked with @ranks shares."""
     with Pool(2) as pool:
         request.config.stash[POOL] = pool
         yield pool

@@ -147,7 +147,7 @@ class Pool:
         mesh: Mapping[str, int] = _NO_MESH,
         device: str = "cpu",
     ) -> list[Outcome]:
-        """How `fn(ctx, *args)` ended on each rank, in order of rank. Raises nothing for a rank that failed."""
+        """Return how `fn(ctx, *args)` ended on each rank, in order of rank. Raises nothing for a rank that failed."""
         payload = pack(fn, args)
         team = self._take(num_ranks)
         folder = self._folder / f"job-{next(self._numbers)}"
@@ -187,7 +187,7 @@ class Pool:
         return [self._worker_for(rank) for rank in range(num_ranks)]
 
     def _worker_for(self, rank: int) -> Worker:
-        """An idle worker that has only ever had this rank, or a new one.
+        """Return an idle worker that has only ever had this rank, or a new one.
 
         DTensor caches which part of a tensor is its rank's by mesh and shape; in a worker whose rank changed, another
         test's answer would cut out the wrong part.
@@ -310,7 +310,7 @@ def _exception(pickled: bytes) -> BaseException | None:
 
 
 def _own_frames(dump: str) -> str:
-    """A dump of stacks without the frames of the worker below the tested function."""
+    """Return a dump of stacks without the frames of the worker below the tested function."""
     return "\n".join(line for line in dump.splitlines() if not any(word in line for word in _WORKER_FRAMES))
 
 

@@ -267,7 +267,7 @@ NAMES: Final = (
 
 
 def missing(names: Iterable[Name] = NAMES) -> list[str]:
-    """The names that the installed torch does not have."""
+    """Return the names that the installed torch does not have."""
     lacking = []
     for entry in names:
         spellings = [entry.name, *([entry.instead_of] if entry.instead_of else [])]
@@ -291,7 +291,7 @@ def _has(owner: str, name: str) -> bool:
 
 
 def set_on_self(cls: type) -> set[str]:
-    """The attributes that a class of torch's declares, or sets in its methods."""
+    """Return the attributes that a class of torch's declares, or sets in its methods."""
     names: set[str] = set()
     for one in cls.__mro__:
         if one.__module__.split(".")[0] != "torch":

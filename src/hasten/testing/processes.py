@@ -62,7 +62,7 @@ class Zygote:
             raise
 
     def fork(self) -> Worker:
-        """A new worker, a few milliseconds old."""
+        """Return a new worker, a few milliseconds old."""
         if not self._ready:
             self._answer(START_S)
             self._ready = True
@@ -73,7 +73,7 @@ class Zygote:
         return Worker(pid, Connection(ours.detach()))
 
     def exit_code(self, worker: Worker) -> int:
-        """How a worker that is ending ended: its exit code, or minus the signal that killed it."""
+        """Return how a worker that is ending ended: its exit code, or minus the signal that killed it."""
         self._control.sendall(MESSAGE.pack(WAIT, worker.pid))
         return self._answer(STOP_S)
 

@@ -11,7 +11,7 @@ _MOST: Final = 6.0  # times a limit, however little the host leaves
 
 
 def processor_time() -> tuple[int, int]:
-    """The ticks of all processors that the host took away, and those in which they worked or were to work."""
+    """Return the ticks of all processors that the host took away, and those in which they worked or were to work."""
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except FileNotFoundError:
@@ -21,7 +21,7 @@ def processor_time() -> tuple[int, int]:
 
 
 def stolen_since(before: tuple[int, int]) -> float:
-    """The share of the processors' time that the host of a virtual machine gave to others instead."""
+    """Return the share of the processors' time that the host of a virtual machine gave to others instead."""
     stolen, wanted = processor_time()
     return (stolen - before[0]) / max(wanted - before[1], 1)
 
@@ -36,6 +36,6 @@ class Limit:
         self._start = time.monotonic()
 
     def left(self) -> float:
-        """The seconds left by now: zero or less when the time is up."""
+        """Return the seconds left by now: zero or less when the time is up."""
         allowed = self._seconds / max(1 - stolen_since(self._before), 1 / _MOST)
         return min(allowed, self._most_s) - (time.monotonic() - self._start)

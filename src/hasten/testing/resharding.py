@@ -44,7 +44,7 @@ def held(accelerator: Accelerator, net: nn.Module, optimizer: Optimizer) -> Stat
 
 
 def joined(states: Iterable[State]) -> State:
-    """The states of all ranks in one; what several hold must be equal."""
+    """Return the states of all ranks in one; what several hold must be equal."""
     whole: State = {}
     for state in states:
         for name, value in state.items():

@@ -30,7 +30,7 @@ class Line(nn.Module):
         self.b = nn.Parameter(torch.tensor(float(b)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The value of the line at `x`."""
+        """Return the value of the line at `x`."""
         return self.a * x + self.b
 
 
@@ -85,7 +85,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits of each class."""
+        """Return the logits of each class."""
         return self.head(self.dropout(F.relu(self.norm(self.hidden(x)))))  # type: ignore[no-any-return]
 
 
@@ -121,7 +121,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sequence after this block."""
+        """Return the sequence after this block."""
         h = self.norm1(x)
         # -1 and not self.heads: under tensor parallelism each rank has only its share of the heads, and h may be a part
         # of the tokens
@@ -182,7 +182,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(number, width, 2 * width) * width**-0.5)
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the chosen experts' results for each row of `hidden`."""
+        """Return the weighted sum of the chosen experts' results for each row of `hidden`."""
         out = torch.zeros_like(hidden)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, place = torch.where(chosen == expert)
@@ -202,7 +202,7 @@ class MixtureBlock(nn.Module):
         self.experts = Experts(number, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sequence after this block."""
+        """Return the sequence after this block."""
         hidden = self.norm(x).flatten(0, -2)
         weights, chosen = self.router(hidden).softmax(-1).topk(self.k, -1)
         return x + self.experts(hidden, chosen, weights).view_as(x)  # type: ignore[no-any-return]
@@ -218,7 +218,7 @@ class TinyMixture(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the next token at every position."""
+        """Return the logits of the next token at every position."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -278,7 +278,7 @@ class TinyTranslator(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, source: Tensor, target: Tensor, at: Tensor, to: Tensor) -> Tensor:
-        """The logits of the token after each of `target`; `at` and `to` are the positions of both."""
+        """Return the logits of the token after each of `target`; `at` and `to` are the positions of both."""
         x = self.embed(torch.cat([source, target], 1)) + self.position(torch.cat([at, to], 1))
         for block in self.blocks:
             x = block(x, source.shape[1])
@@ -303,7 +303,7 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
 
 def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy of the next token."""
+    """Return the mean cross entropy of the next token."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -315,7 +315,7 @@ class Scored(nn.Module):
         self.body = Classifier(features, hidden, classes, dropout)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits, and the loss if there are labels."""
+        """Return the logits, and the loss if there are labels."""
         logits = self.body(x)
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
@@ -330,7 +330,7 @@ class Tagger(nn.Module):
         self.head = nn.Linear(width, tags)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """The logits of each token, and the loss if there are labels."""
+        """Return the logits of each token, and the loss if there are labels."""
         hidden = self.embed(input_ids) * attention_mask[..., None]
         logits = self.head(torch.tanh(self.mix(hidden)))
         if labels is None:

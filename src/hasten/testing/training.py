@@ -32,7 +32,7 @@ class Task:
 
 
 def plain_losses(task: Task, steps: int) -> list[float]:
-    """The loss of each of `steps` AdamW steps on whole batches."""
+    """Return the loss of each of `steps` AdamW steps on whole batches."""
     net, losses = task.build(), []
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
     for step, batch in enumerate(task.batches(steps)):
@@ -50,19 +50,19 @@ OnePass = Callable[[Accelerator, nn.Module, Batch, Task], Tensor]
 
 
 def forward_then_backward(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
-    """The loss of a batch, after its forward and backward."""
+    """Return the loss of a batch, after its forward and backward."""
     loss = task.loss_of(net, batch)
     accelerator.backward(loss)
     return loss.detach()
 
 
 def through_stages(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
-    """The loss of a batch that passes through a pipeline."""
+    """Return the loss of a batch that passes through a pipeline."""
     return accelerator.forward_backward(net, batch, lambda net, micro: task.loss_of(net, micro))
 
 
 def over_parts(accelerator: Accelerator, net: nn.Module, batch: Batch, task: Task) -> Tensor:
-    """The loss of this rank's part of sequences, of which each tensor's second dimension counts the tokens."""
+    """Return the loss of this rank's part of sequences, of which each tensor's second dimension counts the tokens."""
     given = tuple(tensor.clone() for tensor in batch)
     with accelerator.context_parallel(given, [1] * len(given), labels=None):
         return forward_then_backward(accelerator, net, given, task)

@@ -1,0 +1,1 @@
+"""What the subcommands of `hasten` do, one folder each; imported by `cli` alone."""

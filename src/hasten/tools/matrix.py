@@ -47,7 +47,7 @@ class Cell:
         return f"{self.backend}-{self.precision}"
 
     def command(self, out: str, cpu: bool) -> tuple[str, ...]:
-        """The words after `hasten launch` that run this cell and write what it found to the file `out`."""
+        """Return the words after `hasten launch` that run this cell and write what it found to the file `out`."""
         return (
             *(("--cpu",) if cpu and self.cpu_variable is None else ()),
             *("--num_processes", str(self.processes), "--mixed_precision", dict(_SHORT)[self.precision]),
@@ -65,7 +65,7 @@ class Cell:
 
 
 def cells() -> tuple[Cell, ...]:
-    """Every cell, the simplest first."""
+    """Return every cell, the simplest first."""
     all_, full = ("fp32", "bf16", "fp16"), ("fp32", "bf16")
     kinds: list[tuple[str, int, tuple[str, ...], tuple[str, ...], str]] = [
         ("single", 1, (), all_, ""),
@@ -94,7 +94,7 @@ def cells() -> tuple[Cell, ...]:
 
 
 def chosen(only: str | None) -> tuple[Cell, ...]:
-    """The cells of `--only`: names of backends (`ddp`), precisions (`bf16`) or cells (`ddp-bf16`), by commas.
+    """Return the cells of `--only`: names of backends (`ddp`), precisions (`bf16`) or cells (`ddp-bf16`), by commas.
 
     Raises: ConfigError for a name that is none.
     """
@@ -124,7 +124,7 @@ def chosen(only: str | None) -> tuple[Cell, ...]:
 
 
 def devices_of(kind: str, count: int, cpu: bool) -> int | None:
-    """How many devices processes may take one of each; None where they share the CPU."""
+    """Return how many devices processes may take one of each; None where they share the CPU."""
     return None if cpu or kind == "cpu" else count
 
 
@@ -161,7 +161,7 @@ class Outcome:
 
 
 def last_words(text: str) -> str:
-    """The line of a failed run's output that says most: its last error, else its last line."""
+    """Return the line of a failed run's output that says most: its last error, else its last line."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or ["no output"])[-1][:300]

@@ -1,0 +1,4 @@
+"""Metrics to files and services, and the run log that `hasten report` reads.
+
+Start with `base.py` (the Tracker protocol), `manager.py` and `registry.py`; a new tracker is one file in `backends/` and one line in the registry.
+"""

@@ -42,7 +42,7 @@ _P = ParamSpec("_P")
 def _timed(
     log: Callable[Concatenate[TrackerManager, _P], None],
 ) -> Callable[Concatenate[TrackerManager, _P], None]:
-    """A way of logging that says how long it took, if anybody wants to know."""
+    """Return a way of logging that says how long it took, if anybody wants to know."""
 
     @wraps(log)
     def timed(manager: TrackerManager, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -254,7 +254,7 @@ class TrackerManager:
         return bool(self._lanes)
 
     def _next(self, step: int | None) -> int:
-        """The step of this record; the highest one seen is what a checkpoint remembers."""
+        """Return the step of this record; the highest one seen is what a checkpoint remembers."""
         self._logged = True
         found = self._step + 1 if step is None else int(step)
         self._step = max(self._step, found)
@@ -303,7 +303,7 @@ class TrackerManager:
         return [lane.tracker for lane in self._lanes]
 
     def get(self, name: str, unwrap: bool = False) -> Any:  # Any: with unwrap, an object of a foreign package
-        """The tracker called `name`, or its package's own object.
+        """Return the tracker called `name`, or its package's own object.
 
         Where the tracker does not run (away from the main process, or after a failed start): one that does nothing.
 

@@ -47,7 +47,7 @@ BUILTINS: Final = (
 
 
 def installed() -> list[str]:
-    """The names of all trackers that can be used here: built-in and from other packages."""
+    """Return the names of all trackers that can be used here: built-in and from other packages."""
     own = [row.name for row in BUILTINS if row.needs is None or available(row.needs)]
     return own + sorted({point.name for point in entry_points(group=GROUP)} - set(own))
 
@@ -81,7 +81,7 @@ def build(log_with: LogWith, *, missing: Missing = "error", is_main: bool = True
 
 
 def _usable(name: str, missing: str, here: bool) -> bool:
-    """Whether the package of a tracker is there and, where the tracker runs on this process, can be imported.
+    """Return whether the package of a tracker is there and, where the tracker runs on this process, can be imported.
 
     Raises: MissingPackageError if it is not and may not be left out: a run without the log that was asked for is noticed when it is over.
     """

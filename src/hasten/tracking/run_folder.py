@@ -102,7 +102,7 @@ class RunFolder:
 
 
 def read_run(folder: str | Path) -> RunFolder:
-    """Everything known of the run in a folder.
+    """Return everything known of the run in a folder.
 
     Raises: ConfigError when the folder holds neither metrics nor a run log.
     """
@@ -131,7 +131,7 @@ def read_run(folder: str | Path) -> RunFolder:
 
 
 def run_files(root: Path) -> list[Path]:
-    """The files of a run that grow while it trains, in order; none when there is nothing to report yet."""
+    """Return the files of a run that grow while it trains, in order; none when there is nothing to report yet."""
     metrics, logs = _metrics_files(root), sorted((root / FOLDER).glob("rank*-*"))
     return [*metrics, *logs] if metrics or any(path.suffix == ".jsonl" for path in logs) else []
 

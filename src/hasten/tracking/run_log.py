@@ -28,7 +28,7 @@ _EVERY_S: Final = 1.0
 
 
 def step_dtype(parts: Sequence[str] = PARTS) -> np.dtype[np.void]:
-    """The layout of a record of the steps file."""
+    """Return the layout of a record of the steps file."""
     return np.dtype([("time", "<f8"), *((part, "<f4") for part in parts), ("samples", "<f4"), ("memory_mb", "<f4")])
 
 
@@ -182,7 +182,7 @@ class LoggedRank:
 
 
 def read_run_log(folder: Path) -> list[LoggedRank]:
-    """All logs in a run's folder, by time; half-written last records and lines are left out."""
+    """Return all logs in a run's folder, by time; half-written last records and lines are left out."""
     found = []
     for path in sorted(folder.glob("rank*-*.jsonl"), key=_began):
         lines = _lines(path)
@@ -196,7 +196,7 @@ def read_run_log(folder: Path) -> list[LoggedRank]:
 
 
 def _all_parts(steps: NDArray[Any]) -> NDArray[Any]:
-    """The records with every part of today; an older log has 0 in those it does not know."""
+    """Return the records with every part of today; an older log has 0 in those it does not know."""
     if steps.dtype == step_dtype():
         return steps
     made = np.zeros(len(steps), dtype=step_dtype())

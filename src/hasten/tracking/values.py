@@ -30,12 +30,12 @@ class Deferred:
 
 
 def fetch_one_by_one(tensors: Sequence[Any]) -> list[float]:
-    """The numbers in `tensors`, each by its own `item()`."""
+    """Return the numbers in `tensors`, each by its own `item()`."""
     return [tensor.item() for tensor in tensors]
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its path, the parts joined by a slash."""
+    """Yield every value with its path, the parts joined by a slash."""
     for key, value in values.items():
         name = key if not prefix and type(key) is str else f"{prefix}{key}"
         if type(value) not in (float, int) and isinstance(value, Mapping):
@@ -166,7 +166,7 @@ def plain_rows(name: str, columns: Sequence[str], data: Sequence[Sequence[Any]])
 
 
 def plain_cell(value: Any) -> Scalar | None:
-    """One cell of a table as a plain value."""
+    """Return one cell of a table as a plain value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if hasattr(value, "item") and not hasattr(value, "full_tensor"):
@@ -179,7 +179,7 @@ _CHANNELS = (1, 3, 4)
 
 
 def as_pixels(name: str, value: Any) -> list[Pixels]:
-    """The images in `value` as height x width x channels arrays of bytes.
+    """Return the images in `value` as height x width x channels arrays of bytes.
 
     Takes an array, tensor or PIL image, or a list of them: one image (H,W), (H,W,C) or (C,H,W), or a batch of such.
     Floats are read as 0..1, integers as 0..255.

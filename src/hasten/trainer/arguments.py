@@ -149,7 +149,7 @@ class TrainingArguments:
     hub_private_repo: bool | None = None
 
     def __new__(cls, *args: Any, **given: Any) -> TrainingArguments:  # Any: the arguments of __init__
-        """An empty object, once every name is known."""
+        """Return an empty object, once every name is known."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name in _REFUSED:
@@ -238,7 +238,7 @@ class TrainingArguments:
         return [name for name in given if name != "none"]
 
     def to_dict(self) -> dict[str, Any]:  # Any: JSON values
-        """The settings as JSON values, without the token."""
+        """Return the settings as JSON values, without the token."""
         values = asdict(self)
         values.pop("hub_token")
         return values

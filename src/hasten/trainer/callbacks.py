@@ -197,7 +197,7 @@ class EarlyStoppingCallback(TrainerCallback):
             control.stop_reason = f"early stopping: {args.best_metric} has not improved for {times}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value and how long there was none better."""
+        """Return the best value and how long there was none better."""
         return {"best": None if math.isnan(self._best) else self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def _newest(trainer: Trainer) -> str:
 
 
 def _any_checkpoint(trainer: Trainer) -> bool:
-    """Whether there is a complete checkpoint, as the main process sees it. Ranks: every rank."""
+    """Return whether there is a complete checkpoint, as the main process sees it. Ranks: every rank."""
     found = [False]
     if trainer.accelerator.is_main_process:
         try:

@@ -66,7 +66,7 @@ class DataCollatorWithPadding:
         self.pad_to_multiple_of = pad_to_multiple_of
 
     def __call__(self, features: list[Any]) -> Any:  # Any: samples of the user's
-        """The batch."""
+        """Return the batch."""
         if not features or not isinstance(features[0], Mapping):
             return default_collate(features)
         columns = {key: [torch.as_tensor(feature[key]) for feature in features] for key in features[0]}
@@ -101,7 +101,7 @@ LABELS: Final = ("labels", "label", "label_ids")
 
 
 def taken_by(model: nn.Module, label_names: Sequence[str]) -> frozenset[str] | None:
-    """The names that the model's forward takes, and its labels; None when it takes any name."""
+    """Return the names that the model's forward takes, and its labels; None when it takes any name."""
     parameters = inspect.signature(model.forward).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not named:
@@ -182,7 +182,7 @@ class LengthGroupedSampler(Sampler[int]):
         return iter(torch.cat(parts).tolist())
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch that is drawn next."""
+        """Return the epoch that is drawn next."""
         return {"epoch": self._epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -191,7 +191,7 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 def lengths_of(dataset: Any, column: str) -> list[int]:  # Any: datasets have no common base
-    """The length of every sample: from its column, or counted from `input_ids`.
+    """Return the length of every sample: from its column, or counted from `input_ids`.
 
     Raises: DataError when samples have neither.
     """

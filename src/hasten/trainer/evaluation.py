@@ -148,7 +148,7 @@ def _to_numpy(x: Tensor) -> Any:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """All batches as one, arrays padded with -100 to the widest."""
+    """Return all batches as one, arrays padded with -100 to the widest."""
     if not parts:
         return None
     if isinstance(parts[0], (tuple, list)):

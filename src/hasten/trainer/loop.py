@@ -64,7 +64,7 @@ class TrainingLoop:
         return self._finish()
 
     def _leaves(self) -> bool:
-        """Whether the epoch is to be left now; behind its last batch it ends by itself."""
+        """Return whether the epoch is to be left now; behind its last batch it ends by itself."""
         state, control, per_epoch = self._trainer.state, self._trainer.control, self._plan.batches_per_epoch
         if per_epoch is not None and state.batches_in_epoch >= per_epoch:
             return False

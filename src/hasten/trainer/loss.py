@@ -64,7 +64,7 @@ def outputs_besides_loss(outputs: Any, has_loss: bool) -> Any:
 
 
 def labels_in(inputs: Any, names: Sequence[str]) -> Tensor | None:
-    """The first label tensor of a batch."""
+    """Return the first label tensor of a batch."""
     if not isinstance(inputs, Mapping):
         return None
     return next((inputs[name] for name in names if isinstance(inputs.get(name), Tensor)), None)
@@ -97,7 +97,7 @@ def needs_labels(model: nn.Module, names: Sequence[str]) -> bool:
 
 
 def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
-    """The class labels of a batch. Raises: ArgumentError when there are none that could be smoothed."""
+    """Return the class labels of a batch. Raises: ArgumentError when there are none that could be smoothed."""
     labels = labels_in(inputs, names)
     if labels is None or labels.is_floating_point():
         kind = f"a {type(inputs).__qualname__}" if not isinstance(inputs, Mapping) else f"a dict of {', '.join(inputs)}"
@@ -110,7 +110,7 @@ def labels_to_smooth(inputs: Any, names: Sequence[str]) -> Tensor:
 
 
 def logits_in(outputs: Any) -> Tensor:
-    """The logits a model returned: `outputs["logits"]`, `outputs.logits`, or the first tensor besides its loss.
+    """Return the logits a model returned: `outputs["logits"]`, `outputs.logits`, or the first tensor besides its loss.
 
     Raises: ArgumentError when there are none.
     """
@@ -127,7 +127,7 @@ def logits_in(outputs: Any) -> Tensor:
 
 
 def smoothed_loss(logits: Tensor, labels: Tensor, smoothing: float, shifted: bool) -> Tensor:
-    """The mean cross entropy against labels mixed with the uniform distribution; labels of -100 are left out."""
+    """Return the mean cross entropy against labels mixed with the uniform distribution; labels of -100 are left out."""
     if shifted:
         logits, labels = logits[..., :-1, :], labels[..., 1:]
     if logits.shape[:-1].numel() != labels.numel():

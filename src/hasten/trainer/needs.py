@@ -122,6 +122,6 @@ def check_given_optimizers(args: TrainingArguments, optimizer: object, scheduler
 
 
 def _given(args: TrainingArguments, names: Sequence[str]) -> str:
-    """The first of these arguments that differs from its default, as it was written; empty for none."""
+    """Return the first of these arguments that differs from its default, as it was written; empty for none."""
     defaults: dict[str, Any] = {field.name: field.default for field in fields(args)}  # Any: of every type
     return next((f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name) != defaults[name]), "")

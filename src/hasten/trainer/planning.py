@@ -21,12 +21,12 @@ class Plan:
     save_steps: int
 
     def due(self, when: str, every: int, step: int) -> bool:
-        """Whether something with this strategy is due after update number `step`."""
+        """Return whether something with this strategy is due after update number `step`."""
         return when == "steps" and step % every == 0
 
 
 def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window: int) -> Plan:
-    """The plan for loaders of this length (None for streams) and windows of so many batches.
+    """Return the plan for loaders of this length (None for streams) and windows of so many batches.
 
     Raises: ConfigError when the end of the training cannot be known, or there is no batch.
     """
@@ -54,5 +54,5 @@ def plan_training(args: TrainingArguments, batches_per_epoch: int | None, window
 
 
 def _steps(given: float, total: int) -> int:
-    """A number of updates; below 1 it is a part of the whole."""
+    """Return a number of updates; below 1 it is a part of the whole."""
     return math.ceil(given * total) if given < 1 else int(given)

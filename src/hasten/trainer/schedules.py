@@ -20,7 +20,7 @@ Factor = Callable[..., float]
 
 
 def _done(step: int, warmup: int, total: int) -> float:
-    """The part of the time after the warm-up that has passed, at most 1."""
+    """Return the part of the time after the warm-up that has passed, at most 1."""
     return min(max(step - warmup, 0) / max(total - warmup, 1), 1.0)
 
 
@@ -79,7 +79,7 @@ SCHEDULES: Final[Mapping[str, Factor]] = MappingProxyType(
 
 
 def factor_at(step: int, shape: Factor, warmup: int, total: int, options: Mapping[str, float]) -> float:
-    """The factor on the learning rate: rising in a straight line during the warm-up, then `shape`."""
+    """Return the factor on the learning rate: rising in a straight line during the warm-up, then `shape`."""
     if step < warmup:
         return step / warmup
     return shape(step, warmup, total, **options)
@@ -92,7 +92,7 @@ def get_scheduler(
     num_training_steps: int = 0,
     scheduler_specific_kwargs: Mapping[str, Any] | None = None,
 ) -> LambdaLR:
-    """The schedule of this name for the optimizer, over `num_training_steps` updates.
+    """Return the schedule of this name for the optimizer, over `num_training_steps` updates.
 
     Raises: SettingValueError for an unknown name or option.
     """
@@ -115,14 +115,14 @@ def get_scheduler(
 
 
 def num_warmup_steps(args: TrainingArguments, max_steps: int) -> int:
-    """The updates of the warm-up: as given, or a part of the training when below 1."""
+    """Return the updates of the warm-up: as given, or a part of the training when below 1."""
     if 0 < args.warmup_steps < 1:
         return math.ceil(args.warmup_steps * max_steps)
     return int(args.warmup_steps) or math.ceil(args.warmup_ratio * max_steps)
 
 
 def make_optimizer(args: TrainingArguments, model: nn.Module) -> Optimizer:
-    """The optimizer named by `optim`; biases, norms and other vectors do not decay.
+    """Return the optimizer named by `optim`; biases, norms and other vectors do not decay.
 
     Raises: SettingValueError for a name without an optimizer.
     """

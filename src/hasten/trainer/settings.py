@@ -18,7 +18,7 @@ _FSDP_WORDS: Final = ("full_shard", "shard_grad_op", "hybrid_shard", "hybrid_sha
 
 
 def accelerator_settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:  # Any: settings of every type
-    """The keyword arguments of the Accelerator that these arguments ask for.
+    """Return the keyword arguments of the Accelerator that these arguments ask for.
 
     Raises: ConfigError for a value that no setting of the facade can honour.
     """

@@ -161,7 +161,7 @@ class Trainer:
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The loader of the training data, before it is prepared. Override it to read data in another way."""
+        """Return the loader of the training data, before it is prepared. Override it to read data in another way."""
         if self.train_dataset is None:
             raise ArgumentError("train() has no data: the Trainer was made without a train_dataset; give it one.")
         options: dict[str, Any] = {"drop_last": self.args.dataloader_drop_last}
@@ -178,7 +178,7 @@ class Trainer:
         return self._loader(self.train_dataset, self._batch_size, **options)
 
     def get_eval_dataloader(self, dataset: Any) -> DataLoader[Any]:
-        """The loader of a dataset to evaluate or predict on, before it is prepared."""
+        """Return the loader of a dataset to evaluate or predict on, before it is prepared."""
         return self._loader(dataset, self.args.per_device_eval_batch_size)
 
     def _prepared_eval_loader(self, dataset: Any) -> Loader:
@@ -286,7 +286,7 @@ class Trainer:
             )
 
     def training_step(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor | None]:
-        """One batch forward and backward; its loss, and the number of labels that is the mean of."""
+        """Return one batch forward and backward; its loss, and the number of labels that is the mean of."""
         labels = labels_in(inputs, self.label_names)
         weight = num_items(labels, self.shifted) if self.args.average_tokens_across_devices else None
         loss = self.compute_loss(model, inputs)
@@ -307,7 +307,7 @@ class Trainer:
 
     # -- evaluation -----------------------------------------------------------------------------------------------
     def model_for_evaluation(self) -> nn.Module:
-        """The prepared model: the one that is trained, or before a training one that is only evaluated."""
+        """Return the prepared model: the one that is trained, or before a training one that is only evaluated."""
         if self.wrapped_model is not None:
             wrapped: nn.Module = self.wrapped_model
             return wrapped
@@ -317,7 +317,7 @@ class Trainer:
         return self._evaluated_model
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """The loss and metrics on a dataset, or on each of a dict of them. Ranks: every rank.
+        """Return the loss and metrics on a dataset, or on each of a dict of them. Ranks: every rank.
 
         The loss is the mean over all labels, whatever the batches and processes; `compute_metrics` sees every sample once.
         """

@@ -55,7 +55,7 @@ class MemoryReport:
                 yield
 
     def summary(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         sizes = dict(self.held)
         if self.by_module:
             sizes["activations of one sample"] = sum(self.by_module.values())
@@ -64,7 +64,7 @@ class MemoryReport:
         )
 
     def shown(self) -> str:
-        """The report as lines of text with bars."""
+        """Return the report as lines of text with bars."""
         largest = sorted(self.by_module.items(), key=lambda item: -item[1])
         if len(largest) > _SHOWN_MODULES:
             rest = sum(size for _, size in largest[_SHOWN_MODULES:])
@@ -94,7 +94,7 @@ def measure(
 
 
 def process_memory(device: torch.device) -> dict[str, int]:
-    """Bytes of this process: resident in host memory, and of the device's allocator where there is one."""
+    """Return bytes of this process: resident in host memory, and of the device's allocator where there is one."""
     found = {"resident": MemoryGauge(torch.device("cpu")).used_bytes() or 0}
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -157,7 +157,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of this rank's parts of the tensors, storages counted once."""
+    """Return the bytes of this rank's parts of the tensors, storages counted once."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         part: Any = _local(tensor)  # Any: sparse tensors have no storage of their own
@@ -245,7 +245,7 @@ Row = tuple[str, int, str]
 
 
 def _stacked(rows: Sequence[Row], y: int) -> Iterator[str]:
-    """All parts in one bar, as wide as their share."""
+    """Yield all parts in one bar, as wide as their share."""
     room, total = _WIDTH - 2 * _MARGIN, sum(size for _, size, _ in rows)
     x = float(_MARGIN)
     for name, size, colour in rows:
@@ -255,7 +255,7 @@ def _stacked(rows: Sequence[Row], y: int) -> Iterator[str]:
 
 
 def _drawn_bars(rows: Sequence[Row], y: int) -> Iterator[str]:
-    """One line for each: its name, its size, and a bar as long as its share of the largest."""
+    """Yield one line for each: its name, its size, and a bar as long as its share of the largest."""
     most = max((size for _, size, _ in rows), default=0)
     room = _WIDTH - 2 * _MARGIN - _LABEL - 90
     for number, (name, size, colour) in enumerate(rows):

@@ -62,12 +62,12 @@ class MappedFile:
         self.data = torch.empty(0, dtype=torch.uint8).set_(storage)
 
     def place(self, part: Tensor) -> int | None:
-        """Where in the file a tensor begins; None when it is a copy."""
+        """Return where in the file a tensor begins; None when it is a copy."""
         start = part.data_ptr() - self.data.data_ptr()
         return start if 0 <= start < self.data.numel() else None
 
     def open(self) -> int | None:
-        """A descriptor of the same file; None when it is no longer there under its name."""
+        """Return a descriptor of the same file; None when it is no longer there under its name."""
         try:
             fd = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError:  # the mapping stays good, and tells of a broken disk in its own way
@@ -102,7 +102,7 @@ class TensorFile:
 
 
 def dense(tensor: Tensor, key: str) -> Tensor:
-    """The tensor as consecutive plain memory; a copy only when it is laid out in another way.
+    """Return the tensor as consecutive plain memory; a copy only when it is laid out in another way.
 
     Raises: CheckpointError for tensors that are not plain memory.
     """
@@ -138,7 +138,7 @@ def tied(tensors: Mapping[str, Tensor | Slice]) -> dict[str, str]:
 def encode_safetensors(
     tensors: Mapping[str, Tensor | Slice], data: Json = None, metadata: Mapping[str, str] | None = None
 ) -> Blob:
-    """One safetensors file: every tensor once (tied names are noted), `data` in its metadata."""
+    """Return one safetensors file: every tensor once (tied names are noted), `data` in its metadata."""
     aliases = tied(tensors)
     own = {key: value for key, value in tensors.items() if key not in aliases}
     # Wide elements first keeps every tensor aligned without holes, which the format forbids.
@@ -226,7 +226,7 @@ def _entry(raw: Tensor, key: str, entry: Mapping[str, Any], base: int, at: int) 
 
 
 def dims(values: Any) -> tuple[int, ...]:
-    """A shape that a file claims, if it is one."""
+    """Return a shape that a file claims, if it is one."""
     shape = tuple(values)
     if any(type(value) is not int or not 0 <= value < 2**62 for value in shape):
         raise ValueError(f"{values!r} is not a shape")
@@ -244,12 +244,12 @@ def check_piece(key: str, piece: Piece) -> None:
 
 
 def encode_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> Blob:
-    """One torch file, as `torch.save` writes it, holding the state in its natural nesting."""
+    """Return one torch file, as `torch.save` writes it, holding the state in its natural nesting."""
     return lay_out_torch(tensors, data)[0]
 
 
 def lay_out_torch(tensors: Mapping[str, Tensor | Slice], data: Json = None) -> tuple[Blob, dict[str, int]]:
-    """One torch file, and where in it the bytes of each tensor begin.
+    """Return one torch file, and where in it the bytes of each tensor begin.
 
     `torch.save` lays the file out with the bytes left blank; the tensors themselves follow as segments, so that they
     can be written in parallel and copied from a device piece by piece.
@@ -416,7 +416,7 @@ class Sidecar(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_with_sidecar(tensors: Mapping[str, Tensor | Slice], data: Json) -> tuple[Blob, Blob | None]:
-    """A torch file, and its sidecar where that is worth a file."""
+    """Return a torch file, and its sidecar where that is worth a file."""
     blob, begins = lay_out_torch(tensors, data)
     kinds = {key: local_data(tensor) for key, tensor in tensors.items()}
     if len(tensors) < WORTH_IT or any(tensor.dtype not in DTYPE_NAMES for tensor in kinds.values()):

@@ -35,7 +35,7 @@ class Sizes:
 
 
 def file_stem(component: str, kind: str, fmt: Format) -> str:
-    """The familiar beginning of a file name: torch files of models are called pytorch_model."""
+    """Return the familiar beginning of a file name: torch files of models are called pytorch_model."""
     return f"pytorch_{component}" if kind == "model" and fmt == "torch" else component
 
 
@@ -49,7 +49,7 @@ def suffix(kind: str, fmt: Format) -> str:
 def plan_component(
     name: str, component: Component, rank: int, ranks: Sequence[int], sizes: Sizes | None = None
 ) -> list[FilePlan]:
-    """The files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
+    """Return the files of one component, as this rank sees them; `ranks` share one disk, the first of them is its main.
 
     For whole components the answer is the same on every rank; for per-rank and sliced ones it lists this rank's file.
     """
@@ -114,7 +114,7 @@ def cut(component: Component, limit: int) -> list[tuple[str, ...]]:
 
 
 def hub_index(plans: Sequence[FilePlan], component: Component) -> dict[str, object]:
-    """The index that Hub tools read beside several weight files."""
+    """Return the index that Hub tools read beside several weight files."""
     return {
         "metadata": {"total_size": component.num_bytes},
         "weight_map": {key: plan.name for plan in plans for key in plan.keys},

@@ -65,7 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return sum(file.size for file in self.files)
 
     def files_of(self, component: str, rank: int | None = None) -> list[FileRecord]:
-        """The files of a component, in order; of one rank if given."""
+        """Return the files of a component, in order; of one rank if given."""
         return [f for f in self.files if f.component == component and (rank is None or f.rank == rank)]
 
 
@@ -79,13 +79,13 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The manifest as JSON, sealed with its own checksum."""
+    """Return the manifest as JSON, sealed with its own checksum."""
     body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return b'{"crc32":"%08x","manifest":' % zlib.crc32(body) + body + b"}\n"
 
 
 def decode(raw: bytes, where: str) -> Manifest:
-    """The manifest, checked from end to end.
+    """Return the manifest, checked from end to end.
 
     Raises: CorruptCheckpointError, CheckpointVersionError or UnsafeCheckpointError, naming `where`.
     """
@@ -162,7 +162,7 @@ def _missing_files(manifest: Manifest) -> str | None:
 
 
 def safe_name(name: str, where: str) -> str:
-    """The file name, if it stays inside the checkpoint's folder on every system.
+    """Return the file name, if it stays inside the checkpoint's folder on every system.
 
     Raises: UnsafeCheckpointError otherwise.
     """
@@ -185,7 +185,7 @@ def safe_name(name: str, where: str) -> str:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file of the checkpoint, refused when a link leads out of the folder.
+    """Return the path of a file of the checkpoint, refused when a link leads out of the folder.
 
     Raises: UnsafeCheckpointError.
     """
@@ -219,7 +219,7 @@ class Summing(Protocol):
         ...
 
     def digest(self) -> str:
-        """The checksum as hex digits."""
+        """Return the checksum as hex digits."""
         ...
 
 
@@ -279,12 +279,12 @@ class ColumnChecksum:
 
 
 def summing_like(known: str) -> type[Checksum | ColumnChecksum]:
-    """The kind of checksum that `known` is one of, told by its length."""
+    """Return the kind of checksum that `known` is one of, told by its length."""
     return ColumnChecksum if len(known) == _COLUMN_DIGITS else Checksum
 
 
 def checksum(chunk: Bytes, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
-    """The checksum of a chunk that lies in memory."""
+    """Return the checksum of a chunk that lies in memory."""
     total: Summing = kind()
     total.update(chunk)
     return total.digest()

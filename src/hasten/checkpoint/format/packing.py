@@ -107,7 +107,7 @@ def pack(value: Any, path: str = "") -> tuple[Json, dict[str, Tensor | Slice]]:
 
 
 def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: the user's state
-    """The value `pack` was given.
+    """Return the value `pack` was given.
 
     Raises: CorruptCheckpointError when the JSON was not written by `pack`.
     """
@@ -121,7 +121,7 @@ def unpack(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:  # Any: th
 
 
 def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
-    """The value as torch's restricted loader can read it: kinds it does not know stay tagged dicts."""
+    """Return the value as torch's restricted loader can read it: kinds it does not know stay tagged dicts."""
     if isinstance(data, list):
         return [to_native(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -138,7 +138,7 @@ def to_native(data: Json, tensors: Mapping[str, Tensor | Slice]) -> Any:
 
 
 def from_native(value: Any) -> tuple[Json, dict[str, Tensor | Slice]]:
-    """The inverse of `to_native`, also for state that other tools saved."""
+    """Return the inverse of `to_native`, also for state that other tools saved."""
     packer = _Packer(keep_tags=True)
     return packer.pack(value, ""), packer.tensors
 

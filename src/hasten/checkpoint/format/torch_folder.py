@@ -161,12 +161,12 @@ class PlainPlanner(DefaultLoadPlanner):
 
 
 def is_torch_folder(folder: Path) -> bool:
-    """Whether torch.distributed.checkpoint wrote this folder."""
+    """Return whether torch.distributed.checkpoint wrote this folder."""
     return (folder / ".metadata").is_file()
 
 
 def whole_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a folder, whole, by its name. Ranks: any one process."""
+    """Return every tensor of a folder, whole, by its name. Ranks: any one process."""
     reader = PlainReader(folder)
     table = reader.read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in table.items() if isinstance(entry, TensorStorageMetadata)}
@@ -204,5 +204,5 @@ def _load(state: Mapping[str, Any], reader: PlainReader, no_dist: bool) -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """The names of everything in a folder."""
+    """Return the names of everything in a folder."""
     return set(PlainReader(folder).read_metadata().state_dict_metadata)

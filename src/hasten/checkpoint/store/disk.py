@@ -37,17 +37,17 @@ from hasten.runtime.devices import kind_of
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A dense tensor as a flat tensor of bytes, without a copy."""
+    """Return a dense tensor as a flat tensor of bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """A flat byte tensor on the host as Python sees memory."""
+    """Return a flat byte tensor on the host as Python sees memory."""
     return memoryview(tensor.numpy().data)
 
 
 def host_memory(tensor: Tensor, low: int, high: int) -> memoryview:
-    """Bytes low..high of a dense tensor on the host, good for as long as the tensor is."""
+    """Return bytes low..high of a dense tensor on the host, good for as long as the tensor is."""
     return memoryview((ctypes.c_char * (high - low)).from_address(tensor.data_ptr() + low)).cast("B")
 
 
@@ -63,7 +63,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[torch.device]:
-    """The accelerators with streams that the tensors lie on; none when all are on the host."""
+    """Return the accelerators with streams that the tensors lie on; none when all are on the host."""
     found = dict.fromkeys(tensor.device for tensor in tensors if tensor.device.type != "cpu")
     return [device for device in found if not kind_of(device).lazy]
 
@@ -94,13 +94,13 @@ class HostBuffer(threading.local):
         self._buffer: Tensor | None = None
 
     def take(self, size: int, pinned: bool) -> Tensor:
-        """The first `size` bytes of this thread's buffer."""
+        """Return the first `size` bytes of this thread's buffer."""
         if self._buffer is None or self._buffer.numel() < size or (pinned and not self._buffer.is_pinned()):
             self._buffer = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[:size]
 
     def to_host(self, parts: Sequence[bytes | Tensor]) -> memoryview:
-        """The parts one after another, in this thread's buffer."""
+        """Return the parts one after another, in this thread's buffer."""
         sizes = [len(part) if isinstance(part, bytes) else part.numel() for part in parts]
         devices = devices_of(part for part in parts if isinstance(part, Tensor))
         buffer, at = self.take(sum(sizes), bool(devices)), 0
@@ -139,11 +139,11 @@ class Disk:
     """Thin, overridable calls of the operating system; every change of the disk goes through here."""
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new, empty file."""
+        """Return a descriptor of a new, empty file."""
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def write_at(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
-        """Bytes written, which may be fewer than given."""
+        """Return bytes written, which may be fewer than given."""
         return os.pwritev(fd, data, offset)
 
     def sync(self, fd: int) -> None:
@@ -189,7 +189,7 @@ class Disk:
         os.link(old, new, follow_symlinks=False)
 
     def put_lock(self, draft: Path, path: Path, content: Callable[[bool], bytes]) -> int:
-        """A descriptor of a new lock file, which appears when it is written and, where the system can, locked."""
+        """Return a descriptor of a new lock file, which appears when it is written and, where the system can, locked."""
         fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_CLOEXEC", 0), 0o644)
         try:
             os.write(fd, content(_flock(fd)))
@@ -202,7 +202,7 @@ class Disk:
 
 
 def _flock(fd: int) -> bool:
-    """Whether the file system gave the lock."""
+    """Return whether the file system gave the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # no locks here: signs of life have to do
@@ -211,7 +211,7 @@ def _flock(fd: int) -> bool:
 
 
 def chunk_parts(blob: Blob, start: int, stop: int, starts: Sequence[int]) -> list[bytes | Tensor]:
-    """The parts of the segments that make up bytes start..stop of the file."""
+    """Return the parts of the segments that make up bytes start..stop of the file."""
     parts: list[bytes | Tensor] = []
     index = max(bisect.bisect_right(starts, start) - 1, 0)
     while index < len(blob.segments) and starts[index] < stop:
@@ -235,7 +235,7 @@ def segment_starts(blob: Blob) -> list[int]:
 
 
 def host_views(parts: Sequence[bytes | Tensor], buffer: HostBuffer) -> list[memoryview]:
-    """The parts in host memory: large ones that are there already stay, all others are gathered in the buffer."""
+    """Return the parts in host memory: large ones that are there already stay, all others are gathered in the buffer."""
     scattered = [part for part in parts if not _stays(part)]
     gathered = buffer.to_host(scattered) if scattered else memoryview(b"")
     views: list[memoryview] = []
@@ -261,7 +261,7 @@ def skip(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The views cut into pieces of `size` bytes, the last one shorter."""
+    """Yield the views cut into pieces of `size` bytes, the last one shorter."""
     piece: list[memoryview] = []
     room = size
     for view in views:
@@ -278,7 +278,7 @@ def pieces(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]
 
 
 def _stays(part: bytes | Tensor) -> bool:
-    """Whether a part is worth a write of its own."""
+    """Return whether a part is worth a write of its own."""
     return isinstance(part, Tensor) and part.device.type == "cpu" and part.numel() >= _OWN_WRITE_BYTES
 
 
@@ -317,7 +317,7 @@ class BlobWriter:
     def _jobs(
         self, files: Mapping[str, Blob], opened: Mapping[str, int], buffer: HostBuffer
     ) -> list[Callable[[], tuple[tuple[str, int], str]]]:
-        """One job per chunk, round-robin over the files, since the system locks a file while it is written to."""
+        """Return one job per chunk, round-robin over the files, since the system locks a file while it is written to."""
         numbered = []
         for name, blob in files.items():
             starts = segment_starts(blob)
@@ -366,7 +366,7 @@ class ChunkReader(threading.local):
         self._view = memoryview(np.empty(16 * BLOCK_BYTES, np.uint8).data)
 
     def checksum(self, path: Path, start: int, stop: int, kind: type[Checksum | ColumnChecksum] = Checksum) -> str:
-        """The checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
+        """Return the checksum of bytes start..stop of a file. Raises: OSError when the disk cannot give them."""
         with open_outside(path) as file:
             found = _checksum_mapped(file.fileno(), start, stop, kind)
             return found if found is not None else self._checksum_read(file.fileno(), start, stop, kind())
@@ -382,7 +382,7 @@ class ChunkReader(threading.local):
 
 
 def _checksum_mapped(fd: int, start: int, stop: int, kind: type[Checksum | ColumnChecksum]) -> str | None:
-    """The checksum without a copy of the bytes; None where the system or the disk does not play along.
+    """Return the checksum without a copy of the bytes; None where the system or the disk does not play along.
 
     The kernel is asked to bring the bytes first: an error of the disk is then an answer, not the end of the process.
     """
@@ -411,7 +411,7 @@ def read_all(fd: int, views: Sequence[memoryview], offset: int) -> int:
 
 
 def cannot_write(what: str, folder: Path, num_bytes: int, error: OSError) -> CheckpointError:
-    """The error of a write that failed; of one for which there is no room, it names the disk."""
+    """Return the error of a write that failed; of one for which there is no room, it names the disk."""
     if error.errno not in FULL:
         return CheckpointError(
             f"{what} could not be written to {folder}: {error}. Nothing was saved, and what was there before stays. Give a folder that can "

@@ -38,7 +38,7 @@ _SPARE = "link"
 
 
 def absent(folder: Path, files: Iterable[FileRecord]) -> list[str]:
-    """Names of files that are not in the folder with their size."""
+    """Return names of files that are not in the folder with their size."""
     return [file.name for file in files if _size(folder / file.name) != file.size]
 
 
@@ -50,7 +50,7 @@ def _size(path: Path) -> int | None:
 
 
 def missing(place: Path, names: Sequence[str]) -> CheckpointError:
-    """The error of a commit that does not find what it lists."""
+    """Return the error of a commit that does not find what it lists."""
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return CheckpointError(
         f"{place}: {listed} disappeared while the checkpoint was being committed, so it was withdrawn. What was saved there "
@@ -59,7 +59,7 @@ def missing(place: Path, names: Sequence[str]) -> CheckpointError:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest in a file; None when there is none that can be read."""
+    """Return the manifest in a file; None when there is none that can be read."""
     try:
         return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
     except (OSError, CheckpointError):
@@ -67,7 +67,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def draft_of(manifest: Manifest | None) -> str | None:
-    """Where in its folder a checkpoint lies whose files have not got their own names yet."""
+    """Return where in its folder a checkpoint lies whose files have not got their own names yet."""
     parts = manifest.files[0].name.split("/") if manifest is not None and manifest.files else []
     found = parse_hidden(parts[0]) if len(parts) > 2 else None
     if manifest is None or found is None or found.what != "draft":
@@ -77,13 +77,13 @@ def draft_of(manifest: Manifest | None) -> str | None:
 
 
 def points_to(folder: Path, draft: Path) -> bool:
-    """Whether the checkpoint in a folder is the one whose files lie in the draft."""
+    """Return whether the checkpoint in a folder is the one whose files lie in the draft."""
     prefix = draft_of(read_manifest(folder / MANIFEST_NAME))
     return prefix is not None and prefix.startswith(f"{draft.name}/")
 
 
 def home(folder: Path) -> Path:
-    """Where the files of the checkpoint in a folder are under their own names: the folder, or the draft in it."""
+    """Return where the files of the checkpoint in a folder are under their own names: the folder, or the draft in it."""
     if not any(entry.what == "draft" for _, entry in hidden_entries(folder)):
         return folder
     prefix = draft_of(read_manifest(folder / MANIFEST_NAME))
@@ -404,7 +404,7 @@ class LocalDraft:
 
 
 def check_hooked(folder: Path, name: str) -> Path:
-    """The path of a file that a hook left in the draft, if it can be part of a checkpoint.
+    """Return the path of a file that a hook left in the draft, if it can be part of a checkpoint.
 
     Raises: CheckpointError otherwise.
     """
@@ -423,7 +423,7 @@ def check_hooked(folder: Path, name: str) -> Path:
 
 
 def described(path: Path, name: str, threads: int | None = None) -> FileRecord:
-    """The record of a file that is there."""
+    """Return the record of a file that is there."""
     size = path.stat().st_size
     reader, starts = ChunkReader(), range(0, size, CHUNK_BYTES)
     with ThreadPoolExecutor(threads or default_threads()) as pool:

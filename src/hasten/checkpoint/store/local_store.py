@@ -22,7 +22,7 @@ _AUTOMATIC = re.compile(r"checkpoint_\d+")
 
 
 def is_automatic(name: str) -> bool:
-    """Whether a name is one that save_state gives by itself, so that its folder belongs to hasten alone."""
+    """Return whether a name is one that save_state gives by itself, so that its folder belongs to hasten alone."""
     return _AUTOMATIC.fullmatch(name) is not None
 
 
@@ -61,14 +61,14 @@ class LocalStore:
         return False
 
     def path(self, name: str) -> Path:
-        """The folder of a checkpoint."""
+        """Return the folder of a checkpoint."""
         return self._root / name
 
     def _locks(self, folder: Path) -> LocalLocks:
         return LocalLocks(folder, self._disk, self._patience, self._here)
 
     def begin(self, name: str) -> LocalDraft:
-        """A new draft, after clearing away what dead processes left of this checkpoint.
+        """Return a new draft, after clearing away what dead processes left of this checkpoint.
 
         A folder that is there already is never moved: the draft begins inside it, and its content is replaced.
         Raises: CheckpointBusyError when another process writes this checkpoint.
@@ -104,7 +104,7 @@ class LocalStore:
         return draft
 
     def join(self, name: str, token: str) -> LocalDraft | None:
-        """The draft main began; None when this process does not see it."""
+        """Return the draft main began; None when this process does not see it."""
         for within in (False, True):
             draft = LocalDraft(self.path(name), token, self._disk, self._threads, within=within, locks=self._locks)
             if draft.folder.is_dir():
@@ -129,7 +129,7 @@ class LocalStore:
         return entry.tag == tag_of(name) or same_family(name, entry.tag)
 
     def _owned(self, folder: Path, entry: Hidden) -> bool:
-        """Whether a hidden entry belongs to a process that may still run."""
+        """Return whether a hidden entry belongs to a process that may still run."""
         locks = self._locks(folder)
         if entry.what == "claim":  # there for a moment only, before it becomes a lock
             claim = locks.lock_at(folder / hidden("claim", entry.tag, entry.token), entry.token)
@@ -165,11 +165,11 @@ class LocalStore:
         return sorted(found)
 
     def folder(self, name: str) -> Path:
-        """Where the files of the checkpoint are, also when a crash came while its content was being replaced."""
+        """Return where the files of the checkpoint are, also when a crash came while its content was being replaced."""
         return home(self.path(name))
 
     def manifest(self, name: str) -> Manifest:
-        """The verified manifest."""
+        """Return the verified manifest."""
         path = self.folder(name) / MANIFEST_NAME
         try:
             return decode(read_outside(path, MAX_MANIFEST_BYTES), str(path))
@@ -182,7 +182,7 @@ class LocalStore:
             raise CheckpointError(f"{path} cannot be read: {error}. Check the folder's permissions.") from error
 
     def complete(self, name: str) -> bool:
-        """Whether the manifest is readable and every file is there with its size."""
+        """Return whether the manifest is readable and every file is there with its size."""
         try:
             manifest = self.manifest(name)
             folder = self.folder(name)

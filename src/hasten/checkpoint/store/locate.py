@@ -60,7 +60,7 @@ _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
 
 def open_store(place: str | Path) -> CheckpointStore:
-    """The store at a folder or URL (`file://` is a folder)."""
+    """Return the store at a folder or URL (`file://` is a folder)."""
     check_path(place, "the checkpoint folder")
     text = str(place)
     if text.startswith("file://"):
@@ -69,7 +69,7 @@ def open_store(place: str | Path) -> CheckpointStore:
 
 
 def locate(place: str | Path) -> tuple[CheckpointStore, str]:
-    """The store and name of one checkpoint given by its own path or URL."""
+    """Return the store and name of one checkpoint given by its own path or URL."""
     check_path(place, "the checkpoint folder")
     text = str(place).rstrip("/")
     if text.startswith("file://"):
@@ -86,7 +86,7 @@ def locate(place: str | Path) -> tuple[CheckpointStore, str]:
 
 
 def locate_existing(place: str | Path) -> tuple[CheckpointStore, str]:
-    """The store and name of a checkpoint to be read.
+    """Return the store and name of a checkpoint to be read.
 
     Raises: IncompleteCheckpointError when there is nothing, or a file, where its folder should be.
     """
@@ -148,23 +148,23 @@ def check_naming(output_dir: str | Path | None, automatic: bool | None) -> None:
 
 
 def numbered(number: int) -> str:
-    """The name of an automatically numbered checkpoint."""
+    """Return the name of an automatically numbered checkpoint."""
     return f"checkpoint_{number}"
 
 
 def number_of(name: str) -> int | None:
-    """The number in an automatic name; None for other names."""
+    """Return the number in an automatic name; None for other names."""
     found = _NUMBERED.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def next_number(names: Sequence[str], at_least: int) -> int:
-    """A number above all that were ever used here."""
+    """Return a number above all that were ever used here."""
     return max([at_least, *(n + 1 for name in names if (n := number_of(name)) is not None)])
 
 
 def newest(store: CheckpointStore) -> str:
-    """The name of the newest complete checkpoint.
+    """Return the name of the newest complete checkpoint.
 
     Raises: IncompleteCheckpointError when there is none, naming what is there.
     """
@@ -179,12 +179,12 @@ def newest(store: CheckpointStore) -> str:
 
 
 def join_place(place: str, *parts: str) -> str:
-    """A path or URL below another."""
+    """Return a path or URL below another."""
     return "/".join((place.rstrip("/"), *parts)) if is_url(place) else str(Path(place).joinpath(*parts))
 
 
 def newest_of_all(store: CheckpointStore, together: Agreement) -> str:
-    """The newest checkpoint that every rank has. Ranks: every rank.
+    """Return the newest checkpoint that every rank has. Ranks: every rank.
 
     Raises: IncompleteCheckpointError when there is none; CheckpointError when ranks have none in common.
     """

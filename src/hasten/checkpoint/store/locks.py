@@ -41,12 +41,12 @@ class Hidden(NamedTuple):
 
 
 def hidden(what: str, name: str, token: str) -> str:
-    """The name of a hidden entry of a checkpoint."""
+    """Return the name of a hidden entry of a checkpoint."""
     return f".hasten-{what}.{tag_of(name)}.{token}"
 
 
 def tag_of(name: str) -> str:
-    """The checkpoint's name as it stands in hidden names: shortened when the file system would not take it."""
+    """Return the checkpoint's name as it stands in hidden names: shortened when the file system would not take it."""
     if len(name.encode()) <= _LONGEST:
         return name
     return f"{name[: _LONGEST // 4]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
@@ -107,14 +107,14 @@ class LocalLocks:
         return encode_owner(msgspec.structs.replace(self.here, locked=locked))
 
     def found(self, name: str) -> list[Lock]:
-        """All locks of a checkpoint."""
+        """Return all locks of a checkpoint."""
         tag = tag_of(name)
         entries = [(path, entry) for path, entry in hidden_entries(self._folder) if entry.what == "lock"]
         locks = (self.lock_at(path, entry.token) for path, entry in entries if entry.tag == tag)
         return [lock for lock in locks if lock is not None]
 
     def lock_at(self, path: Path, token: str) -> Lock | None:
-        """The lock in a file; None when it is gone."""
+        """Return the lock in a file; None when it is gone."""
         try:
             with open_outside(path) as file:
                 return Lock(token, decode_owner(file.read(MAX_OWNER_BYTES)), (os.fstat(file.fileno()).st_mtime, 0))
@@ -124,7 +124,7 @@ class LocalLocks:
             return Lock(token, Owner(), (path.stat().st_mtime, 0))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Whether the owner runs and holds the lock: by its process id, and by its flock where there is one."""
+        """Return whether the owner runs and holds the lock: by its process id, and by its flock where there is one."""
         verdict = liveness(lock.owner, self.here)
         if verdict is Liveness.DEAD or not lock.owner.locked:
             return verdict
@@ -142,7 +142,7 @@ class LocalLocks:
 
 
 def lock_is_free(path: Path) -> bool | None:
-    """Whether nobody holds an flock on a file; None when the file system does not say."""
+    """Return whether nobody holds an flock on a file; None when the file system does not say."""
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
@@ -211,7 +211,7 @@ class RemoteLocks:
         return Claim(token, there, let_go, beat)
 
     def entries(self) -> list[Hidden]:
-        """All locks under the URL, in one listing."""
+        """Return all locks under the URL, in one listing."""
         self._fs.invalidate_cache()
         try:
             names = [str(entry["name"]).rpartition("/")[2] for entry in self._fs.ls(self._root, detail=True)]
@@ -220,13 +220,13 @@ class RemoteLocks:
         return [entry for entry in map(parse_hidden, names) if entry is not None and entry.what == "lock"]
 
     def found(self, name: str) -> list[Lock]:
-        """All locks of a checkpoint."""
+        """Return all locks of a checkpoint."""
         tag = tag_of(name)
         locks = (self.lock_at(name, entry.token) for entry in self.entries() if entry.tag == tag)
         return [lock for lock in locks if lock is not None]
 
     def lock_at(self, name: str, token: str) -> Lock | None:
-        """The lock of one save; None when it is gone."""
+        """Return the lock of one save; None when it is gone."""
         try:
             owner = decode_owner(self._fs.cat_file(self._path(name, token)))
         except FileNotFoundError:
@@ -234,7 +234,7 @@ class RemoteLocks:
         return Lock(token, owner, (owner.beat_s, owner.beat))
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Whether the owner runs, if it is a process of this machine."""
+        """Return whether the owner runs, if it is a process of this machine."""
         return liveness(lock.owner, self.here)
 
     def remove(self, name: str, token: str) -> None:

@@ -49,7 +49,7 @@ def group_by_folder(folders: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def neighbour(machine: int, count: int) -> int:
-    """The machine that keeps a copy of this one's state."""
+    """Return the machine that keeps a copy of this one's state."""
     return (machine + 1) % count
 
 
@@ -68,7 +68,7 @@ def newest_common(held: Sequence[Collection[Copy]], machines: Machines) -> Choic
 
 
 def why_none(held: Sequence[Collection[Copy]], machines: Machines) -> str:
-    """Why there is no step that all can go on from, in words."""
+    """Return why there is no step that all can go on from, in words."""
     everything = {copy for copies in held for copy in copies}
     if not everything:
         return "no machine holds a copy of it"
@@ -112,18 +112,18 @@ class MemoryFolder:
         )
 
     def store(self, ranks: Sequence[int]) -> LocalStore:
-        """Where the states of these ranks are."""
+        """Return where the states of these ranks are."""
         return LocalStore(self._of(ranks))
 
     def _of(self, ranks: Sequence[int]) -> Path:
         return self.root / f"ranks_{ranks[0]}-{ranks[-1]}"
 
     def folder(self, copy: Copy) -> Path:
-        """The folder of one state."""
+        """Return the folder of one state."""
         return self._of(copy.ranks) / numbered(copy.step)
 
     def held(self) -> list[Copy]:
-        """The states that are complete and undamaged: every file is read and compared with its checksums."""
+        """Return the states that are complete and undamaged: every file is read and compared with its checksums."""
         found = []
         for place in sorted(self.root.glob("ranks_*")):
             store = LocalStore(place)
@@ -139,7 +139,7 @@ class MemoryFolder:
         return found
 
     def manifest(self, copy: Copy) -> bytes:
-        """The manifest of a state, as it is stored."""
+        """Return the manifest of a state, as it is stored."""
         return (self.folder(copy) / MANIFEST_NAME).read_bytes()
 
     def keep_only(self, steps: Collection[int]) -> None:
@@ -156,7 +156,7 @@ class MemoryFolder:
 
     # -- states of other machines ---------------------------------------------------------------------------------
     def arriving(self, copy: Copy) -> Path:
-        """Where the files of a state lie that is being received."""
+        """Return where the files of a state lie that is being received."""
         return self._of(copy.ranks) / _ARRIVING / numbered(copy.step)
 
     @contextmanager

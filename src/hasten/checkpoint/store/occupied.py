@@ -76,7 +76,7 @@ def check_no_weights(folder: Path) -> None:
 
 
 def part_of_checkpoint(folder: Path, names: Sequence[str]) -> CheckpointError:
-    """The error of a write that would replace files of a checkpoint."""
+    """Return the error of a write that would replace files of a checkpoint."""
     return CheckpointError(
         f"{folder} holds a checkpoint, and {', '.join(names[:3])} {'is a part' if len(names) == 1 else 'are parts'} of it: with other "
         "content there, load_state would find the checkpoint damaged. Nothing was changed. Write to another folder, such as "

@@ -41,7 +41,7 @@ _OBJECTS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is a URL rather than a path."""
+    """Return whether a place is a URL rather than a path."""
     scheme, mark, _ = place.partition("://")
     return bool(mark) and len(scheme) > 1
 
@@ -121,7 +121,7 @@ class RemoteDraft:
         return record
 
     def adopt(self, known: Sequence[str]) -> list[FileRecord]:
-        """Nothing more: every rank's `put` has uploaded what its hooks left."""
+        """Return nothing more: every rank's `put` has uploaded what its hooks left."""
         return []
 
     def commit(self, manifest: Manifest) -> None:
@@ -199,7 +199,7 @@ class RemoteStore:
         return True
 
     def join_path(self, *parts: str) -> str:
-        """A path inside the store, as the file system spells it."""
+        """Return a path inside the store, as the file system spells it."""
         return "/".join((self._root.rstrip("/"), *parts))
 
     def begin(self, name: str) -> RemoteDraft:
@@ -258,7 +258,7 @@ class RemoteStore:
             claim.release()
 
     def join(self, name: str, token: str) -> RemoteDraft:
-        """The draft main began: every process sees a URL."""
+        """Return the draft main began: every process sees a URL."""
         return RemoteDraft(self, name, token)
 
     def _folders(self) -> list[str]:
@@ -269,7 +269,7 @@ class RemoteStore:
         return [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Bytes of everything that lies in the folder of a checkpoint, by name, in one listing."""
+        """Return bytes of everything that lies in the folder of a checkpoint, by name, in one listing."""
         self.fs.invalidate_cache()
         base = self.join_path(name)
         if not self.fs.exists(base):
@@ -278,7 +278,7 @@ class RemoteStore:
         return {str(p).removeprefix(prefix): int(e["size"]) for p, e in self.fs.find(base, detail=True).items()}
 
     def raw_manifest(self, name: str) -> bytes | None:
-        """The manifest as it lies there; None when there is none."""
+        """Return the manifest as it lies there; None when there is none."""
         try:
             return bytes(self.fs.cat_file(self.join_path(name, MANIFEST_NAME)))
         except FileNotFoundError:
@@ -307,7 +307,7 @@ class RemoteStore:
         return sorted(n for n in self._folders() if self.fs.exists(self.join_path(n, MANIFEST_NAME)))
 
     def manifest(self, name: str) -> Manifest:
-        """The verified manifest."""
+        """Return the verified manifest."""
         path = self.join_path(name, MANIFEST_NAME)
         where = f"{self._url}/{name}/{MANIFEST_NAME}"
         try:
@@ -322,7 +322,7 @@ class RemoteStore:
             raise CheckpointError(f"{where} cannot be read: {error}. Check the URL and the credentials.") from error
 
     def complete(self, name: str) -> bool:
-        """Whether the manifest is readable and every file is there with its size."""
+        """Return whether the manifest is readable and every file is there with its size."""
         try:
             manifest = self.manifest(name)
             return all(self.fs.size(self.join_path(name, file.name)) == file.size for file in manifest.files)

@@ -28,7 +28,7 @@ class Retention:
 
 
 def expired(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
-    """Names to delete, oldest first. The newest is never among them; without `total_limit` nothing is."""
+    """Return names to delete, oldest first. The newest is never among them; without `total_limit` nothing is."""
     if policy.total_limit is None:
         return []
     ordered = sorted(checkpoints, key=lambda item: item.number)
@@ -40,7 +40,7 @@ def expired(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
 
 
 def best(checkpoints: Sequence[Kept], policy: Retention) -> list[str]:
-    """Names of the best by the metric, best first; of two equal ones the newer is better."""
+    """Return names of the best by the metric, best first; of two equal ones the newer is better."""
     if policy.keep_best is None or policy.best_metric is None:
         return []
     sign = 1.0 if policy.best_mode == "min" else -1.0

@@ -53,11 +53,11 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
 
     def same_machine(self, other: Owner) -> bool:
-        """Whether both run under one kernel, in whatever containers."""
+        """Return whether both run under one kernel, in whatever containers."""
         return self.boot == other.boot and (bool(self.boot) or self.host == other.host)
 
     def same_processes(self, other: Owner) -> bool:
-        """Whether a process id means the same to both."""
+        """Return whether a process id means the same to both."""
         return self.same_machine(other) and self.namespace == other.namespace
 
 
@@ -81,7 +81,7 @@ class Patience:
 
 
 def this_process() -> Owner:
-    """The identity of the calling process, now."""
+    """Return the identity of the calling process, now."""
     return Owner(
         host=platform.node(),
         pid=os.getpid(),
@@ -94,7 +94,7 @@ def this_process() -> Owner:
 
 
 def liveness(owner: Owner, here: Owner) -> Liveness:
-    """Whether the process runs, as far as its process id tells."""
+    """Return whether the process runs, as far as its process id tells."""
     if not owner.pid or not owner.same_processes(here):
         return Liveness.UNKNOWN
     try:
@@ -110,12 +110,12 @@ def liveness(owner: Owner, here: Owner) -> Liveness:
 
 
 def encode_owner(owner: Owner) -> bytes:
-    """The owner as the content of a lock file."""
+    """Return the owner as the content of a lock file."""
     return msgspec.json.encode(owner)
 
 
 def decode_owner(raw: bytes) -> Owner:
-    """The owner a lock file names; an unknown one when the file is not (yet) what it should be."""
+    """Return the owner a lock file names; an unknown one when the file is not (yet) what it should be."""
     try:
         return msgspec.json.decode(raw[:MAX_OWNER_BYTES], type=Owner)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -123,7 +123,7 @@ def decode_owner(raw: bytes) -> Owner:
 
 
 def busy(place: str, owner: Owner, here: Owner) -> CheckpointBusyError:
-    """The error for a second writer, naming the first."""
+    """Return the error for a second writer, naming the first."""
     who = f"process {owner.pid} on {owner.host}" if owner.pid else "a process that left no name"
     if owner.pid and (owner.pid, owner.started) == (here.pid, here.started) and owner.same_processes(here):
         who = f"this process itself (process {owner.pid} on {owner.host})"
@@ -138,7 +138,7 @@ def busy(place: str, owner: Owner, here: Owner) -> CheckpointBusyError:
 
 
 def lost(place: str) -> CheckpointBusyError:
-    """The error of a writer whose lock was taken over."""
+    """Return the error of a writer whose lock was taken over."""
     return CheckpointBusyError(
         f"the lock of this save of {place} is gone: this process gave no sign of life for so long that another one took "
         "it for dead (a suspended machine, a stalled disk), or somebody removed it. The checkpoint was not "
@@ -197,11 +197,11 @@ class Locks(Protocol):
         ...
 
     def found(self, name: str) -> list[Lock]:
-        """All locks of a checkpoint."""
+        """Return all locks of a checkpoint."""
         ...
 
     def judge(self, name: str, lock: Lock) -> Liveness:
-        """Whether the owner runs, as far as one look tells."""
+        """Return whether the owner runs, as far as one look tells."""
         ...
 
     def remove(self, name: str, token: str) -> None:
@@ -226,7 +226,7 @@ class Claim:
         self._signs.start(every_s)
 
     def held(self) -> bool:
-        """Whether the lock is still there."""
+        """Return whether the lock is still there."""
         return self._end.alive and self._there()
 
     def check(self, place: str) -> None:
@@ -320,7 +320,7 @@ def take(locks: Locks, name: str, place: str) -> Claim:
 
 
 def dead(locks: Locks, name: str, lock: Lock) -> bool:
-    """Whether the owner is known to be dead, at first sight."""
+    """Return whether the owner is known to be dead, at first sight."""
     verdict = locks.judge(name, lock)
     age_s = time.time() - max(lock.owner.beat_s, lock.signature[0])
     return verdict is Liveness.DEAD or (verdict is Liveness.UNKNOWN and age_s > _OLD * locks.patience.stale_s)
@@ -333,7 +333,7 @@ def _seen(locks: Locks, name: str, token: str) -> Lock | None:
 
 
 def _running(locks: Locks, name: str, place: str) -> Lock | None:
-    """A lock whose owner is alive, after waiting for a sign of life of those of whom nothing is known."""
+    """Return a lock whose owner is alive, after waiting for a sign of life of those of whom nothing is known."""
     watched: dict[str, Lock] = {}
     until = time.monotonic() + locks.patience.stale_s
     while True:

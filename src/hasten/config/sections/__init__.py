@@ -1,0 +1,4 @@
+"""Sections of the settings, each a frozen class: the loop, parallelism, engines, launching.
+
+Start with `loop.py`; `parallel.py` holds the mesh, DDP and FSDP, `engines.py` DeepSpeed, Megatron-LM and XLA.
+"""

@@ -50,7 +50,7 @@ class MachineSupervisor:
         self._ended: dict[int, int] = {}
 
     def restart_count(self) -> int:
-        """How often the job, not this machine alone, has been started again."""
+        """Return how often the job, not this machine alone, has been started again."""
         self.failures = []
         self._ended = {}
         launcher_files.write_ended({}, environment.snapshot())
@@ -130,7 +130,7 @@ class _Run:
     agent: TorchAgent | None = None
 
     def to_the_end(self, scratch: str) -> int:
-        """The exit code of the processes of this machine."""
+        """Return the exit code of the processes of this machine."""
         meeting, supervision = self.plan.meeting, self.plan.supervision
         assert meeting is not None, "a torchrun plan has a meeting"
         self.handler = _handler(meeting, self.check_in)
@@ -173,13 +173,13 @@ class _Run:
         return first.exit_code or 1
 
     def _left_early(self) -> list[Failure]:
-        """This machine's processes that ended by themselves without an error, while others still ran."""
+        """Return this machine's processes that ended by themselves without an error, while others still ran."""
         host, now = socket.gethostname(), time.time()
         ends = self.agent.ends() if self.agent is not None else []
         return [Failure(end.rank, host, 0, now, end.pid) for end in ends if end.code == 0]
 
     def stopped(self, number: int) -> int:
-        """The exit code after a signal: that of a preempted run if all processes have saved."""
+        """Return the exit code after a signal: that of a preempted run if all processes have saved."""
         self.guard.hold()
         name = signal.Signals(number).name
         codes = [end.code for end in self.agent.ends()] if self.agent is not None else []
@@ -190,7 +190,7 @@ class _Run:
         return 128 + number
 
     def agreed(self, code: int) -> int:
-        """The exit code on which the machines agree; from here on signals change nothing."""
+        """Return the exit code on which the machines agree; from here on signals change nothing."""
         if self.plan.meeting is None or self.plan.meeting.alone:
             return code
         self.guard.settle(code)
@@ -200,12 +200,12 @@ class _Run:
         return code
 
     def groups(self) -> Collection[int]:
-        """The process groups that may still be there."""
+        """Return the process groups that may still be there."""
         return self.supervisor.groups if self.supervisor is not None else ()
 
 
 def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
-    """The exit code of the job, after its processes have run on this machine (and on the others).
+    """Return the exit code of the job, after its processes have run on this machine (and on the others).
 
     The processes inherit this process's environment, so the plan's variables must be set in it.
     """
@@ -234,7 +234,7 @@ def run_agent(plan: LaunchPlan, report: Report, say: Say) -> int:
 
 
 def _failures_of(result: RunResult) -> list[Failure]:
-    """The failures of this machine's ranks; torch lists those it found dead before those it then stopped."""
+    """Return the failures of this machine's ranks; torch lists those it found dead before those it then stopped."""
     host, now = socket.gethostname(), time.time()
     found = [
         read_failure(rank, host, f.exitcode, f.pid, error_file=str(f.error_file or ""), time=now)
@@ -257,7 +257,7 @@ def _spec(plan: LaunchPlan, handler: Handler) -> WorkerSpec:
 
 
 def _logs(supervision: Supervision, scratch: str) -> DefaultLogsSpecs:
-    """Where output goes: the terminal by default; with log_dir also or only into files; error files always."""
+    """Return where output goes: the terminal by default; with log_dir also or only into files; error files always."""
     keep = supervision.log_dir is not None
     tee = Std.from_str(supervision.tee) if supervision.tee else Std.NONE
     folder = Path(supervision.log_dir or scratch)

@@ -19,7 +19,7 @@ COLLECT_S: Final = 3.0
 
 
 def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[Failure], list[str]]:
-    """All machines' failures, and the machines that do not answer any more."""
+    """Return all machines' failures, and the machines that do not answer any more."""
     if peers is None or len(peers.hosts) == 1:
         return list(failures), []
     known = {(f.host, f.rank) for f in failures}
@@ -37,7 +37,7 @@ def with_others(failures: Sequence[Failure], peers: Peers | None) -> tuple[list[
 
 
 def agreed_exit_code(peers: Peers | None, code: int, *, saving_s: float) -> int:
-    """The exit code of the job, once every machine knows it; `code` where the others do not answer.
+    """Return the exit code of the job, once every machine knows it; `code` where the others do not answer.
 
     A machine whose ranks have saved waits up to `saving_s` for the others, which may still be saving.
     """

@@ -81,7 +81,7 @@ class CheckedBackend(RendezvousBackend):
         return self._inner.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The state and its token.
+        """Return the state and its token.
 
         Raises: RendezvousStateError for a state that anybody but torch has written.
         """
@@ -91,7 +91,7 @@ class CheckedBackend(RendezvousBackend):
         return found
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """The state that now holds, after this one was offered.
+        """Return the state that now holds, after this one was offered.
 
         Raises: as get_state.
         """

@@ -38,11 +38,11 @@ class Supervisor(Protocol):
     """What happens to a machine's processes, and what is decided about them."""
 
     def restart_count(self) -> int:
-        """The restart count that processes started now are given: it is part of names that all ranks share."""
+        """Return the restart count that processes started now are given: it is part of names that all ranks share."""
         ...
 
     def restarts_left(self, own: int) -> int:
-        """How many restarts are left after a start; `own` is what this agent counted by itself."""
+        """Return how many restarts are left after a start; `own` is what this agent counted by itself."""
         ...
 
     def started(self, pids: Collection[int]) -> None:
@@ -54,11 +54,11 @@ class Supervisor(Protocol):
         ...
 
     def stopping(self, number: signal.Signals) -> int:
-        """A signal told the agent to stop; returns how many seconds the processes may take to end."""
+        """Return a signal told the agent to stop; returns how many seconds the processes may take to end."""
         ...
 
     def finished(self) -> bool:
-        """The processes of this machine have finished; returns whether the other machines have been waited for."""
+        """Return the processes of this machine have finished; returns whether the other machines have been waited for."""
         ...
 
 

@@ -31,7 +31,7 @@ class Block:
 
 
 def attend(block: Block) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp (batch, heads, length) in float32; without gradients."""
+    """Return the output, and the log-sum-exp (batch, heads, length) in float32; without gradients."""
     forward, _ = _kernel(block)
     out, lse = forward(block)
     return out, lse.float()
@@ -220,7 +220,7 @@ class _Place:
 def _places(
     layout: SequenceLayout, rank: int, other: int, causal: bool, query: Tensor, key: Tensor
 ) -> Iterator[_Place]:
-    """The blocks of this rank's queries with the keys of rank `other`."""
+    """Yield the blocks of this rank's queries with the keys of rank `other`."""
     if not causal:
         yield _Place(0, slice(None), 0, slice(None), False)
         return
@@ -242,7 +242,7 @@ class _Chunks:
         self._made[number] = more if so_far is None else so_far.float().add_(more)
 
     def joined(self) -> Tensor:
-        """The whole gradient; zero where nothing was added."""
+        """Return the whole gradient; zero where nothing was added."""
         shape = (*self._like.shape[:-2], self._like.shape[-2] // len(self._made), self._like.shape[-1])
         return _joined([self._like.new_zeros(shape) if made is None else made for made in self._made])
 
@@ -265,14 +265,14 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def _fold_heads(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of each key's head: the sum over the queries' heads that share it."""
+    """Return the gradient of each key's head: the sum over the queries' heads that share it."""
     if grad.shape[-3] == heads:
         return grad
     return grad.view(*grad.shape[:-3], heads, -1, *grad.shape[-2:]).sum(-3)
 
 
 def _visits(key: Tensor, value: Tensor, sharing: Sharing) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Every rank's keys and values, this rank's own first, then those of the ranks before it."""
+    """Yield every rank's keys and values, this rank's own first, then those of the ranks before it."""
     group = sharing.group
     rank, size = group.rank(), group.size()
     if sharing.exchange == "gather" or size == 1:
@@ -309,7 +309,7 @@ class _Returning:
         self._moving = Rotation([dk, dv], self._sharing.group, tag=1)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's own keys and values."""
+        """Return the gradients of this rank's own keys and values."""
         if self._moving is not None:
             dk, dv = self._moving.arrived()
             return dk, dv

@@ -46,11 +46,11 @@ class Opened:
     """Given this rank's labels and all of them, make the loss weigh by them."""
 
     def whole(self, value: object) -> tuple[Tensor, int] | None:
-        """The whole of a buffer and its sequence dimension; None for anything else."""
+        """Return the whole of a buffer and its sequence dimension; None for anything else."""
         return next(((whole, dim) for tensor, whole, dim in self.buffers if tensor is value), None)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor."""
+        """Return this rank's part of a tensor."""
         return held_part(whole, dim, self.layout, self.rank)
 
 
@@ -124,7 +124,7 @@ class CallHook:
         return None in known or any(block.counting()[number] for number in known if number is not None)
 
     def _completed(self, block: Opened, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that are to be changed."""
+        """Return the arguments that are to be changed."""
         changed: dict[str, Any] = {}
         sequence = next((found for name in given if (found := block.whole(given[name])) is not None), None)
         if sequence is None:
@@ -205,7 +205,7 @@ class CallHook:
     def _labels_of(
         self, block: Opened, given: Mapping[str, Any], shifted: tuple[Tensor, Tensor] | None
     ) -> Tensor | None:
-        """The whole labels that are in the place of the tokens they are predicted from."""
+        """Return the whole labels that are in the place of the tokens they are predicted from."""
         if shifted is not None:
             return shifted[1]
         found = block.whole(given.get("shift_labels"))

@@ -43,7 +43,7 @@ class SequenceLayout:
         return self.ranks * self.chunks_per_rank
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks of the sequence that `rank` holds, in the order in which it holds them."""
+        """Return the chunks of the sequence that `rank` holds, in the order in which it holds them."""
         if self.chunks_per_rank == 1:
             return (rank,)
         late = self.num_chunks - 1 - rank
@@ -55,12 +55,12 @@ class SequenceLayout:
         return tuple(held.index(chunk) for chunk in range(self.num_chunks))
 
     def positions(self, rank: int, length: int) -> list[int]:
-        """The positions of the sequence that `rank` holds, in the order in which it holds them."""
+        """Return the positions of the sequence that `rank` holds, in the order in which it holds them."""
         size = length // self.num_chunks
         return [chunk * size + step for chunk in self.chunks(rank) for step in range(size)]
 
     def pairs(self, rank: int, other: int, causal: bool) -> list[Pair]:
-        """The chunks of `rank`'s queries that attend to chunks of `other`'s keys."""
+        """Return the chunks of `rank`'s queries that attend to chunks of `other`'s keys."""
         return [
             Pair(query, key, mine == theirs)
             for query, mine in enumerate(self.chunks(rank))

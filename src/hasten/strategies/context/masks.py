@@ -57,7 +57,7 @@ class MaskReader:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Where the mask lets attention through, or None if it does more than hide."""
+    """Return where the mask lets attention through, or None if it does more than hide."""
     if mask.dtype == torch.bool:
         return mask
     hidden = mask <= torch.finfo(mask.dtype).min / 2
@@ -123,25 +123,25 @@ def _contents(whole: list[bool], seen: Tensor) -> Contents:
 
 
 def _ignores(whole: Tensor) -> Tensor:
-    """Whether there are labels that the loss leaves out."""
+    """Return whether there are labels that the loss leaves out."""
     if whole.dtype == torch.bool:
         return torch.zeros((), dtype=torch.bool, device=whole.device)
     return (whole == IGNORED).any()
 
 
 def _hides(whole: Tensor) -> Tensor:
-    """Whether this is a mask of zeros and ones, with zeros."""
+    """Return whether this is a mask of zeros and ones, with zeros."""
     return ((whole == 0) | (whole == 1)).all() & (whole == 0).any()
 
 
 def _counts(whole: Tensor, dim: int) -> Tensor:
-    """Whether these are the positions 0, 1, 2, … of the sequence."""
+    """Return whether these are the positions 0, 1, 2, … of the sequence."""
     values = whole.movedim(dim, -1).long()
     return (values == torch.arange(values.shape[-1], device=values.device)).all()
 
 
 def _restarts(whole: Tensor, dim: int) -> Tensor:
-    """Whether these are positions, counted from zero, that begin anew somewhere."""
+    """Return whether these are positions, counted from zero, that begin anew somewhere."""
     values = whole.movedim(dim, -1).long()
     first, rest, before = values[..., 0], values[..., 1:], values[..., :-1]
     counted = (first == 0).all() & ((rest == before + 1) | (rest == 0)).all()

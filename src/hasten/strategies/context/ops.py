@@ -48,7 +48,7 @@ def swap(x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts of `dim` joined, for ranks that go on to compute different things. Ranks: the group."""
+    """Return the ranks' parts of `dim` joined, for ranks that go on to compute different things. Ranks: the group."""
     if group.size() == 1:
         return x
     made: Tensor = _Collect.apply(x, dim, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -56,7 +56,7 @@ def collect(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor, in order of rank; without gradients. Ranks: the group."""
+    """Return every rank's tensor, in order of rank; without gradients. Ranks: the group."""
     part = x.contiguous()
     if group.size() == 1:
         return [part]
@@ -66,7 +66,7 @@ def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def summed_part(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks of what each gives for this one; without gradients. Ranks: the group."""
+    """Return the sum over the ranks of what each gives for this one; without gradients. Ranks: the group."""
     if len(parts) == 1:
         return parts[0]
     given = torch.stack(parts).contiguous()
@@ -109,6 +109,6 @@ class Rotation:
 
 
 def held_part(whole: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
-    """The part of a tensor that `rank` holds."""
+    """Return the part of a tensor that `rank` holds."""
     chunks = whole.chunk(layout.num_chunks, dim)
     return torch.cat([chunks[place] for place in layout.chunks(rank)], dim)

@@ -111,7 +111,7 @@ class PartedSource(OuterSource):
         return None if batch is None else self._cut.parts(batch)[self._cut.comm.rank]
 
     def open(self, at: Position) -> Iterator[Item]:
-        """The parts from `at` on. Ranks: the group."""
+        """Return the parts from `at` on. Ranks: the group."""
         rounds, given = divmod(at.consumed, self._cut.comm.size)
         items = self._inner.open(self._inner.skipped(replace(at, consumed=0), rounds))
         return islice(self._parts(items), given, None)
@@ -151,7 +151,7 @@ class PartedSource(OuterSource):
     def _next(
         items: Iterator[Item], parts: Callable[[Any], list[dict[str, Any]]]
     ) -> tuple[list[dict[str, Any]] | None, Exception | None]:
-        """The parts of this process's next batch, None at the end, or what was raised instead."""
+        """Return the parts of this process's next batch, None at the end, or what was raised instead."""
         try:
             item = next(items, None)
             return None if item is None else parts(item[0]), None

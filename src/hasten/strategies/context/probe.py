@@ -84,7 +84,7 @@ def check_labels(
 
 
 def _may_run(model: nn.Module, inner: nn.Module, block: Opened) -> bool:
-    """Whether the model can be called more often than the user calls it, with fewer tokens."""
+    """Return whether the model can be called more often than the user calls it, with fewer tokens."""
     length = block.layout.num_chunks * _PER_CHUNK
     engine = model is not inner and not isinstance(model, DistributedDataParallel)
     return not engine and all(whole.shape[dim] >= length for _, whole, dim in block.buffers)
@@ -129,7 +129,7 @@ def _shortened(
 
 
 def _difference(whole: Tensor, part: Tensor, block: Opened) -> float:
-    """The relative difference of whole sequences and the ranks' parts of them."""
+    """Return the relative difference of whole sequences and the ranks' parts of them."""
     dim = part.ndim - 2
     joined = collect(part, dim, block.attention.sharing.group)
     chunks = joined.chunk(block.layout.num_chunks, dim)

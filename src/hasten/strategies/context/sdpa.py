@@ -30,7 +30,7 @@ class AttentionPatch:
         self._seen = 0
 
     def original(self) -> Attention:
-        """The function as it is now."""
+        """Return the function as it is now."""
         found: Attention = getattr(F, _NAME)
         return found
 
@@ -138,7 +138,7 @@ class SequenceAttention:
             self.padded = self.begin()
 
     def _read(self, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-        """This rank's part of a mask of keys, if any rank has one, and whether attention is causal."""
+        """Return this rank's part of a mask of keys, if any rank has one, and whether attention is causal."""
         problem: StepError | None = None
         meaning: Tensor | Literal["causal"] | None = None
         if mask is not None:
@@ -157,7 +157,7 @@ class SequenceAttention:
     def _agreed(
         self, hidden: Tensor | None, causal: bool, problem: StepError | None, query: Tensor, key: Tensor
     ) -> Tensor | None:
-        """The mask of keys with the same form on every rank: what hides nothing where a rank made none.
+        """Return the mask of keys with the same form on every rank: what hides nothing where a rank made none.
 
         Raises: StepError on every rank if the masks of any two say different things.
         """
@@ -196,7 +196,7 @@ class SequenceAttention:
     def _with_all_keys(
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
     ) -> Tensor:
-        """One call over all keys, in the order of the ranks that hold them."""
+        """Return one call over all keys, in the order of the ranks that hold them."""
         group, layout = self.sharing.group, self.sharing.layout
         mask = None if hidden is None else torch.cat(all_parts(hidden, group), -1)
         if manner.causal:
@@ -211,7 +211,7 @@ class SequenceAttention:
     def _by_heads(
         self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None, dropout_p: float, manner: Manner
     ) -> Tensor:
-        """Whole sequences of a part of the heads: attention as in one process, between two exchanges."""
+        """Return whole sequences of a part of the heads: attention as in one process, between two exchanges."""
         group, ranks = self.sharing.group, self.sharing.layout.ranks
         heads = query.shape[_HEADS]
         if heads % ranks:
@@ -238,14 +238,14 @@ class SequenceAttention:
         return swap(out, along, across, group)
 
     def _own_heads(self, mask: Tensor) -> Tensor:
-        """The rows of a mask that differs between heads which belong to this rank's heads."""
+        """Return the rows of a mask that differs between heads which belong to this rank's heads."""
         if mask.ndim < 3 or mask.shape[_HEADS] == 1:
             return mask
         return mask.chunk(self.sharing.layout.ranks, _HEADS)[self.sharing.group.rank()]
 
 
 def _both(mask: Tensor | None, visible: Tensor) -> Tensor:
-    """A mask that also hides what is not visible."""
+    """Return a mask that also hides what is not visible."""
     if mask is None:
         return visible
     return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, float("-inf"))

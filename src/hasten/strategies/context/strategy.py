@@ -34,14 +34,14 @@ class SequenceShards:
         self._comm = comm
 
     def positions(self, length: int) -> Tensor:
-        """The positions of a sequence of this length that this rank holds, in the order in which it holds them."""
+        """Return the positions of a sequence of this length that this rank holds, in the order in which it holds them."""
         if self._comm is None:
             return torch.arange(length)
         self._layout.check(length, "the sequence")
         return torch.tensor(self._layout.positions(self._rank, length), device=self._comm.device)
 
     def gather(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """The whole sequence in its own order, from the ranks' parts along `dim`; differentiable.
+        """Return the whole sequence in its own order, from the ranks' parts along `dim`; differentiable.
 
         Ranks: the ranks of one sequence.
         """
@@ -137,7 +137,7 @@ class ContextParallel:
                     _restore(tensor, whole, dim)
 
     def _checked(self, buffers: list[Tensor], dims: list[int]) -> list[tuple[Tensor, int]]:
-        """Each buffer once, with its dimension. Raises: ConfigError for what cannot be sharded."""
+        """Return each buffer once, with its dimension. Raises: ConfigError for what cannot be sharded."""
         if not buffers or len(buffers) != len(dims):
             raise ConfigError(
                 f"context_parallel() got {len(buffers)} buffers and {len(dims)} sequence dimensions; without a "
@@ -181,7 +181,7 @@ class ContextParallel:
                     )
 
     def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
-        """The labels that were named, which decide what a rank's loss weighs."""
+        """Return the labels that were named, which decide what a rank's loss weighs."""
         if not isinstance(labels, Tensor):
             return None
         if any(tensor is labels for tensor, _ in chosen):
@@ -194,7 +194,7 @@ class ContextParallel:
     def _found(
         self, chosen: list[tuple[Tensor, int]], wholes: list[tuple[Tensor, int]], contents: Contents
     ) -> Tensor | None:
-        """The buffer whose ignored entries decide what a rank's loss weighs."""
+        """Return the buffer whose ignored entries decide what a rank's loss weighs."""
         found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
         if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
             raise ConfigError(
@@ -204,7 +204,7 @@ class ContextParallel:
         return chosen[found[0]][0] if found else None
 
     def _real(self, whole: Tensor, dim: int) -> Tensor:
-        """The number of labels in each chunk that take part in the loss."""
+        """Return the number of labels in each chunk that take part in the loss."""
         chunks = whole.chunk(self._layout.num_chunks, dim)
         return torch.stack([(chunk != IGNORED).sum() for chunk in chunks])
 

@@ -39,7 +39,7 @@ class BucketOrders:
         return rebuild
 
     def order(self, model: nn.Module) -> list[int] | None:
-        """The numbers of the trained parameters in the order they are packed; None while it is the first order."""
+        """Return the numbers of the trained parameters in the order they are packed; None while it is the first order."""
         if not self._reorders(model):
             return None
         ddp: Any = model
@@ -80,7 +80,7 @@ class BucketOrders:
         return self._known and not (ddp.static_graph or ddp.find_unused_parameters or ddp._comm_hooks)
 
     def _probe(self, ddp: Any) -> bool:
-        """Whether this torch has what is needed; what is missing is logged once."""
+        """Return whether this torch has what is needed; what is missing is logged once."""
         missing = [
             f"{where}.{name}".strip(".")
             for where, name in _NEEDED

@@ -143,7 +143,7 @@ class Replicated(DistributedDataParallel):
             raise StepError(self._unused_message(str(error))) from error
 
     def _route(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, called through this wrapper's forward so that its gradients are synchronised."""
+        """Return the method, called through this wrapper's forward so that its gradients are synchronised."""
 
         @functools.wraps(method)
         def routed(*args: Any, **kwargs: Any) -> Any:
@@ -162,7 +162,7 @@ class Replicated(DistributedDataParallel):
         return routed
 
     def _guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method, refused when its result would carry gradients past the synchronisation."""
+        """Return the method, refused when its result would carry gradients past the synchronisation."""
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ class Replicate:
         return self._buckets.unsettled(model)
 
     def loop_state(self, model: nn.Module, names: Mapping[int, str], open_window: bool) -> LoopState:
-        """The order of the buckets, and whether the next forward synchronises buffers."""
+        """Return the order of the buckets, and whether the next forward synchronises buffers."""
         flag = model.require_forward_param_sync if isinstance(model, DistributedDataParallel) else None
         return LoopState({"bucket_order": self._buckets.order(model), "buffer_sync": flag})
 

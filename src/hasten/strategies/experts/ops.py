@@ -69,7 +69,7 @@ class Route:
     group: dist.ProcessGroup
 
     def there(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks that are for this rank's experts, from one row per choice. Ranks: the group."""
+        """Return the rows of all ranks that are for this rank's experts, from one row per choice. Ranks: the group."""
         return exchange(rows[self.order], self.sent, self.received, self.group)
 
     def back(self, rows: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Route:
 
 @torch.no_grad()
 def route(choices: Tensor, num_experts: int, group: dist.ProcessGroup) -> Route:
-    """The way of each choice to its expert's rank; experts are divided evenly, in order. Ranks: the group."""
+    """Return the way of each choice to its expert's rank; experts are divided evenly, in order. Ranks: the group."""
     each = num_experts // group.size()
     counts = torch.bincount(choices, minlength=num_experts)
     theirs = torch.empty_like(counts)

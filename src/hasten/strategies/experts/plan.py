@@ -19,7 +19,7 @@ _SAID = (
 
 
 def decide(model: nn.Module, plan: str | Sequence[str], ranks: int) -> dict[str, int]:
-    """The number of experts of each module that holds some, by name, checked before anything is touched.
+    """Return the number of experts of each module that holds some, by name, checked before anything is touched.
 
     Raises: ConfigError for a plan that names what cannot be divided; PrepareError when nothing is found.
     """
@@ -51,7 +51,7 @@ def stacked_experts(model: nn.Module) -> dict[str, int]:
 
 
 def _matched(model: nn.Module, plan: Sequence[str]) -> dict[str, int]:
-    """The modules each pattern names. Raises: ConfigError for one that holds no experts."""
+    """Return the modules each pattern names. Raises: ConfigError for one that holds no experts."""
     modules = {name: module for name, module in model.named_modules() if name}
     numbers: dict[str, int] = {}
     for pattern in plan:
@@ -119,6 +119,6 @@ def _check_ties(model: nn.Module, found: dict[str, int]) -> None:
 
 
 def _lists(model: nn.Module) -> str:
-    """Names what looks like experts but is a list of modules."""
+    """Return names what looks like experts but is a list of modules."""
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and n.rpartition(".")[2] == "experts"]
     return f"; {lists[0]!r} is a list of modules instead, which cannot be divided" if lists else ""

@@ -138,7 +138,7 @@ class DivideExperts:
 
 
 def expert_groups(model: nn.Module) -> list[nn.Module]:
-    """The modules whose experts are divided among ranks."""
+    """Return the modules whose experts are divided among ranks."""
     return [module for module in model.modules() if forwarding.find(module, Dispatched.tag) is not None]
 
 

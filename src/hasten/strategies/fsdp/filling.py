@@ -87,7 +87,7 @@ def _refuse_lost_buffers(model: nn.Module, config: FullyShardedDataParallelPlugi
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer once."""
+    """Yield every parameter and buffer once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 

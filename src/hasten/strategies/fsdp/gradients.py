@@ -91,7 +91,7 @@ class HeldGradients:
         return put_back
 
     def groups(self, model: nn.Module, names: Mapping[int, str]) -> dict[str, list[str]]:
-        """The parameters of each group, by the name of the first: gradients held by a group fit no other one."""
+        """Return the parameters of each group, by the name of the first: gradients held by a group fit no other one."""
         if not self._shown(model):
             return {}
         return {
@@ -105,7 +105,7 @@ class HeldGradients:
         return bool(self._known)
 
     def _probe(self, model: nn.Module) -> bool:
-        """Whether this torch shows what is needed; what is missing is logged once."""
+        """Return whether this torch shows what is needed; what is missing is logged once."""
         missing: list[str] = []
         if not hasattr(model, "_get_fsdp_state"):
             missing.append("_get_fsdp_state")

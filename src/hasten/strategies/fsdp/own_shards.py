@@ -57,7 +57,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
 
 
 def _evenly_cut(parameter: DTensor) -> bool:
-    """Whether every rank has the same share of the parameter."""
+    """Return whether every rank has the same share of the parameter."""
     return all(
         parameter.shape[placement.dim] % parameter.device_mesh.size(axis) == 0
         for axis, placement in enumerate(parameter.placements)
@@ -121,7 +121,7 @@ def _collect_shards(
 
 
 def _all_shards_alike(lists: tuple[list[Any], ...], makes_state: bool) -> bool:
-    """Whether parameters, gradients and state of each parameter are cut alike, or are all whole.
+    """Return whether parameters, gradients and state of each parameter are cut alike, or are all whole.
 
     State that the update itself makes (None until then) would not be spread, unless it is filed afterwards.
     """

@@ -133,7 +133,7 @@ class Shard:
         self._sharded.update((id(parameter), parameter) for parameter in model.parameters())
 
     def _decide(self, model: nn.Module, precision: Precision, ctx: ProcessContext) -> Layout:
-        """The layout of a model. Raises: ConfigError or PrepareError for what cannot be sharded."""
+        """Return the layout of a model. Raises: ConfigError or PrepareError for what cannot be sharded."""
         _refuse_unshardable(model, self._sharded)
         ignored = ignored_parameters(model, self._config)
         zero_dims = scalars(model)
@@ -210,7 +210,7 @@ class Shard:
         return Sharded(model, self._held, partial(self.no_sync, model), syncs=boundary)
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
         return whole_on_main(model, self._is_main)
 
     def mark_forward_method(self, model: nn.Module, name: str) -> None:
@@ -282,7 +282,7 @@ def _without_all_reduce(model: FSDPModule) -> Iterator[None]:
 def mixed_precision(
     config: FullyShardedDataParallelPlugin, spec: PrecisionType, keep_outputs: bool
 ) -> MixedPrecisionPolicy:
-    """The dtypes of gathered parameters, of the reduction and of outputs."""
+    """Return the dtypes of gathered parameters, of the reduction and of outputs."""
     if isinstance(config.mixed_precision_policy, MixedPrecisionPolicy):
         return config.mixed_precision_policy
     asked = config.dtypes

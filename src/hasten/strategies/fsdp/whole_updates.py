@@ -119,7 +119,7 @@ def _part(whole: Tensor, offset: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _spread(value: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's part of a whole value, as a tensor that is sharded like the parameter."""
+    """Return this rank's part of a whole value, as a tensor that is sharded like the parameter."""
     own = dtensor_slice(parameter)
     part = _part(value, own.offset, own.data).to(own.data.device, copy=True)
     made: Tensor = placements().DTensor.from_local(

@@ -19,7 +19,7 @@ from hasten.strategies.blocks import blocks_by_class, repeated_blocks
 
 
 def as_choice(policy: Any) -> Any:
-    """A policy as a name in lower case, or a function of one module; what is one already stays as it is.
+    """Return a policy as a name in lower case, or a function of one module; what is one already stays as it is.
 
     Raises: TypeError for an object that cannot be asked about one module.
     """
@@ -69,7 +69,7 @@ CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Paramete
 
 
 def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """The modules that get a shard group of their own, innermost first; the root's group takes what is left."""
+    """Return the modules that get a shard group of their own, innermost first; the root's group takes what is left."""
     policy = as_choice(config.auto_wrap_policy)
     if callable(policy):
         return _deepest_first(model, _by_callable(model, policy))
@@ -90,7 +90,7 @@ def blocks_to_shard(model: nn.Module, config: FullyShardedDataParallelPlugin) ->
 
 
 def blocks_to_recompute(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """The modules that are sharded on their own, or else the repeated block."""
+    """Return the modules that are sharded on their own, or else the repeated block."""
     return blocks_to_shard(model, config) or [block for _, block in repeated_blocks(model)]
 
 
@@ -107,7 +107,7 @@ def _by_callable(model: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules that have at least `least` parameters beyond those already in a group of their own."""
+    """Return the smallest modules that have at least `least` parameters beyond those already in a group of their own."""
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:
@@ -145,7 +145,7 @@ def owned_parameters(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[
 def keep_ties_together(
     model: nn.Module, blocks: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> tuple[list[nn.Module], list[str]]:
-    """The blocks without those that share a parameter with another group, and one name of each such parameter.
+    """Return the blocks without those that share a parameter with another group, and one name of each such parameter.
 
     A parameter lives in one shard group. The blocks left out join the group around them, where ties hold.
     """
@@ -164,7 +164,7 @@ def keep_ties_together(
 
 
 def ignored_parameters(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Parameter]:
-    """The parameters of ignored modules, which stay whole on every rank.
+    """Return the parameters of ignored modules, which stay whole on every rank.
 
     Raises: ConfigError when one of them is trained, because nobody would synchronise it.
     """

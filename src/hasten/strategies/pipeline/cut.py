@@ -38,7 +38,7 @@ class Cut:
     place: Placement
 
     def stage_of(self, name: str) -> int | None:
-        """The stage of a parameter, buffer or module; None for what every stage keeps."""
+        """Return the stage of a parameter, buffer or module; None for what every stage keeps."""
         inside = name.removeprefix(f"{self.container}.") if self.container else name
         if not self.container or inside != name:
             index = self.blocks.index(inside.partition(".")[0])
@@ -48,13 +48,13 @@ class Cut:
         return len(self.ranges) - 1 if any(_within(name, unit) for unit in self.last) else None
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The positions along the pipeline of the ranks that hold a name."""
+        """Return the positions along the pipeline of the ranks that hold a name."""
         stage = self.stage_of(name)
         return tuple(range(self.place.ranks)) if stage is None else (self.place.rank_of(stage),)
 
 
 def decide(model: nn.Module, config: PipelineParallelConfig, place: Placement) -> Cut:
-    """Where the model is cut. Raises: ConfigError or PrepareError for one that cannot be, with what to do."""
+    """Return where the model is cut. Raises: ConfigError or PrepareError for one that cannot be, with what to do."""
     container = _container(model, config, place.stages)
     blocks = dict(model.get_submodule(container).named_children())
     _check_length(container, len(blocks), place)
@@ -106,7 +106,7 @@ def _check_length(container: str, number: int, place: Placement) -> None:
 
 
 def _outside(model: nn.Module, container: str, config: PipelineParallelConfig) -> tuple[tuple[str, ...], ...]:
-    """The modules with state beside the blocks, sorted into those before and those after them."""
+    """Return the modules with state beside the blocks, sorted into those before and those after them."""
     first: list[str] = []
     last: list[str] = []
     for unit, before in _units(model, container):
@@ -240,7 +240,7 @@ def balanced_split_points(
 
 
 def _round(model: nn.Module, blocks: list[nn.Module], call: Callable[[], Tensor]) -> list[float]:
-    """Seconds before the blocks, in each of them, and after them."""
+    """Return seconds before the blocks, in each of them, and after them."""
     device = parameter_device(model)
     begun: list[float] = []
     ended: list[float] = []

@@ -92,5 +92,5 @@ class SharedWeights:
 
 
 def groups_of(holders: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each set of global ranks. Ranks: the members of each set, in the same order."""
+    """Return a process group for each set of global ranks. Ranks: the members of each set, in the same order."""
     return {ranks: group_of(ranks) for ranks in dict.fromkeys(holders)}

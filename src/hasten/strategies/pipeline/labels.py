@@ -34,7 +34,7 @@ class Counted:
     """The label that takes no part."""
 
     def of(self, micro: Tree) -> Tensor:
-        """The number of labels that take part, on their device."""
+        """Return the number of labels that take part, on their device."""
         labels = trees.tensors(micro)[self.index]
         return ((labels[:, 1:] if self.shifted else labels) != self.ignored).sum()
 
@@ -61,7 +61,7 @@ class WatchLosses(TorchFunctionMode):
         return made
 
     def counted(self, loss: Tensor, micro: Tree) -> Counted | None:
-        """The labels of this micro-batch that its loss is the mean over; None where samples count alike.
+        """Return the labels of this micro-batch that its loss is the mean over; None where samples count alike.
 
         Raises: StepError for a mean over some of the labels that cannot be found in the batch.
         """
@@ -80,7 +80,7 @@ class WatchLosses(TorchFunctionMode):
 
 
 def _find(target: Tensor, micro: Tree, ignored: int) -> Counted | None:
-    """The tensor of the batch that these targets are, as they are or shifted by one position."""
+    """Return the tensor of the batch that these targets are, as they are or shifted by one position."""
     for index, tensor in enumerate(trees.tensors(micro)):
         if tensor.dtype != target.dtype or tensor.ndim == 0:
             continue
@@ -98,7 +98,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def shares(amounts: list[Number], device: torch.device) -> list[Tensor]:
-    """Each amount divided by their sum, zero where the sum is zero."""
+    """Return each amount divided by their sum, zero where the sum is zero."""
     every = torch.stack([torch.as_tensor(one, dtype=torch.float64).to(device, torch.float32) for one in amounts])
     total = every.sum()
     return list(torch.where(total == 0, total, every / total.clamp(min=torch.finfo(torch.float32).tiny)))

@@ -110,7 +110,7 @@ class Learner:
 
 
 def signature(micro: Tree) -> Signature:
-    """The shapes and dtypes of a micro-batch."""
+    """Return the shapes and dtypes of a micro-batch."""
     return tuple((tuple(x.shape), x.dtype) for x in trees.tensors(micro))
 
 

@@ -84,7 +84,7 @@ class Elsewhere(nn.Module):
         return kept[name] if name in kept else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # Any: the user's own arguments and outputs
-        """A placeholder, or the input where a block is skipped."""
+        """Return a placeholder, or the input where a block is skipped."""
         at: Pass | None = self.__dict__["line"].at
         if at is None:
             raise StepError(
@@ -283,7 +283,7 @@ class Line:
                 self._container.register_module(names[index], self._blocks[index])
 
     def begin(self, stage: int, received: Tensor | None, seen: Seen) -> Pass:
-        """A pass over a stage."""
+        """Return a pass over a stage."""
         start, stop = self.cut.ranges[stage]
         return Pass(stage, start, stop, stage == len(self.cut.ranges) - 1, received, seen)
 

@@ -82,7 +82,7 @@ class _StageModule(nn.Module):
 
 
 def checked_loss(loss: Any) -> Tensor:  # Any: what the user's function returned
-    """The loss. Raises: StepError when it is no scalar tensor."""
+    """Return the loss. Raises: StepError when it is no scalar tensor."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(())
     what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -163,5 +163,5 @@ def _made(
 
 
 def _itself(loss: Tensor, target: Tensor) -> Tensor:
-    """The last stage's output is the loss already."""
+    """Return the last stage's output is the loss already."""
     return loss

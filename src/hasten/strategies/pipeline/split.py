@@ -60,17 +60,17 @@ class Placement:
         return self.ranks * self.per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The position along the pipeline axis of the rank that holds a stage."""
+        """Return the position along the pipeline axis of the rank that holds a stage."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.in_a_v and turn % 2 else place
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, ascending."""
+        """Return the stages of a rank, ascending."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
 
 def placement(schedule: PipelineSchedule, ranks: int, stages_per_rank: int | None) -> Placement:
-    """Where the stages of a schedule lie. Raises: ConfigError for a number of stages it does not have."""
+    """Return where the stages of a schedule lie. Raises: ConfigError for a number of stages it does not have."""
     wanted = (1,) if schedule in SINGLE else ((2,) if schedule == IN_A_V else ())
     per_rank = stages_per_rank or (wanted[0] if wanted else 2)
     if wanted and per_rank not in wanted:
@@ -106,7 +106,7 @@ def check_microbatches(schedule: PipelineSchedule, ranks: int, count: int) -> No
 
 
 def check_rows(rows: int | None, count: int) -> int:
-    """The rows of one micro-batch. Raises: ConfigError with the numbers that divide the batch."""
+    """Return the rows of one micro-batch. Raises: ConfigError with the numbers that divide the batch."""
     if rows is None:
         raise ConfigError(
             "forward_backward() got a batch without a tensor that has rows, so it cannot be cut into micro-batches. "
@@ -122,7 +122,7 @@ def check_rows(rows: int | None, count: int) -> int:
 
 
 def bubble(schedule: PipelineSchedule, ranks: int, count: int, per_rank: int = 1) -> float:
-    """The share of a step in which a rank waits, when every stage takes as long as every other.
+    """Return the share of a step in which a rank waits, when every stage takes as long as every other.
 
     Forward, gradient of the input and gradient of the weights count as one unit of time each, and messages as none.
     """

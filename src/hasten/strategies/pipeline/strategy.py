@@ -162,7 +162,7 @@ class Pipeline:
     def _stepper(
         self, model: nn.Module, line: Line, micro: Tree, loss_of: LossOf, counts: bool
     ) -> tuple[Stepper, Counted | None]:
-        """The schedule for this kind of micro-batch, and the labels that its loss is the mean over."""
+        """Return the schedule for this kind of micro-batch, and the labels that its loss is the mean over."""
         kind = ("train", model.training, counts, *signature(micro))
         found: list[Counted | None] = [None]
 
@@ -231,7 +231,7 @@ class Pipeline:
     def _run_through(
         self, line: Line, forward: StageForward, micros: list[Any], seen: list[Seen]
     ) -> list[Any]:  # Any: arguments and outputs of the model
-        """The outputs of all micro-batches, on the rank of the last stage."""
+        """Return the outputs of all micro-batches, on the rank of the last stage."""
         wire, rank_of, here = Wire(self._comm), self._place.rank_of, self._comm.rank
         local: dict[tuple[int, int], Tensor | None] = {}
         outputs: list[Any] = []
@@ -346,7 +346,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's outputs
-    """One output of several micro-batches: rows after rows; numbers without rows are averaged by rows."""
+    """Return one output of several micro-batches: rows after rows; numbers without rows are averaged by rows."""
     if len(outputs) == 1:
         return outputs[0]
 
@@ -360,7 +360,7 @@ def _joined(outputs: list[Any], rows: list[int]) -> Any:  # Any: the model's out
 
 
 def _account(model: nn.Module, cut: Cut, ties: Mapping[str, tuple[int, ...]]) -> str:
-    """Which blocks each stage holds, on which rank, with its share of the estimated work."""
+    """Return which blocks each stage holds, on which rank, with its share of the estimated work."""
     blocks = list(model.get_submodule(cut.container).children())
     before, after = (sum(work(model.get_submodule(name)) for name in side) for side in (cut.first, cut.last))
     costs = [sum(work(block) for block in blocks[start:stop]) for start, stop in cut.ranges]

@@ -48,7 +48,7 @@ class Wire:
         self._flying.append((work, tensor))
 
     def receive(self, sender: int) -> Tensor | None:
-        """The tensor that was sent; None when the stage failed."""
+        """Return the tensor that was sent; None when the stage failed."""
         source = self._comm.ranks[sender]
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._comm.device)
         dist.recv(header, source, group=self._comm.group)
@@ -67,7 +67,7 @@ class Wire:
 
 
 def share(result: Any, comm: ProcessGroupComm, source: int) -> Any:  # Any: the model's output
-    """The result of one rank on every rank of the group. Tensors travel as they are, containers as plain values.
+    """Return the result of one rank on every rank of the group. Tensors travel as they are, containers as plain values.
 
     Raises: StepError for containers other than tuples, lists, dicts and model outputs.
     """
@@ -126,7 +126,7 @@ def _rebuild(spec: Any, fetch: Callable[[list[int], str], Tensor]) -> Any:
 
 
 def _loaded(module: str, name: str) -> Any:
-    """A class that this process has imported already, as the model that returns it has."""
+    """Return a class that this process has imported already, as the model that returns it has."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)

@@ -39,7 +39,7 @@ class SplitAlone(Alone):
         return model
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:  # Any: tensors and extra state
-        """Whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
+        """Return whole tensors in host memory on the main process; an empty dict elsewhere. Ranks: every rank."""
         if not any(is_dtensor(parameter) for parameter in model.parameters()):
             return super().full_state_dict(model)
         return whole_on_main(model, self._is_main)

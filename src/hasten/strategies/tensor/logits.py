@@ -110,7 +110,7 @@ class VocabularyParts(Tensor):
         return made
 
     def whole(self) -> Tensor:
-        """The logits gathered over the vocabulary. Ranks: the group."""
+        """Return the logits gathered over the vocabulary. Ranks: the group."""
         return gather(self.part, -1, self.group)
 
     @classmethod
@@ -139,7 +139,7 @@ class VocabularyParts(Tensor):
             return func(*whole_args, **whole_kwargs)
 
     def _shaped(self) -> Tensor:
-        """A tensor of the whole's shape without memory. Inside: torch functions act on the part."""
+        """Return a tensor of the whole's shape without memory. Inside: torch functions act on the part."""
         part, group = self.part, self.group
         return torch.empty((*part.shape[:-1], part.shape[-1] * group.size()), device="meta", dtype=part.dtype)
 
@@ -160,7 +160,7 @@ class VocabularyParts(Tensor):
 
 
 def _leaves_last(index: Any, ndim: int) -> bool:
-    """Whether an index takes the last dimension as a whole."""
+    """Return whether an index takes the last dimension as a whole."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(part is None for part in parts):
         return False
@@ -172,7 +172,7 @@ def _leaves_last(index: Any, ndim: int) -> bool:
 
 
 def _whole(values: Any) -> Any:
-    """The arguments with whole logits in place of parts."""
+    """Return the arguments with whole logits in place of parts."""
     if isinstance(values, VocabularyParts):
         return values.whole()
     if isinstance(values, list):

@@ -74,17 +74,17 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of the ranks' partial results, equal on every rank. Ranks: the group."""
+    """Return the sum of the ranks' partial results, equal on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Leave, x, group)
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts of `dim` joined; what follows is computed alike on every rank. Ranks: the group."""
+    """Return the ranks' parts of `dim` joined; what follows is computed alike on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Gather, x, dim, group)
 
 
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of `dim` of an input that is equal on every rank. Ranks: the group."""
+    """Return this rank's part of `dim` of an input that is equal on every rank. Ranks: the group."""
     return x if group.size() == 1 else _apply(_Split, x, dim, group)
 
 

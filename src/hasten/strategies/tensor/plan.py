@@ -55,7 +55,7 @@ def decide(
 
 
 def _automatic(model: nn.Module, ranks: int, experts: bool) -> Split:
-    """The plans that the model and modules in it carry, and what is found in blocks outside of those."""
+    """Return the plans that the model and modules in it carry, and what is found in blocks outside of those."""
     carriers = dict(_carriers(model))
     split = Split("automatic plan")
     for prefix, (carrier, plan) in carriers.items():

@@ -63,7 +63,7 @@ class SequenceRegion:
         return self._last[1]
 
     def scattered(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the sum of the ranks' partial results. Ranks: the group."""
+        """Return this rank's tokens of the sum of the ranks' partial results. Ranks: the group."""
         made: Tensor = _Scatter.apply(x, x.ndim - 2, self.group)  # type: ignore[no-untyped-call]  # as torch is
         return made
 
@@ -162,7 +162,7 @@ class PerToken(forwarding.Forward):
 
 
 def check(model: nn.Module, styles: Mapping[str, TensorStyle]) -> list[list[tuple[str, nn.Module]]]:
-    """The stacks of blocks between whose split layers tokens can be divided.
+    """Return the stacks of blocks between whose split layers tokens can be divided.
 
     Raises: ConfigError for a layer in them that would need all tokens.
     """
@@ -221,7 +221,7 @@ def install(
 
 
 def _holder(where: str, parts: Mapping[str, nn.Module]) -> str:
-    """The module that calls a layer: the innermost around it that is no mere list of modules."""
+    """Return the module that calls a layer: the innermost around it that is no mere list of modules."""
     above = where.rpartition(".")[0]
     while isinstance(parts[above], CONTAINERS):
         above = above.rpartition(".")[0]

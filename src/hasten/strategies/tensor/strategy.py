@@ -75,7 +75,7 @@ class SplitLayers:
 
 
 def _left_whole(model: nn.Module, found: Split) -> set[nn.Parameter]:
-    """The parameters outside the layers that are split."""
+    """Return the parameters outside the layers that are split."""
     parts: set[int] = set()
     for name, style in found.styles.items():
         layer = model.get_submodule(name)

@@ -69,7 +69,7 @@ def advice(owner: str, argument: ast.keyword, known: Collection[str]) -> str:
 
 
 def _fsdp(name: str, value: ast.expr) -> str:
-    """The translation of an FSDP1-style option, for its value if the script writes it out."""
+    """Return the translation of an FSDP1-style option, for its value if the script writes it out."""
     if (given := _literal(value)) is None:
         return f"hasten.fsdp_from_fsdp1({{{name!r}: ...}}) translates its value"
     try:
@@ -81,7 +81,7 @@ def _fsdp(name: str, value: ast.expr) -> str:
 
 
 def _literal(value: ast.expr) -> Any:  # Any: of the script
-    """The value of a constant, or the name of an enumeration's member; None for what is worked out."""
+    """Return the value of a constant, or the name of an enumeration's member; None for what is worked out."""
     match value:
         case ast.Constant():
             return value.value

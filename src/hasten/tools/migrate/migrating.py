@@ -96,7 +96,7 @@ class _Edit:
 
 
 def migrate(source: str) -> Migrated:
-    """The script with hasten's names. Raises: SyntaxError for text that is no Python."""
+    """Return the script with hasten's names. Raises: SyntaxError for text that is no Python."""
     tree = ast.parse(source)
     work = _Script(source, tree)
     work.imports()
@@ -198,7 +198,7 @@ class _Script:
             self.edits.append(_Edit(begin, end, new))
 
     def _prepares(self, node: ast.Call, objects: set[str]) -> bool:
-        """Whether this calls prepare, or a method for one kind of object, of an Accelerator."""
+        """Return whether this calls prepare, or a method for one kind of object, of an Accelerator."""
         method = node.func
         if not isinstance(method, ast.Attribute) or not method.attr.startswith("prepare"):
             return False
@@ -207,7 +207,7 @@ class _Script:
         return made or (isinstance(owner, ast.Name) and owner.id in objects)
 
     def _accelerators(self) -> Iterator[str]:
-        """Names that hold an Accelerator."""
+        """Yield names that hold an Accelerator."""
         for node in ast.walk(self._tree):
             if (
                 isinstance(node, ast.Assign)
@@ -317,7 +317,7 @@ class _Script:
 
 
 def _follows(node: ast.Call) -> bool:
-    """Whether all that a call prepares are optimizers and schedulers, by their names."""
+    """Return whether all that a call prepares are optimizers and schedulers, by their names."""
     words = [ast.unparse(one).lower() for one in node.args]
     kinds = ("prepare_optimizer", "prepare_scheduler")
     if isinstance(node.func, ast.Attribute) and node.func.attr in kinds:

@@ -42,7 +42,7 @@ def choose(
     device_name: str,
     host_memory_bytes: int,
 ) -> Chosen:
-    """The strategy for `script` (its path and arguments) on so many processes.
+    """Return the strategy for `script` (its path and arguments) on so many processes.
 
     The script's batch size, accumulation and precision stay what they are; the strategy, recompute and offload are chosen.
     Raises: ConfigError when nothing fits, or the script does not come to a step.

@@ -116,7 +116,7 @@ class _Float32List(TorchFunctionMode):
 
 
 def _attend(attention: Attention, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """An attention of any mask, dropout and grouping: none of them changes what is kept."""
+    """Return an attention of any mask, dropout and grouping: none of them changes what is kept."""
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(half), key.to(half), value.to(half)

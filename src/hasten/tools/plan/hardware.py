@@ -194,7 +194,7 @@ _ALIASES: Final = MappingProxyType({"4090": "rtx4090", "v5e": "tpu-v5e", "tpuv5e
 
 
 def find(name: str, own: Mapping[str, Accelerator] = KNOWN) -> Accelerator:
-    """The accelerator called `name`, in any spelling; a product's name as drivers give it works too.
+    """Return the accelerator called `name`, in any spelling; a product's name as drivers give it works too.
 
     Raises: ConfigError that lists the names there are.
     """
@@ -232,7 +232,7 @@ def linked(accelerator: Accelerator, links: Links) -> Accelerator:
 
 
 def read(path: Path | str, known: Mapping[str, Accelerator] = KNOWN) -> dict[str, Accelerator]:
-    """The known accelerators, and those of a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
+    """Return the known accelerators, and those of a YAML file: `name: {memory_gib: 80, like: h100, ...}`.
 
     Raises: ConfigError for a file that cannot be read, an unknown field, or one that is missing where `like` is not given.
     """

@@ -43,7 +43,7 @@ class Need:
         return self.peak + self.margin
 
     def words(self) -> str:
-        """The kinds in words."""
+        """Return the kinds in words."""
         kinds = ("parameters", "gradients", "optimizer", "activations", "communication", "margin")
         return ", ".join(f"{kind} {size(getattr(self, kind))}" for kind in kinds if getattr(self, kind))
 
@@ -66,7 +66,7 @@ def local_numel(kind: ParameterKind, candidate: Candidate, rank: int = 0) -> int
 
 
 def held(trace: ModelTrace, candidate: Candidate, rank: int = 0) -> Kept:
-    """Bytes of parameters, gradients and optimizer state that a rank holds between steps.
+    """Return bytes of parameters, gradients and optimizer state that a rank holds between steps.
 
     Under a pipeline those of a stage with its share of the blocks and everything that is in no block.
     """
@@ -123,7 +123,7 @@ class _Buffers:
 
 
 def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
-    """Bytes that the strategy adds to what the model needs."""
+    """Return bytes that the strategy adds to what the model needs."""
     if not candidate.sharded:
         several = candidate.mesh.size(*LOSS) > 1
         return _Buffers(standing=own if several else 0.0)  # DDP's buckets are beside the gradients
@@ -142,7 +142,7 @@ def _buffers(trace: ModelTrace, candidate: Candidate, own: float) -> _Buffers:
 
 
 def _highest(trace: ModelTrace, candidate: Candidate, variant: Variant, gradients: float) -> Moment:
-    """The moment of the peak for this micro-batch."""
+    """Return the moment of the peak for this micro-batch."""
     share = 0.0 if candidate.micro_steps > 1 or candidate.offload else gradients
     if candidate.sharded and candidate.mesh.size(*LOSS) == 1:  # gradients wait in the gathered precision
         share = trace.num_parameters * (ITEM if candidate.precision == "no" else 2)

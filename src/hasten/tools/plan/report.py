@@ -20,7 +20,7 @@ Test = Callable[[Candidate], bool]
 
 
 def why(plan: Plan) -> list[str]:
-    """One sentence for each choice of the best option: what the nearest option without it would cost."""
+    """Return one sentence for each choice of the best option: what the nearest option without it would cost."""
     best = plan.best
     lines = [f"{best.candidate.words}: {best.time.words()}", f"memory of a rank: {best.need.words()}"]
     if best.asks:
@@ -36,7 +36,7 @@ def why(plan: Plan) -> list[str]:
 
 
 def _only_with_a_change(plan: Plan) -> str:
-    """Why no layout that leaves the loop as it is can be taken."""
+    """Return why no layout that leaves the loop as it is can be taken."""
     request, kept = plan.request, [option for option in plan.options if not option.asks]
     words = f"the loop must call {plan.best.asks}: layouts that leave it as it is "
     if not kept:
@@ -48,7 +48,7 @@ def _only_with_a_change(plan: Plan) -> str:
 
 
 def _simpler(plan: Plan) -> str:
-    """Why the best is not the fastest."""
+    """Return why the best is not the fastest."""
     gain = plan.best.time.total / plan.fastest.time.total - 1
     return f"simpler than {_words(plan.fastest)}, which is predicted {gain:.1%} faster: within {SIMPLER:.0%} the simpler one is taken"
 
@@ -113,7 +113,7 @@ def _words(option: Option) -> str:
 
 
 def rows(plan: Plan, most: int) -> list[dict[str, Any]]:
-    """The first options by names, for a table or JSON."""
+    """Return the first options by names, for a table or JSON."""
     return [_row(plan, option) for option in plan.options[:most]]
 
 
@@ -149,7 +149,7 @@ def _reason(plan: Plan, option: Option) -> str:
 
 
 def summary(plan: Plan) -> dict[str, Any]:
-    """The whole plan for JSON."""
+    """Return the whole plan for JSON."""
     return {
         "model": plan.trace.name,
         "parameters": plan.trace.num_parameters,
@@ -163,7 +163,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 
 def config_of(plan: Plan, option: Option) -> Config:
-    """The settings of one option; the loader's batch size is the script's own."""
+    """Return the settings of one option; the loader's batch size is the script's own."""
     chosen, mesh = option.candidate, option.candidate.mesh
     machines = -(-plan.request.gpus // plan.request.accelerator.per_node)
     parallelism = ParallelismConfig(tp_size=mesh.tp, cp_size=mesh.cp, pp_size=mesh.pp)
@@ -219,7 +219,7 @@ def _count(number: int, what: str) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it."""
+    """Return a time in the unit that suits it."""
     if value >= 1:
         return f"{value:.2f} s"
     return f"{value * 1e3:.{1 if value >= 0.01 else 2}f} ms"

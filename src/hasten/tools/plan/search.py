@@ -87,7 +87,7 @@ class Plan:
 
 
 def search(trace: ModelTrace, request: Request) -> Plan:
-    """Every option, ranked: what fits and needs no change of the loop first, then by time.
+    """Return every option, ranked: what fits and needs no change of the loop first, then by time.
 
     Raises: ConfigError when nothing fits, with the smallest need there is, or when the batch cannot be divided.
     """
@@ -110,7 +110,7 @@ def search(trace: ModelTrace, request: Request) -> Plan:
 
 
 def _changed(option: Option) -> int:
-    """How many things are done that a plain loop on copies does not do."""
+    """Return how many things are done that a plain loop on copies does not do."""
     chosen = option.candidate
     return int(chosen.offload) + int(chosen.recompute) + int(chosen.sharded) + int(chosen.mesh.tp > 1)
 
@@ -171,7 +171,7 @@ def _option(trace: ModelTrace, request: Request, pair: tuple[Candidate, Need], k
 
 
 def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
-    """The layout with every way to divide the batch into micro-batches."""
+    """Yield the layout with every way to divide the batch into micro-batches."""
     ranks = layout.mesh.size(*BATCH)
     if request.global_batch % ranks:
         return
@@ -183,7 +183,7 @@ def _batches(request: Request, layout: Candidate) -> Iterator[Candidate]:
 
 
 def layouts(trace: ModelTrace, request: Request) -> Iterator[Candidate]:
-    """Every strategy on every mesh, in every precision, with and without recompute, kept parameters and offload."""
+    """Yield every strategy on every mesh, in every precision, with and without recompute, kept parameters and offload."""
     for mesh, sharded in _meshes(trace, request):
         reshards = (True, False) if sharded and mesh.dp_shard * mesh.cp > 1 else (True,)
         offloads: tuple[bool, ...] = (False, True) if sharded and request.offload and mesh.pp == 1 else (False,)

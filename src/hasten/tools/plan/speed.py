@@ -61,7 +61,7 @@ class Time:
 def predict(
     trace: ModelTrace, candidate: Candidate, accelerator: Accelerator, tf32: bool = False, kept: Kept | None = None
 ) -> Time:
-    """The time of one update of a candidate; `kept` as in `memory.need`."""
+    """Return the time of one update of a candidate; `kept` as in `memory.need`."""
     variant = trace.variant(candidate.precision, candidate.recompute)
     plain = trace.variant(candidate.precision, False) or variant
     assert variant is not None, f"{candidate.precision} with recompute={candidate.recompute} was not traced"
@@ -118,7 +118,7 @@ def _copying(trace: ModelTrace, candidate: Candidate, accelerator: Accelerator) 
 
 
 def update(candidate: Candidate, accelerator: Accelerator, kept: Kept) -> float:
-    """Seconds of the optimizer's step on one rank that holds `kept`."""
+    """Return seconds of the optimizer's step on one rank that holds `kept`."""
     parameters, gradients, optimizer = kept
     numbers = parameters + gradients + optimizer
     if candidate.offload:
@@ -128,14 +128,14 @@ def update(candidate: Candidate, accelerator: Accelerator, kept: Kept) -> float:
 
 
 def _spans_nodes(mesh: MeshSpec, axis: str, per_node: int) -> bool:
-    """Whether ranks along `axis` are on several machines: ranks of inner axes are neighbours."""
+    """Return whether ranks along `axis` are on several machines: ranks of inner axes are neighbours."""
     names = axis.split("+")
     outermost = min(AXES.index(Axis(name)) for name in names)
     return mesh.size(*AXES[outermost:]) > per_node
 
 
 def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
-    """Bytes a second that one rank sends along `axis`.
+    """Return bytes a second that one rank sends along `axis`.
 
     A collective over several machines passes between them at the speed of all network links of a machine together, when
     its ranks fill the machine, since only one of its neighbours in the ring is elsewhere.
@@ -150,7 +150,7 @@ def _bandwidth(mesh: MeshSpec, axis: str, accelerator: Accelerator) -> float:
 
 
 def _latency(trace: ModelTrace, candidate: Candidate, axis: str, accelerator: Accelerator) -> float:
-    """Seconds that starting the collectives of one update takes."""
+    """Return seconds that starting the collectives of one update takes."""
     mesh = candidate.mesh
     each = _NETWORK_LATENCY_S if _spans_nodes(mesh, axis, accelerator.per_node) else _NODE_LATENCY_S
     blocks = max(1, ceil(trace.num_blocks / mesh.pp)) + 1

@@ -30,7 +30,7 @@ _OPTIMIZERS: Final = (("adamw", AdamW), ("adam", Adam), ("sgd", SGD))
 def loop_of(
     target: str, arguments: Sequence[str] = (), sequence: int | None = None, optimizer: str = "adamw"
 ) -> tuple[Loop, str]:
-    """The training loop of a target, and the target's name.
+    """Return the training loop of a target, and the target's name.
 
     Raises: ConfigError for a target that is none of the three.
     """
@@ -116,7 +116,7 @@ def _from_folder(path: Path, sequence: int | None) -> tuple[nn.Module, Sample]:
 
 
 def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
-    """One sample for a model of transformers, by its configuration: tokens with labels, or an image."""
+    """Return one sample for a model of transformers, by its configuration: tokens with labels, or an image."""
     config: Any = getattr(model, "config", None)  # Any: of transformers
     accepted = inspect.signature(model.forward).parameters
     if "input_ids" in accepted and hasattr(config, "vocab_size"):
@@ -140,7 +140,7 @@ def _sample_for(model: nn.Module, target: str, sequence: int | None) -> Sample:
 
 
 def _labels_tokens(model: nn.Module) -> bool:
-    """Whether labels are one for each token rather than one for each sequence."""
+    """Return whether labels are one for each token rather than one for each sequence."""
     return not type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
 
 

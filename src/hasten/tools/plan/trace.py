@@ -28,7 +28,7 @@ _TP_SIZES: Final = (2, 4, 8, 16)
 def trace(
     loop: Callable[[], object], name: str, precisions: Sequence[PrecisionName] = ("bf16",), workers: int | None = None
 ) -> ModelTrace:
-    """The trace of one step of `loop`, which prepares a model with an Accelerator and trains it.
+    """Return the trace of one step of `loop`, which prepares a model with an Accelerator and trains it.
 
     Raises: ConfigError when the loop does not come to a step, or the step cannot run on fake tensors.
     """
@@ -92,7 +92,7 @@ class Findings:
         return self.anatomy
 
     def _splits(self, model: nn.Module) -> Split:
-        """The layers that can be split, and over how many ranks."""
+        """Return the layers that can be split, and over how many ranks."""
         sizes: list[int] = []
         chosen = Split("none")
         for ranks in _TP_SIZES:
@@ -112,7 +112,7 @@ class Findings:
         return chosen
 
     def joined(self, name: str, steps: Sequence[Step]) -> ModelTrace:
-        """One trace of all steps."""
+        """Return one trace of all steps."""
         saved = next((step.saved for step in steps if step.saved is not None and step.saved.total), None) or Saved()
         variants = []
         for one in (step for step in steps if step.run.samples == 1):
@@ -149,7 +149,7 @@ def _outermost(blocks: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, TensorStyle]) -> list[ParameterKind]:
-    """Every parameter once, as its kind."""
+    """Return every parameter once, as its kind."""
     found: dict[int, ParameterKind] = {}
     for owner, name, parameter in owned_parameters(model, list(blocks)):
         if id(parameter) in found:
@@ -167,7 +167,7 @@ def _kinds(model: nn.Module, blocks: Sequence[nn.Module], ways: dict[str, Tensor
 
 
 def _variant(one: Step, two: Step) -> Variant:
-    """The lines through steps of one and of two samples."""
+    """Return the lines through steps of one and of two samples."""
     first, second = one.watched, two.watched
     names = sorted({*first.flops, *second.flops})
     return Variant(

@@ -64,12 +64,12 @@ class Line:
     slope: float = 0.0
 
     def at(self, samples: float) -> float:
-        """The quantity for so many samples; never negative."""
+        """Return the quantity for so many samples; never negative."""
         return max(0.0, self.fixed + self.slope * samples)
 
     @classmethod
     def through(cls, one: float, two: float) -> Line:
-        """The line through the values for one and two samples."""
+        """Return the line through the values for one and two samples."""
         return cls(2 * one - two, two - one)
 
 
@@ -132,7 +132,7 @@ class ModelTrace:
     """Settings of `OWN` that the script gives its Accelerator itself: they win over any file."""
 
     def variant(self, precision: str, recompute: bool) -> Variant | None:
-        """The variant of this kind, if it was traced."""
+        """Return the variant of this kind, if it was traced."""
         return next((v for v in self.variants if v.precision == precision and v.recompute == recompute), None)
 
     @property

@@ -8,7 +8,7 @@ from hasten.tools.plan.traced import ITEM, Candidate, ModelTrace
 
 
 def weights(trace: ModelTrace, candidate: Candidate) -> Weights:
-    """The trained parameters of a rank's stage, by the way they are spread."""
+    """Return the trained parameters of a rank's stage, by the way they are spread."""
     whole = split = 0.0
     for kind in trace.parameters:
         if kind.trained:
@@ -21,7 +21,7 @@ def weights(trace: ModelTrace, candidate: Candidate) -> Weights:
 
 
 def sent(trace: ModelTrace, candidate: Candidate) -> Traffic:
-    """Bytes each rank sends in one update, by axis."""
+    """Return bytes each rank sends in one update, by axis."""
     mesh, steps = candidate.mesh, candidate.micro_steps
     half = candidate.precision != "no"
     item = 2 if half else ITEM

@@ -163,7 +163,7 @@ def predict_file(
 
 
 def one_batch(predict: Predict, rows: Rows, batch: range) -> list[Any]:
-    """The results of a batch.
+    """Return the results of a batch.
 
     Raises: DataError when there are not as many as rows; what the user's function raises, with the rows noted.
     """
@@ -201,7 +201,7 @@ def metrics(output: Path, rows: Rows) -> Mapping[str, float]:
 
 
 def digest(path: Path) -> str:
-    """A checksum of a file."""
+    """Return a checksum of a file."""
     return xxhash.xxh3_64_hexdigest(path.read_bytes())
 
 

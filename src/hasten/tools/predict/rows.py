@@ -47,12 +47,12 @@ class Parts:
         return -(-self.num_rows // self.rows_per_part)
 
     def batches(self, part: int) -> list[range]:
-        """The rows of each batch of a part."""
+        """Return the rows of each batch of a part."""
         first, last = part * self.rows_per_part, min((part + 1) * self.rows_per_part, self.num_rows)
         return [range(begin, min(begin + self.batch_size, last)) for begin in range(first, last, self.batch_size)]
 
     def missing(self) -> list[int]:
-        """The parts that are not there yet."""
+        """Return the parts that are not there yet."""
         return [part for part in range(self.count) if not self._path(part).exists()]
 
     def begin(self, job: Mapping[str, Any]) -> str:
@@ -114,7 +114,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def to_json(result: Any) -> str:
-    """A result as one line of JSON; what is no object becomes the value of `prediction`."""
+    """Return a result as one line of JSON; what is no object becomes the value of `prediction`."""
     return json.dumps(
         result if isinstance(result, dict) else {"prediction": result}, default=_plain, ensure_ascii=False
     )
@@ -135,7 +135,7 @@ KINDS: Final = (".jsonl", ".csv", ".tsv", ".txt")
 
 
 def read_rows(path: Path) -> Sequence[dict[str, Any]]:
-    """All rows of a file; a line of a text file is the column `text`.
+    """Return all rows of a file; a line of a text file is the column `text`.
 
     Raises: ConfigError for a file of another kind, DataError for a line that is no row.
     """

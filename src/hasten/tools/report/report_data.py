@@ -41,7 +41,7 @@ def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
 
 
 def charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Every chart of the page, in order: metrics first, then where the time went."""
+    """Return every chart of the page, in order: metrics first, then where the time went."""
     found = [_metric(name, runs) for name in _metric_names(runs)]
     logged = [(run, log) for run in runs for log in sorted(run.ranks, key=lambda log: log.rank) if len(log.steps)]
     if not logged:
@@ -136,7 +136,7 @@ def _memory(run: RunFolder, log: LoggedRank, several: bool) -> dict[str, Any]:
 
 
 def last_values(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """A row per metric: its name, and for each run the last value and the lowest and highest it had."""
+    """Return a row per metric: its name, and for each run the last value and the lowest and highest it had."""
     names = dict.fromkeys(name for run in runs for name in run.curves)
     return [[name, *(_last(run.curves.get(name)) for run in runs)] for name in names]
 
@@ -175,7 +175,7 @@ def events(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 
 def spread(run: RunFolder) -> list[list[str]]:
-    """A row per rank: steps, mean and 95th percentile of a step, and its share of waiting for data."""
+    """Return a row per rank: steps, mean and 95th percentile of a step, and its share of waiting for data."""
     rows = []
     for rank in sorted({log.rank for log in run.ranks}):
         logs = [log.steps for log in run.ranks if log.rank == rank and len(log.steps)]
@@ -191,7 +191,7 @@ def spread(run: RunFolder) -> list[list[str]]:
 
 
 def differences(runs: Sequence[RunFolder]) -> list[list[str]]:
-    """A row per setting or fact that is not the same in all runs: its name and its value in each."""
+    """Return a row per setting or fact that is not the same in all runs: its name and its value in each."""
     tables = [{**{k: v for k, (v, _) in run.settings.items()}, **run.environment} for run in runs]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [[name, *(table.get(name, "—") for table in tables)] for name in names]
@@ -229,7 +229,7 @@ def images(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _chosen(logged: Sequence[LoggedImage]) -> list[LoggedImage]:
-    """The images of the first, the last and evenly spaced steps between them."""
+    """Return the images of the first, the last and evenly spaced steps between them."""
     steps = sorted({image.step for image in logged})
     spread = np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps))).round().astype(int).tolist()
     kept = {steps[at] for at in spread}

@@ -52,7 +52,7 @@ def _file(name: str) -> str:
 
 
 def _plotly() -> str:
-    """The library's source; empty if it is not installed, or older than the page needs."""
+    """Return the library's source; empty if it is not installed, or older than the page needs."""
     if not available("plotly", ">=5.24"):
         return ""
     folder = Path(need("plotly", ">=5.24").__file__).parent

@@ -18,7 +18,7 @@ _MARKED: Final = ("saved", "loaded", "restarted", "skipped")
 
 
 def picture(runs: Sequence[RunFolder]) -> bytes:
-    """The PNG of every chart about these runs.
+    """Return the PNG of every chart about these runs.
 
     Raises: MissingPackageError when matplotlib is not installed.
     """

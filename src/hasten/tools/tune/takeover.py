@@ -211,15 +211,15 @@ class Takeover(Rehearsal):
             return go_on(objects)
 
     def loader(self, loader: Any, go_on: Callable[[Any], Any]) -> Any:  # Any: loaders of any element
-        """A loader that gives one batch."""
+        """Return a loader that gives one batch."""
         return OneBatch(loader, self)
 
     def optimizer(self, optimizer: Optimizer, clock: StepClock, precision: Precision) -> PreparedOptimizer:
-        """An optimizer whose first step ends the trace."""
+        """Return an optimizer whose first step ends the trace."""
         return LastStep(optimizer, clock, precision, self)
 
     def batch(self, loader: DataLoader[Any]) -> Any:  # Any: the loader's own batches
-        """The first batch of a loader, with as many samples as this run asks for, as fake tensors."""
+        """Return the first batch of a loader, with as many samples as this run asks for, as fake tensors."""
         assert self._run is not None, "loaders of the process that forks are not replaced"
         first = next(iter(loader))
         rows = batch_size(first) or 1
@@ -314,7 +314,7 @@ def _decode(content: bytes, run: Run) -> Step:
 
 
 def _thinned(alive: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """The highest moment of each of some hundred equal spans."""
+    """Return the highest moment of each of some hundred equal spans."""
     span = max(1, -(-len(alive) // _MOMENTS))
     return [max(alive[start : start + span], key=sum) for start in range(0, len(alive), span)]
 

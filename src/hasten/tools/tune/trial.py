@@ -92,7 +92,7 @@ class Timed(Rehearsal):
         return own
 
     def _changed(self, value: Any) -> Any:  # Any: what the script prepares
-        """One of the script's objects, as this trial wants it."""
+        """Return one of the script's objects, as this trial wants it."""
         values = self.spec.values
         if isinstance(value, nn.Module):
             self.convolutions = any(isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for part in value.modules())
@@ -217,7 +217,7 @@ class Timed(Rehearsal):
 
 
 def _resident() -> int:
-    """The most memory that this process has held at one time."""
+    """Return the most memory that this process has held at one time."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -244,7 +244,7 @@ def main(argv: list[str]) -> int:
 
 
 def facade_rank() -> int:
-    """This process's rank."""
+    """Return this process's rank."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 

@@ -177,7 +177,7 @@ class Tuning:
 
 
 def together(values: Values, name: str, value: Any) -> Values:  # Any: a number, a name or a flag
-    """The values with one more on top.
+    """Return the values with one more on top.
 
     A step that is captured as a whole needs no CUDA graphs of the compiler inside it, so its model is compiled without them.
     """
@@ -188,14 +188,14 @@ def together(values: Values, name: str, value: Any) -> Values:  # Any: a number,
 
 
 def senseless(values: Values) -> str:
-    """Why a combination of values is not worth a trial; empty when it is."""
+    """Return why a combination of values is not worth a trial; empty when it is."""
     if values.get("step_graph") and values.get("compile") == "cuda graph":
         return "the whole step is one CUDA graph already, and the compiler's own graphs cannot be inside it"
     return ""
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest relative difference of losses of the same updates; infinite when one of them is not a number."""
+    """Return the largest relative difference of losses of the same updates; infinite when one of them is not a number."""
     worst = 0.0
     for a, b in zip(one, other, strict=False):
         apart = abs(a - b) / max(abs(a), 1e-6)
@@ -204,7 +204,7 @@ def difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def knobs(machine: Machine, base: Outcome) -> list[Knob]:
-    """The knobs that make sense on this machine for this script, the most promising first."""
+    """Return the knobs that make sense on this machine for this script, the most promising first."""
     same = SAME if base.precision == "no" else ROUNDED
     workers = tuple(n for n in (1, 2, 4, 8) if n <= machine.cores)
     some = []
@@ -241,7 +241,7 @@ def check_names(only: Sequence[str]) -> None:
 
 
 def chosen(some: Sequence[Knob], only: Sequence[str]) -> list[Knob]:
-    """The knobs of these names, in the order they are given; all when none is.
+    """Return the knobs of these names, in the order they are given; all when none is.
 
     Raises: ConfigError for a name that is no knob here.
     """
@@ -259,7 +259,7 @@ def _batches(own: int) -> tuple[int, ...]:
 
 
 def config_of(values: Values, base: Config, blocks: tuple[str, ...]) -> Config:
-    """The settings that hold a choice of values, as far as there are settings for them."""
+    """Return the settings that hold a choice of values, as far as there are settings for them."""
     config = base
     if "mixed_precision" in values:
         config = replace(config, mixed_precision=values["mixed_precision"])
@@ -291,7 +291,7 @@ def advice(values: Values, tried: Sequence[Knob]) -> list[str]:
 
 
 def batch_advice(trials: Sequence[Trial]) -> list[str]:
-    """The largest batch size that ran, and the one with the most samples a second."""
+    """Return the largest batch size that ran, and the one with the most samples a second."""
     tried = [trial for trial in trials if "batch_size" in trial.values and not trial.outcome.error]
     if not tried:
         return []
@@ -305,7 +305,7 @@ def batch_advice(trials: Sequence[Trial]) -> list[str]:
 
 
 def seconds(text: str) -> float:
-    """A duration from "90", "90s", "10m" or "1.5h".
+    """Return a duration from "90", "90s", "10m" or "1.5h".
 
     Raises: ConfigError for anything else.
     """
@@ -325,13 +325,13 @@ _WHERE: Final = " Stack trace:"
 
 
 def happened(error: BaseException) -> str:
-    """The kind of an exception, and the first line of its message."""
+    """Return the kind of an exception, and the first line of its message."""
     lines = str(error).strip().splitlines()
     return _short(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
 
 def in_output(stderr: str, code: int) -> str:
-    """Why a process ended with `code`: what its last traceback raised, else its last line, else the code."""
+    """Return why a process ended with `code`: what its last traceback raised, else its last line, else the code."""
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
@@ -345,13 +345,13 @@ def in_output(stderr: str, code: int) -> str:
 
 
 def _unqualified(line: str) -> str:
-    """The line with the class alone, as `happened` names it."""
+    """Return the line with the class alone, as `happened` names it."""
     kind, colon, message = line.partition(":")
     return f"{kind.rpartition('.')[2]}{colon}{message}"
 
 
 def _short(text: str) -> str:
-    """The text as far as it says what happened, in sentences or words that fit a table."""
+    """Return the text as far as it says what happened, in sentences or words that fit a table."""
     text = text.partition(_WHERE)[0].strip()
     if len(text) <= _LONGEST:
         return text

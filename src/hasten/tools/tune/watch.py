@@ -71,7 +71,7 @@ class StepWatch(TorchDispatchMode):
             yield
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, a view of one, or one that was cast."""
+        """Return whether a tensor is a parameter, a view of one, or one that was cast."""
         key = id(tensor.untyped_storage())
         return key in self._parameters or (key in self._known and self._known[key][1] == "copies")
 
@@ -157,7 +157,7 @@ class StepWatch(TorchDispatchMode):
 
 
 def _flat(values: Any) -> list[Tensor]:  # Any: arguments or results of an operator
-    """The tensors among values and lists of values: all that operators have, and found faster than in a tree."""
+    """Return the tensors among values and lists of values: all that operators have, and found faster than in a tree."""
     if isinstance(values, Tensor):
         return [values]
     if not isinstance(values, (list, tuple)):

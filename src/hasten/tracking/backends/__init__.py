@@ -1,0 +1,1 @@
+"""One file for each tracking service, each a Tracker."""

@@ -103,7 +103,7 @@ def _safe(value: Scalar | None) -> Scalar | None:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The curve in a metrics file (or in the run folder holding it): one dict per `log`, with "step" and "time".
+    """Return the curve in a metrics file (or in the run folder holding it): one dict per `log`, with "step" and "time".
 
     Steps that were repeated after a resume appear once, with their later values.
     """

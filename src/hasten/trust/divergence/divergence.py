@@ -124,7 +124,7 @@ class Divergence:
         return self.cause == "statistics"
 
     def message(self, then: str) -> str:
-        """The report in words; `then` says what happens now."""
+        """Return the report in words; `then` says what happens now."""
         first, rest = self.differences[0], self.differences[1:]
         others = sorted({rank for group in first.groups for rank in group} - set(first.odd))
         reason, cure = _CAUSES[self.cause]
@@ -190,7 +190,7 @@ def _minority(group: tuple[int, ...], by_rank: Mapping[int, Record]) -> list[int
 
 
 def _cause(found: Sequence[Difference], mesh: MeshSpec, agreed_at: int | None) -> tuple[Cause, str]:
-    """The likeliest cause, and the kind of thing that shows it."""
+    """Return the likeliest cause, and the kind of thing that shows it."""
     kinds = {one.kind for one in found}
     along_tp = {one.kind for one in found if _along_tp(one, mesh)}
     if "updates" in kinds and kinds & {"parameter", "state"}:
@@ -214,6 +214,6 @@ def _cause(found: Sequence[Difference], mesh: MeshSpec, agreed_at: int | None) -
 
 
 def _along_tp(difference: Difference, mesh: MeshSpec) -> bool:
-    """Whether ranks of one tensor-parallel group differ."""
+    """Return whether ranks of one tensor-parallel group differ."""
     odd = set(difference.odd)
     return any(0 < len(odd.intersection(group)) < len(group) for group in mesh.groups(Axis.TP))

@@ -60,7 +60,7 @@ class Fingerprints:
 
     @torch.no_grad()
     def of(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """The fingerprint of each tensor, as int64 on `device`. Tensors may lie on different devices."""
+        """Return the fingerprint of each tensor, as int64 on `device`. Tensors may lie on different devices."""
         result = torch.zeros(len(tensors), dtype=torch.int64, device=device)
         kinds: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
         for index, tensor in enumerate(tensors):
@@ -83,7 +83,7 @@ class Fingerprints:
         return result
 
     def _batch(self, pieces: list[Tensor]) -> Tensor:
-        """The fingerprint of each piece."""
+        """Return the fingerprint of each piece."""
         device = pieces[0].device
         layout = self._layout(device, pieces[0].dtype, tuple(piece.numel() for piece in pieces))
         padded = [part for both in zip(pieces, layout.padding, strict=True) for part in both if part is not None]
@@ -109,7 +109,7 @@ class Fingerprints:
         return self._layouts[key]
 
     def _place(self, places: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-        """The tensor that each piece belongs to, and an odd number for the piece's number."""
+        """Return the tensor that each piece belongs to, and an odd number for the piece's number."""
         key = device, places
         if key not in self._places:
             if len(self._places) >= _KEPT:
@@ -127,7 +127,7 @@ class Fingerprints:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The tensor's memory as a flat tensor of a dtype whose elements can be joined."""
+    """Return the tensor's memory as a flat tensor of a dtype whose elements can be joined."""
     dtype = tensor.dtype
     if dtype.is_complex:
         tensor = torch.view_as_real(tensor.resolve_conj())
@@ -198,7 +198,7 @@ class Ballot:
         self._note(number, self._rank, np.array(sums, dtype=np.uint64).tobytes().hex())
 
     def verdict(self, number: int) -> bool | None:
-        """Whether all ranks that must agree have posted the same; None while rank 0 does not know."""
+        """Return whether all ranks that must agree have posted the same; None while rank 0 does not know."""
         if self._first_peer is None:
             found = self._peek(number, ["verdict"])
             return None if found is None else found[0] == _AGREED
@@ -241,7 +241,7 @@ class Ballot:
         self._store.set(self._key(number, what), f"{number}:{text}")
 
     def _peek(self, number: int, what: Iterable[int | str]) -> list[str] | None:
-        """All these notes of a check, or None while one is missing; never waits."""
+        """Return all these notes of a check, or None while one is missing; never waits."""
         keys = [self._key(number, one) for one in what]
         if not self._store.check(keys):
             return None

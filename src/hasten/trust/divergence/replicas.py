@@ -83,7 +83,7 @@ class Replicas:
     """Whether ranks share random numbers, so that generators are among the evidence."""
 
     def entries(self) -> list[Held]:
-        """Everything that must be equal, in an order that is the same on all ranks."""
+        """Return everything that must be equal, in an order that is the same on all ranks."""
         if not self.forgiven:
             return list(self._all())
         return [held for held in self._all() if (held[0].kind, held[0].name) not in self.forgiven]
@@ -162,7 +162,7 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def axes_of(tensor: Tensor) -> frozenset[Axis]:
-    """The axes along which all ranks hold the same part of the tensor: all, unless it is divided."""
+    """Return the axes along which all ranks hold the same part of the tensor: all, unless it is divided."""
     if type(tensor) in _PLAIN and not vars(tensor):
         return COMPARED
     axes = set(COMPARED)
@@ -182,7 +182,7 @@ def axes_of(tensor: Tensor) -> frozenset[Axis]:
 
 
 def _tensor(kind: Kind, name: str, axes: frozenset[Axis], tensor: Tensor, statistics: bool = False) -> Iterator[Held]:
-    """The entries of a tensor: itself, or what it is made of; nothing for one without memory."""
+    """Yield the entries of a tensor: itself, or what it is made of; nothing for one without memory."""
     plain: Any = tensor  # Any: subclasses of several packages
     if type(tensor) not in _PLAIN:
         plain = tensor.detach()
@@ -221,7 +221,7 @@ def _buffers(model: nn.Module, copied: Iterable[int]) -> Iterator[tuple[str, Ten
 
 
 def _divides_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps a part of its state on each rank: torch's ZeroRedundancyOptimizer."""
+    """Return whether the optimizer keeps a part of its state on each rank: torch's ZeroRedundancyOptimizer."""
     return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
 
 

@@ -35,7 +35,7 @@ class LastCalls:
         model.register_forward_pre_hook(self._remember, with_kwargs=True)
 
     def all(self) -> list[Call]:
-        """The calls since `clear`, in the order of their models' first ones."""
+        """Return the calls since `clear`, in the order of their models' first ones."""
         return list(self._calls.values())
 
     def clear(self) -> None:
@@ -49,7 +49,7 @@ class LastCalls:
 
 
 def first_bad_module(call: Call, module: nn.Module) -> str:
-    """The first module inside `module` whose output is not finite when the call is repeated, in words.
+    """Return the first module inside `module` whose output is not finite when the call is repeated, in words.
 
     Weights, buffers and random states are as before afterwards.
     """
@@ -79,7 +79,7 @@ def first_bad_module(call: Call, module: nn.Module) -> str:
 
 
 def all_finite(tensors: Any) -> bool:  # Any: an iterable of tensors
-    """Whether every number of the tensors is finite."""
+    """Return whether every number of the tensors is finite."""
     return all(bool(torch.isfinite(one).all()) for one in tensors if one.is_floating_point() or one.is_complex())
 
 

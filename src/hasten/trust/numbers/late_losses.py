@@ -59,12 +59,12 @@ class LateLosses(Generic[Origin]):
         return len(self.held) >= _HELD or time.monotonic() - self._copied_at >= _SECONDS
 
     def take(self) -> Update[Origin]:
-        """The losses held, as those of one update; none are held afterwards."""
+        """Return the losses held, as those of one update; none are held afterwards."""
         held, self.held = self.held, []
         return Update(losses=[(loss, weight, origin) for loss, weight, origin, _ in held])
 
     def rest(self) -> list[Update[Origin]]:
-        """Everything that has not been read yet; waits for it."""
+        """Return everything that has not been read yet; waits for it."""
         return [*self.copy(ready_only=False), *self._arrived()]
 
     def copy(self, ready_only: bool = True) -> list[Update[Origin]]:
@@ -118,7 +118,7 @@ def _by_update(held: Sequence[tuple[Tensor, float | Tensor | None, Origin, int]]
 
 
 def read(update: Update[Origin]) -> list[float]:
-    """The losses as numbers, now."""
+    """Return the losses as numbers, now."""
     if len(update.losses) == 1 and update.losses[0][1] is None and update.losses[0][0].ndim == 0:
         return [update.losses[0][0].item()]
     values: list[float] = _joined([(loss, weight) for loss, weight, _ in update.losses]).tolist()
@@ -144,7 +144,7 @@ def _joined(losses: Sequence[tuple[Tensor, float | Tensor | None]]) -> Tensor:
 
 
 def _number(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements, without a kernel where it is one."""
+    """Return the sum of a tensor's elements, without a kernel where it is one."""
     if tensor.ndim == 0:
         return tensor
     return tensor.reshape(()) if tensor.numel() == 1 else tensor.sum()

@@ -53,7 +53,7 @@ class Rollback:
         self._led: tuple[LoaderCursor, ...] = ()
 
     def refusal(self, knows_batches: bool) -> str:
-        """Why the run cannot go back; empty when it can. Ranks: every rank."""
+        """Return why the run cannot go back; empty when it can. Ranks: every rank."""
         if not knows_batches:
             return (
                 "numbers=rollback needs to know the batches, and these did not come from a prepared loader; prepare() the loader, "
@@ -229,7 +229,7 @@ class NumbersWatch:
             self._losses.held = held
 
     def _batches(self) -> Batches:
-        """The batches in the user's hands."""
+        """Return the batches in the user's hands."""
         found: Batches = []
         for cursor in self._clock.cursors.active():
             for one in self._prepared.loaders:
@@ -239,7 +239,7 @@ class NumbersWatch:
         return found
 
     def before_update(self, optimizer: Holder) -> bool:
-        """Whether the update must be skipped. Ranks: every rank.
+        """Return whether the update must be skipped. Ranks: every rank.
 
         Raises: NumbersError on every rank when a number of any rank is not finite and the setting says stop, or the run cannot go back.
         """
@@ -303,7 +303,7 @@ class NumbersWatch:
         return not optimizer.scaled
 
     def _worst(self, level: int) -> int:
-        """The highest level of any rank."""
+        """Return the highest level of any rank."""
         world = self._ctx.world
         return (
             level if world.size == 1 else int(world.all_reduce(torch.tensor([level], dtype=torch.int32), "max").item())
@@ -373,7 +373,7 @@ class NumbersWatch:
         return ""
 
     def _describe(self, seen: Update[Batches]) -> Finding:
-        """The batches of this update, so that they can be fetched again."""
+        """Return the batches of this update, so that they can be fetched again."""
         values = seen.values
         lines: list[str] = []
         samples: list[int] = []
@@ -411,7 +411,7 @@ def _error(step: int, findings: Mapping[int, Finding], now: str) -> NumbersError
 
 @torch.no_grad()
 def _finite_gradients(parameters: Sequence[Tensor]) -> bool:
-    """Whether this rank's parts of the gradients are finite; one look at the host for all of them."""
+    """Return whether this rank's parts of the gradients are finite; one look at the host for all of them."""
     parts: list[Tensor] = []
     for parameter in parameters:
         if (grad := parameter.grad) is not None:

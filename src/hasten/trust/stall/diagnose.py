@@ -39,7 +39,7 @@ class Diagnosis:
 
 
 def diagnose(world: Sequence[Seen], io_patience_s: float = 60.0, lost_hosts: Collection[str] = ()) -> Diagnosis | None:
-    """The cause of a wait; None while nobody waits, or all who are waited for may take their time.
+    """Return the cause of a wait; None while nobody waits, or all who are waited for may take their time.
 
     `lost_hosts` are those that do not answer the launcher either.
     """
@@ -233,7 +233,7 @@ def _elsewhere(waiting: tuple[int, ...], moving: Sequence[State]) -> Diagnosis |
 
 
 def _all_wait(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Diagnosis:
-    """Every rank waits: for each other in different calls, or all in the same one."""
+    """Return every rank waits: for each other in different calls, or all in the same one."""
     places: dict[tuple[str, str], list[int]] = {}
     even = not any(ahead.values())  # then the same call from different lines is one collective
     for rank, state in states.items():
@@ -294,7 +294,7 @@ def _tensor(state: State) -> str:
 
 
 def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
-    """Whether ranks in different calls can go on."""
+    """Return whether ranks in different calls can go on."""
     if any(
         not ahead[rank] and (state.kind == "device" or (state.kind in _TRAINING and _is_behind(state, states)))
         for rank, state in states.items()
@@ -304,7 +304,7 @@ def _ends(states: Mapping[int, State], ahead: Mapping[int, set[str]]) -> Ends:
 
 
 def _is_behind(state: State, states: Mapping[int, State]) -> bool:
-    """Whether another rank has begun a collective of a common group that this one has not."""
+    """Return whether another rank has begun a collective of a common group that this one has not."""
     return any(
         other.counts.get(group, 0) > count
         for other in states.values()

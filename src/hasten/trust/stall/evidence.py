@@ -21,7 +21,7 @@ _POSTS: Final = 2
 
 
 def pause_s(tick_s: float, quiet_s: float) -> float:
-    """Seconds between two posts of a rank that has waited for `quiet_s`: ever longer, the longer the wait."""
+    """Return seconds between two posts of a rank that has waited for `quiet_s`: ever longer, the longer the wait."""
     return min(max(tick_s, 0.1 * quiet_s), 10.0)
 
 
@@ -54,7 +54,7 @@ class Evidence:
         self._key, self._marks = (), {}
 
     def fresh(self, states: Mapping[int, State], now: float) -> dict[int, State]:
-        """The states whose ranks still post."""
+        """Return the states whose ranks still post."""
         found: dict[int, State] = {}
         for rank, state in states.items():
             if self._posts.get(rank, (-1, 0.0))[0] != state.turn:

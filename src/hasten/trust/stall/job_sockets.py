@@ -41,7 +41,7 @@ class Address:
 
     @classmethod
     def parse(cls, name: str) -> Address | None:
-        """The address in a file's name; None for other files."""
+        """Return the address in a file's name; None for other files."""
         parts = name.removesuffix(_SUFFIX).split(".")
         if not name.endswith(_SUFFIX) or len(parts) != 4 or not all(part.isdecimal() for part in parts):
             return None
@@ -49,7 +49,7 @@ class Address:
 
 
 def private_folder(folder: Path) -> Path:
-    """The folder, made if it is missing, which nobody but this user may enter.
+    """Return the folder, made if it is missing, which nobody but this user may enter.
 
     Raises: CommError if somebody else owns it, or others may enter it.
     """
@@ -64,7 +64,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def peer_is_owner(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user, as the kernel says."""
+    """Return whether the process at the other end runs as this user, as the kernel says."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:  # other systems: the folder's mode keeps others out
         return True
@@ -73,7 +73,7 @@ def peer_is_owner(connection: socket.socket) -> bool:
 
 
 def listening(folder: Path) -> Iterator[tuple[Address, Path]]:
-    """The sockets of ranks that are alive, in order; those that killed processes left behind are removed."""
+    """Yield the sockets of ranks that are alive, in order; those that killed processes left behind are removed."""
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         address = Address.parse(path.name)
         if address is None:
@@ -108,7 +108,7 @@ def knock(path: Path) -> None:
 
 
 def receive_line(connection: socket.socket) -> bytes:
-    """The bytes up to a line's end, or to the end of the connection."""
+    """Return the bytes up to a line's end, or to the end of the connection."""
     received = b""
     while not received.endswith(b"\n") and len(received) < _LARGEST:
         part = connection.recv(1 << 16)

@@ -45,7 +45,7 @@ def namespace() -> str:
 
 
 def status_of(pid: int, started: int) -> Status:
-    """Whether the process runs ("here"), is stopped or gone; "here" wherever the kernel does not tell."""
+    """Return whether the process runs ("here"), is stopped or gone; "here" wherever the kernel does not tell."""
     if not Path("/proc/self/stat").exists():
         return "here"
     fields = _fields(pid)
@@ -72,7 +72,7 @@ def major_faults() -> int:
 
 
 def thread_state(thread: int, faults_per_s: float) -> Thread:
-    """The state of one of this process's threads in the kernel; "asleep" where the kernel does not tell."""
+    """Return the state of one of this process's threads in the kernel; "asleep" where the kernel does not tell."""
     fields = _fields(f"self/task/{thread}")
     if not fields:
         return "asleep"
@@ -152,7 +152,7 @@ class Observer:
     """Page faults at the last look; None at the first one, so that a rank that does not wait counts none."""
 
     def note(self, ended: str = "", failed: bool = False) -> Note:
-        """Where this process runs, and how it ended."""
+        """Return where this process runs, and how it ended."""
         return Note(
             self.rank,
             socket.gethostname(),
@@ -174,7 +174,7 @@ class Observer:
         return f"{error_words(error)}; its process is alive because of {_others_alive()}"
 
     def counts(self) -> dict[str, int]:
-        """How many collectives every group of this process has begun, torch's own included."""
+        """Return how many collectives every group of this process has begun, torch's own included."""
         barriers = {f"barrier/{name}": turn for name, turn in self.trail.turns.copy().items()}
         return barriers | begun_collectives(self.device_type)
 
@@ -233,7 +233,7 @@ class Observer:
 
 
 def error_words(error: BaseException) -> str:
-    """The exception in a line, with the last line of the user's code that it passed through."""
+    """Return the exception in a line, with the last line of the user's code that it passed through."""
     trace, where = error.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -244,7 +244,7 @@ def error_words(error: BaseException) -> str:
 
 
 def _others_alive() -> str:
-    """The threads for which the interpreter waits at its end, by name."""
+    """Return the threads for which the interpreter waits at its end, by name."""
     names = [
         thread.name
         for thread in threading.enumerate()

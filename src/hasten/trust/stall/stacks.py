@@ -112,7 +112,7 @@ class Place:
 
 
 def calls_of(thread_id: int) -> list[Call]:
-    """The calls of a thread, innermost first; empty if it has ended."""
+    """Return the calls of a thread, innermost first; empty if it has ended."""
     frame = sys._current_frames().get(thread_id)
     found: list[Call] = []
     while frame is not None and len(found) < _DEEPEST:
@@ -138,7 +138,7 @@ def handed_over(thread_id: int) -> Handed | None:
 
 
 def root_of(calls: Sequence[Call]) -> str:
-    """The outermost of these calls; empty if there is none."""
+    """Return the outermost of these calls; empty if there is none."""
     return f"{calls[-1].file} {calls[-1].function}" if calls else ""
 
 
@@ -189,7 +189,7 @@ def _imports(calls: Sequence[Call]) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is not the user's own: of Python, of torch, of hasten or an installed package."""
+    """Return whether a file is not the user's own: of Python, of torch, of hasten or an installed package."""
     return file.startswith(_FOREIGN) or "/site-packages/" in file or "/dist-packages/" in file
 
 
@@ -207,13 +207,13 @@ def short(file: str) -> str:
 
 
 def source_line(file: str, line: int) -> str:
-    """The text of a line of source without its comment; empty if the file cannot be read."""
+    """Return the text of a line of source without its comment; empty if the file cannot be read."""
     text = linecache.getline(file, line).partition("  # ")[0].strip()
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def text_of(calls: Sequence[Call]) -> list[str]:
-    """The stack in lines, outermost first as in a traceback, from the first call of the user's code on."""
+    """Return the stack in lines, outermost first as in a traceback, from the first call of the user's code on."""
     lines = list(reversed(calls))
     first = next((i for i, call in enumerate(lines) if not is_library(call.file)), 0)
     return [f"{short(call.file)}:{call.line} in {call.function}" for call in lines[first:]]

@@ -47,7 +47,7 @@ class Bulletin:
             self._connected().delete_key(f"{self._prefix}/state/{self._rank}")
 
     def notes(self, ranks: Sequence[int]) -> dict[int, Note]:
-        """Where ranks run and how they ended."""
+        """Return where ranks run and how they ended."""
         return {rank: msgspec.json.decode(data, type=Note) for rank, data in self._read("note", ranks).items()}
 
     def states(self, ranks: Sequence[int]) -> dict[int, State]:
@@ -71,7 +71,7 @@ class Bulletin:
         self._connected().set(f"{self._prefix}/verdict", words)
 
     def verdict(self) -> str:
-        """Why the job ends; empty while it does not."""
+        """Return why the job ends; empty while it does not."""
         return self._get("verdict")
 
     def _get(self, key: str) -> str:

@@ -79,7 +79,7 @@ def count_sent(ctx: ProcessContext) -> Iterator[SentBytes]:
 
 
 def axis_of(mesh: MeshSpec, rank: int, ranks: tuple[int, ...], operator: str) -> str:
-    """The axis, or axes joined by `+`, along which `ranks` differ.
+    """Return the axis, or axes joined by `+`, along which `ranks` differ.
 
     Some axes may have the same ranks: experts are exchanged all to all among ranks that data parallelism has too, and the
     shards of parameters lie on the ranks of one sequence. There the operator decides.
@@ -98,13 +98,13 @@ def axis_of(mesh: MeshSpec, rank: int, ranks: tuple[int, ...], operator: str) ->
 
 
 def _named_group(args: tuple[Any, ...]) -> dist.ProcessGroup | None:
-    """The group of a functional collective: its name is the last of its arguments."""
+    """Return the group of a functional collective: its name is the last of its arguments."""
     name: Any = args[-1] if args and isinstance(args[-1], str) else None
     return None if name is None else _resolve_process_group(name)
 
 
 def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
-    """Bytes sent by a collective on given tensors; None for one that is not known here."""
+    """Return bytes sent by a collective on given tensors; None for one that is not known here."""
     match name:
         case "allreduce_" | "allreduce_coalesced_":
             return all_reduced(_bytes(args[0]), ranks)
@@ -122,7 +122,7 @@ def _called(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
 
 
 def _functional(name: str, args: tuple[Any, ...], ranks: int) -> float | None:
-    """Bytes sent by a collective that returns new tensors; None for one that is not known here."""
+    """Return bytes sent by a collective that returns new tensors; None for one that is not known here."""
     match name:
         case "all_reduce" | "all_reduce_" | "all_reduce_coalesced":
             return all_reduced(_bytes(args[0]), ranks)

@@ -233,7 +233,7 @@ class Watchdog:
         return note.rank != self._observer.rank and not note.ended and _is_local(note)
 
     def _takes_the_word(self, now: float) -> bool:
-        """Whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
+        """Return whether this rank speaks: rank 0, or the next that waits if those before it say nothing, or no more."""
         if not self._speaks:
             delay_s = 0.25 * self._look_s * min(self._observer.rank, _FAR)
             heard = self._bulletin.speaker()
@@ -249,7 +249,7 @@ class Watchdog:
         return self._speaks
 
     def _pause(self, now: float) -> float:
-        """Seconds between two looks."""
+        """Return seconds between two looks."""
         return pause_s(self._tick, now - self._quiet_since)
 
     def _judge(self, world: list[Seen], lost: frozenset[str]) -> None:
@@ -280,7 +280,7 @@ class Watchdog:
             self._end(found.sentence, 1.0, [seen.note for seen in world if seen.note and _is_local(seen.note)])
 
     def _limit_s(self, found: Diagnosis) -> float:
-        """Seconds of waiting after which the job is ended."""
+        """Return seconds of waiting after which the job is ended."""
         if found.cause == "stopped":  # whoever stopped the rank can let it go on
             return self.patience_s if self._settings.after_s is None else _LONGER * self.after_s
         return {"never": 0.0, "hardly": self.after_s, "perhaps": self.patience_s}[found.ends]
@@ -328,13 +328,13 @@ def _leave_word(ref: weakref.ref[Watchdog | Reception], pid: int) -> None:
 
 
 def _is_leaving(seen: Seen) -> bool:
-    """Whether the rank has said that it ends, and its process is still here."""
+    """Return whether the rank has said that it ends, and its process is still here."""
     note = seen.note
     return note is not None and _is_local(note) and processes.status_of(note.pid, note.started) == "here"
 
 
 def _is_local(note: Note) -> bool:
-    """Whether the note's pid means something in this process: the same machine, and the same container."""
+    """Return whether the note's pid means something in this process: the same machine, and the same container."""
     return note.host == socket.gethostname() and note.namespace == processes.namespace()
 
 

@@ -76,5 +76,5 @@ def _state_words(state: State) -> str:
 
 
 def _rounded(seconds: float) -> int:
-    """Whole seconds; ranks that began to wait together fall into the same line."""
+    """Return whole seconds; ranks that began to wait together fall into the same line."""
     return max(1, round(seconds))

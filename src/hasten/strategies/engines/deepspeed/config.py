@@ -129,7 +129,7 @@ class _Filling:
     notes: list[str] = field(default_factory=list)
 
     def section(self, name: str) -> dict[str, Any]:
-        """The section, created when it is missing."""
+        """Return the section, created when it is missing."""
         made: dict[str, Any] = self.config.setdefault(name, {})
         if not isinstance(made, dict):
             raise ConfigError(
@@ -173,14 +173,14 @@ def read_config(given: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which two sections that are one mapping become two, as in a file: each is filled in by itself."""
+    """Return a copy in which two sections that are one mapping become two, as in a file: each is filled in by itself."""
     if isinstance(value, Mapping):
         return {key: _unshared(inner) for key, inner in value.items()}
     return [_unshared(inner) for inner in value] if isinstance(value, list) else value
 
 
 def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
-    """The configuration of one engine.
+    """Return the configuration of one engine.
 
     Raises: ConfigError where DeepSpeed's file and the run contradict each other, or "auto" has no value.
     """
@@ -199,12 +199,12 @@ def translate(plugin: DeepSpeedPlugin, facts: Facts) -> EngineConfig:
 
 
 def stage_of(plugin: DeepSpeedPlugin) -> int:
-    """The ZeRO stage the settings ask for. Raises: ConfigError for one that does not exist."""
+    """Return the ZeRO stage the settings ask for. Raises: ConfigError for one that does not exist."""
     return _zero(_Filling(_given(plugin)), plugin)
 
 
 def building(plugin: DeepSpeedPlugin, mixed_precision: str) -> dict[str, Any]:  # Any: DeepSpeed's own keys and values
-    """The part of the configuration by which ZeRO-3 partitions a model while it is built.
+    """Return the part of the configuration by which ZeRO-3 partitions a model while it is built.
 
     Raises: ConfigError as `translate` does, and for other stages.
     """
@@ -371,7 +371,7 @@ def _batches(filling: _Filling, plugin: DeepSpeedPlugin, facts: Facts) -> None:
 
 
 def _clipping(filling: _Filling, plugin: DeepSpeedPlugin) -> float:
-    """The norm to clip to; the engine's own clipping is off, so that there is one place that clips."""
+    """Return the norm to clip to; the engine's own clipping is off, so that there is one place that clips."""
     value = filling.config.get("gradient_clipping", plugin.gradient_clipping)
     if value == AUTO:
         filling.notes.append("gradient_clipping: off (clip_grad_norm_ in the loop says how much)")

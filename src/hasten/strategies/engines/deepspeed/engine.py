@@ -41,7 +41,7 @@ _ASK_LOCAL_RANK: Final = ("deepspeed.runtime.zero.utils", "deepspeed.runtime.zer
 
 
 def package() -> Any:  # Any: DeepSpeed is untyped
-    """The deepspeed module. Raises: MissingPackageError when it is absent or of another version."""
+    """Return the deepspeed module. Raises: MissingPackageError when it is absent or of another version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own imports
         found = need("deepspeed", VERSIONS, "strategy='deepspeed'")
@@ -99,7 +99,7 @@ def name_sequence_group(group: dist.ProcessGroup, world_size: int) -> None:
 def start(
     model: nn.Module, optimizer: Optimizer, made: EngineConfig, plugin: DeepSpeedPlugin, ctx: ProcessContext
 ) -> tuple[Any, Linear | None]:  # Any: DeepSpeed is untyped
-    """An engine over the model and its optimizer, and the linear function it brought. Ranks: every rank."""
+    """Return an engine over the model and its optimizer, and the linear function it brought. Ranks: every rank."""
     deepspeed = join(ctx)
     _leaves(deepspeed, model, plugin.transformer_moe_cls_names or ())
     given: dict[str, Any] = {"optimizer": optimizer}
@@ -213,7 +213,7 @@ _LEFT_ALONE: Final = frozenset({"__get__", "__set__", "__hash__", "__repr__", "r
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether any parameter of the model was partitioned while it was built."""
+    """Return whether any parameter of the model was partitioned while it was built."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 

@@ -75,13 +75,13 @@ class ParameterFiles:
 
     # -- for checkpoints and optimizers ---------------------------------------------------------------------------
     def shown(self, parameter: Any) -> Tensor:
-        """This rank's part in memory, where the caller may change it; it goes back to the file with `settle`."""
+        """Return this rank's part in memory, where the caller may change it; it goes back to the file with `settle`."""
         self._fetch(parameter)
         self._shown.add(id(parameter))
         return _part_of(parameter)
 
     def copied(self, parameter: Any) -> Tensor:
-        """This rank's part, for the caller to read."""
+        """Return this rank's part, for the caller to read."""
         if id(parameter) in self._held:
             self._fetch(parameter)
             return _part_of(parameter)
@@ -106,7 +106,7 @@ class ParameterFiles:
 
     # -- what DeepSpeed calls -------------------------------------------------------------------------------------
     def swappable_tensor(self, param: Any = None, numel: int | None = None) -> bool:
-        """Whether a part is large enough for a file."""
+        """Return whether a part is large enough for a file."""
         elements = param.ds_tensor.ds_numel if numel is None else numel
         return bool(elements * (self.half or torch.float32).itemsize >= _SMALLEST)
 
@@ -115,7 +115,7 @@ class ParameterFiles:
         return self._take(param, numel)
 
     def available_swap_in_buffers(self) -> int:
-        """How many more parts may be read ahead."""
+        """Return how many more parts may be read ahead."""
         return max(0, self._read_ahead - len(self._held))
 
     def swap_in(self, params: Sequence[Any], async_op: bool = True, swap_in_buffers: object = None) -> None:
@@ -255,7 +255,7 @@ def _padded(size: int) -> int:
 
 
 def _aligned(size: int, pinned: bool) -> Tensor:
-    """Bytes in memory that begin at a multiple of the blocks' size."""
+    """Return bytes in memory that begin at a multiple of the blocks' size."""
     raw = torch.empty(size + _BLOCK, dtype=torch.uint8, pin_memory=pinned)
     room = raw.narrow(0, -raw.data_ptr() % _BLOCK, size)
     room[-_BLOCK:] = 0  # what lies behind the part goes to the drive too

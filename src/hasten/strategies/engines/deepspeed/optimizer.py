@@ -198,7 +198,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
             kept[key] = _local_norm(grads, 2.0) if number == 0 else torch.zeros(())
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
+        """Return the norm of the gradients over all ranks, without the loss scale. Ranks: every rank."""
         if not self.num_passes:
             return torch.zeros((), device=self.engine.device)
         largest = norm_type == float("inf")
@@ -263,7 +263,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return {id(shard.parameter): shard for shard in shards_of(self.engine, self.stage)}
 
     def _numbered(self) -> dict[int, Shard]:
-        """The shards by the number of their parameter in the groups."""
+        """Return the shards by the number of their parameter in the groups."""
         known = self._shards()
         params = [p for group in self.param_groups for p in group["params"]]
         return {number: known[id(p)] for number, p in enumerate(params) if id(p) in known}
@@ -280,7 +280,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         yield False
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        """Return the state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
         inner = self.engine.basic_optimizer.state
         state: dict[int, dict[str, Any]] = {}
         for number, shard in self._numbered().items():
@@ -370,7 +370,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
                 shard.part(shard.flat.detach()).copy_(self._weights(shard))
 
     def _weights(self, shard: Shard) -> Tensor:
-        """The part of the model's own weights that the shard updates."""
+        """Return the part of the model's own weights that the shard updates."""
         if self.stage == 3:
             return own_weights(shard.parameter)
         return shard.parameter.detach().reshape(-1).narrow(0, shard.offset, shard.size)

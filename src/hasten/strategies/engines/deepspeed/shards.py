@@ -39,16 +39,16 @@ class Shard:
     """`flat` is a float32 copy of weights the model holds in half precision."""
 
     def part(self, tensor: Tensor) -> Tensor:
-        """This parameter's part of a tensor that is laid out like `flat`."""
+        """Return this parameter's part of a tensor that is laid out like `flat`."""
         return tensor if self.whole else tensor.narrow(0, self.start, self.size)
 
     def stored(self, tensor: Tensor) -> Tensor | Slice:
-        """The part as checkpoints see it."""
+        """Return the part as checkpoints see it."""
         data = self.part(tensor.detach())
         return data if self.whole else Slice(data, (self.total,), (self.offset,), owned=self.size > 0)
 
     def cut(self, value: Any) -> Any:  # Any: state is nested freely
-        """This rank's part of a whole tensor of the parameter; other values as they are."""
+        """Return this rank's part of a whole tensor of the parameter; other values as they are."""
         if self.whole or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() != self.total:
             return value
         data = value.detach().reshape(-1).narrow(0, self.offset, self.size)
@@ -62,7 +62,7 @@ class Shard:
 
 
 def shards_of(engine: Any, stage: int) -> Iterator[Shard]:
-    """A shard for each trainable parameter."""
+    """Yield a shard for each trainable parameter."""
     optimizer = engine.optimizer
     if stage == 3:
         yield from _partitioned(optimizer)
@@ -105,14 +105,14 @@ def _partitioned(optimizer: Any) -> Iterator[Shard]:
 
 
 def own_range(parameter: Any) -> tuple[int, int]:
-    """Where this rank's part of a ZeRO-3 parameter begins, and its size without padding."""
+    """Return where this rank's part of a ZeRO-3 parameter begins, and its size without padding."""
     share = parameter.partition_numel()
     offset = min(share * torch.distributed.get_rank(parameter.ds_process_group), parameter.ds_numel)
     return offset, min(share, parameter.ds_numel - offset)
 
 
 def weight_slice(parameter: Any) -> Slice:
-    """This rank's part of a ZeRO-3 parameter's weights, as checkpoints see it and write into it."""
+    """Return this rank's part of a ZeRO-3 parameter's weights, as checkpoints see it and write into it."""
     offset, size = own_range(parameter)
     files = _files_of(parameter)
     part: Tensor = parameter.ds_tensor if files is None else files.shown(parameter)
@@ -120,19 +120,19 @@ def weight_slice(parameter: Any) -> Slice:
 
 
 def own_weights(parameter: Any) -> Tensor:
-    """This rank's part of a ZeRO-3 parameter's weights, without padding, to be read."""
+    """Return this rank's part of a ZeRO-3 parameter's weights, without padding, to be read."""
     files = _files_of(parameter)
     part: Tensor = parameter.ds_tensor if files is None else files.copied(parameter)
     return part.detach().narrow(0, 0, own_range(parameter)[1])
 
 
 def _files_of(parameter: Any) -> Any:
-    """The `ParameterFiles` that keep a parameter; None where its part stays in memory."""
+    """Return the `ParameterFiles` that keep a parameter; None where its part stays in memory."""
     return parameter.nvme_swapper if parameter.ds_tensor.final_location == "nvme" else None
 
 
 def gradients_of(engine: Any, stage: int) -> list[Tensor]:
-    """The gradients this rank will use in the next step; below stage 1 they are the same on every rank."""
+    """Return the gradients this rank will use in the next step; below stage 1 they are the same on every rank."""
     optimizer = engine.optimizer
     if stage == 0:
         return [p.grad for p in engine.module.parameters() if p.grad is not None]

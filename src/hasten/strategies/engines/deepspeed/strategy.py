@@ -160,7 +160,7 @@ class DeepSpeedStrategy:
             one.model.register_forward_hook(one.linear.leave, always_call=True)
 
     def _scheduler(self, scheduler: Any) -> Any:  # Any: schedulers share no base class
-        """The scheduler, writing to the groups of the engine's optimizer."""
+        """Return the scheduler, writing to the groups of the engine's optimizer."""
         found = self._moved.get(id(getattr(scheduler, "optimizer", None)))
         if found is None:
             return scheduler
@@ -220,7 +220,7 @@ class DeepSpeedStrategy:
         return loss.detach()
 
     def _scale(self) -> float:
-        """The loss scale of the engines this loss may come from."""
+        """Return the loss scale of the engines this loss may come from."""
         scales = {one.optimizer.loss_scale for one in self.engines if one.ran} or {
             one.optimizer.loss_scale for one in self.engines
         }
@@ -239,7 +239,7 @@ class DeepSpeedStrategy:
         self._clipped(parameters, "clip_grad_value_").clamp(limit)
 
     def _clipped(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
-        """The optimizer of the one engine that has these parameters, and no others."""
+        """Return the optimizer of the one engine that has these parameters, and no others."""
         wanted = {id(parameter) for parameter in parameters}
         chosen = [one for one in self.engines if wanted & _held(one)]
         held = {number for one in chosen for number in _held(one)}
@@ -362,7 +362,7 @@ def _held(one: Engine) -> set[int]:
 
 
 def _owners(models: list[Item], optimizers: list[Item]) -> dict[int, Item]:
-    """The optimizer of each model, by the identity of the model's item.
+    """Return the optimizer of each model, by the identity of the model's item.
 
     Raises: PrepareError where they are not one and one.
     """

@@ -51,7 +51,7 @@ class CoreAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """The output (tokens, batch, heads x width) for queries of shape (tokens, batch, heads, width).
+        """Return the output (tokens, batch, heads x width) for queries of shape (tokens, batch, heads, width).
 
         `attention_mask` is true where a key must not be seen; without one, keys of later tokens are not.
         """
@@ -91,7 +91,7 @@ class CoreAttention(nn.Module):
 
 
 def in_order(joined: Tensor, layout: SequenceLayout, dim: int) -> Tensor:
-    """The parts of all ranks, joined along `dim`, in the order of the sequence."""
+    """Return the parts of all ranks, joined along `dim`, in the order of the sequence."""
     chunks = joined.chunk(layout.num_chunks, dim)
     return torch.cat([chunks[place] for place in layout.order()], dim)
 
@@ -128,7 +128,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def gathered(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """The values (batch, tokens, ...) of the whole sequence, in its order. Ranks: those that share a sequence."""
+    """Return the values (batch, tokens, ...) of the whole sequence, in its order. Ranks: those that share a sequence."""
     if layout.ranks == 1:
         return x
     made: Tensor = _Gathered.apply(x, layout)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -41,7 +41,7 @@ class Given(dict[str, Tensor]):
 
 
 def given_to(facts: ModelFacts, values: dict[str, Any]) -> Given:  # Any: arguments of the user
-    """The tensors a call was given.
+    """Return the tensors a call was given.
 
     Raises: StepError for arguments that the engine would ignore, or where there are no tokens.
     """
@@ -128,17 +128,17 @@ def _causal(given: Given, layout: SequenceLayout, rank: int) -> tuple[Tensor | N
 
 
 def _later(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Which keys a token must not see: those of later tokens, and of padding."""
+    """Return which keys a token must not see: those of later tokens, and of padding."""
     length = tokens.shape[1]
     later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
     return later if mask is None else later | (mask == 0)[:, None, None, :]
 
 
 def _padding(tokens: Tensor, mask: Tensor | None) -> Tensor:
-    """Which keys no token must see: those of padding."""
+    """Return which keys no token must see: those of padding."""
     return (torch.zeros_like(tokens, dtype=torch.bool) if mask is None else mask == 0)[:, None, None, :]
 
 
 def targets(facts: ModelFacts, labels: Tensor) -> Tensor:
-    """The token to predict at each place: the label, or for a causal model the label after it."""
+    """Return the token to predict at each place: the label, or for a causal model the label after it."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if facts.causal else labels

@@ -20,7 +20,7 @@ class EngineArguments:
 
 
 def translate(plugin: MegatronLMPlugin, facts: ModelFacts, mixed_precision: str) -> EngineArguments:
-    """The engine's own keywords.
+    """Return the engine's own keywords.
 
     Raises: ConfigError for settings that the model or each other cannot hold.
     """

@@ -143,7 +143,7 @@ _SIZES: Final = MappingProxyType(
 
 
 def _shown(sizes: Mapping[str, int | None]) -> str:
-    """The sizes of a layout that are not 1, by the names of the plugin's fields."""
+    """Return the sizes of a layout that are not 1, by the names of the plugin's fields."""
     told = [f"{field}={sizes[keyword]}" for field, keyword in _SIZES.items() if sizes[keyword] not in (None, 1)]
     return ", ".join(told) or "data parallel ranks only"
 
@@ -198,7 +198,7 @@ class Built:
 
 
 def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int, shared: bool) -> Built:
-    """This rank's layers, with weights of megatron-core's own initialisation if asked for. Ranks: every rank."""
+    """Return this rank's layers, with weights of megatron-core's own initialisation if asked for. Ranks: every rank."""
     state, random = package("parallel_state"), package("tensor_parallel.random")
     with quiet():
         random.model_parallel_cuda_manual_seed(seed)
@@ -217,7 +217,7 @@ def build(made: EngineArguments, facts: ModelFacts, initialise: bool, seed: int,
 def _configs(
     made: EngineArguments, facts: ModelFacts, initialise: bool
 ) -> tuple[Any, Any]:  # Any: megatron-core is untyped
-    """The configuration of the decoder, or of the only stack, and of an encoder beside it."""
+    """Return the configuration of the decoder, or of the only stack, and of an encoder beside it."""
     given = dict(made.transformer)
     given["activation_func"] = ACTIVATION[given["activation_func"]]
     if facts.family == "t5":

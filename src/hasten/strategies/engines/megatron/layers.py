@@ -34,7 +34,7 @@ ACTIVATION: Final = MappingProxyType[str, Callable[[Tensor], Tensor]](
 
 
 def _norm(config: Any, hidden_size: int, eps: float) -> nn.Module:
-    """A normalisation of torch's own; its gradients are summed over the parts of a sequence."""
+    """Return a normalisation of torch's own; its gradients are summed over the parts of a sequence."""
     kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
     made = kind(hidden_size, eps=eps, dtype=config.params_dtype)
     for parameter in made.parameters():
@@ -133,7 +133,7 @@ def _router() -> Any:
 
 
 def bert_layers(config: Any, number: int) -> Any:
-    """The description of a rank's layers of BERT, which normalises after each residual and not at the end."""
+    """Return the description of a rank's layers of BERT, which normalises after each residual and not at the end."""
     layer = copy.deepcopy(package("models.bert.bert_layer_specs").bert_layer_local_spec)
     spec = package("transformer.spec_utils").ModuleSpec
     nothing = package("transformer.identity_op").IdentityOp
@@ -143,7 +143,7 @@ def bert_layers(config: Any, number: int) -> Any:
 
 
 def t5_layers(number: int, decodes: bool) -> Any:
-    """The description of T5's encoder or decoder: attention takes the bias of relative positions."""
+    """Return the description of T5's encoder or decoder: attention takes the bias of relative positions."""
     specs = package("models.T5.t5_spec")
     layer = specs.decoder_model_with_local_spec() if decodes else specs.encoder_model_with_local_spec()
     parts = layer.submodules

@@ -45,18 +45,18 @@ class Place:
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that an engine's tensor belongs to."""
+    """Return the number of the expert that an engine's tensor belongs to."""
     found = _EXPERT.search(name)
     return None if found is None else int(found[0])
 
 
 def renumbered(name: str, expert: int) -> str:
-    """The name that a tensor of one expert has for another one."""
+    """Return the name that a tensor of one expert has for another one."""
     return _EXPERT.sub(str(expert), name)
 
 
 def entries(facts: ModelFacts) -> tuple[Entry, ...]:
-    """Every tensor of the whole model, once."""
+    """Return every tensor of the whole model, once."""
     match facts.family:
         case "gpt2":
             return tuple(_gpt2(facts))
@@ -182,7 +182,7 @@ def _t5_layer(ours: str, hub: str, crossed: bool, facts: ModelFacts) -> Iterator
 
 
 def place(split: Split, local: tuple[int, ...], rank: int, ranks: int, vocab: int) -> Place:
-    """Where the part of shape `local` that tensor parallel rank `rank` holds lies in the whole tensor."""
+    """Return where the part of shape `local` that tensor parallel rank `rank` holds lies in the whole tensor."""
     zeros = (0,) * len(local)
     if split == "whole":
         return Place(local, local, zeros, local)

@@ -86,14 +86,14 @@ class MegatronModel(nn.Module):
             yield name, parameter
 
     def first_expert(self, rank: int) -> int:
-        """The number, in the whole model, of the first expert that expert parallel rank `rank` holds."""
+        """Return the number, in the whole model, of the first expert that expert parallel rank `rank` holds."""
         return 0 if self.facts.experts is None else self.facts.experts.number // self.ranks.ep[1] * rank
 
     # -- what checkpoints and optimizers ask ----------------------------------------------------------------------
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the whole model; they have no duplicates and no submodules."""
+        """Yield this rank's parameters by their names in the whole model; they have no duplicates and no submodules."""
         lead = f"{prefix}." if prefix else ""
         yield from ((lead + name, parameter) for name, parameter in self.held.items())
 
@@ -103,34 +103,34 @@ class MegatronModel(nn.Module):
         return {prefix + name: value if keep_vars else value.detach() for name, value in state.items()}
 
     def is_expert(self, parameter: Tensor) -> bool:
-        """Whether a parameter belongs to one of the experts."""
+        """Return whether a parameter belongs to one of the experts."""
         return self.entries[self._names[id(parameter)]].expert is not None
 
     def tp_of(self, parameter: Tensor) -> tuple[int, int]:
-        """This rank's number among the ranks that hold parts of a parameter, and how many there are."""
+        """Return this rank's number among the ranks that hold parts of a parameter, and how many there are."""
         return self.ranks.expert_tp if self.is_expert(parameter) else self.ranks.tp
 
     def place_of(self, parameter: Tensor, rank: int | None = None) -> Place:
-        """Where this tensor parallel rank's part of a parameter, or that of another, lies in the whole tensor."""
+        """Return where this tensor parallel rank's part of a parameter, or that of another, lies in the whole tensor."""
         own, ranks = self.tp_of(parameter)
         split = self.entries[self._names[id(parameter)]].split
         return place(split, tuple(parameter.shape), own if rank is None else rank, ranks, self.facts.vocab)
 
     def split(self, parameter: Tensor) -> bool:
-        """Whether tensor parallel ranks hold different parts of a parameter."""
+        """Return whether tensor parallel ranks hold different parts of a parameter."""
         return self.tp_of(parameter)[1] > 1 and self.entries[self._names[id(parameter)]].split != "whole"
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank is the one of the tensor parallel ranks that speaks for its part of a parameter."""
+        """Return whether this rank is the one of the tensor parallel ranks that speaks for its part of a parameter."""
         return self.split(parameter) or self.tp_of(parameter)[0] == 0
 
     def owns(self, parameter: Tensor) -> bool:
-        """Whether this rank writes its part of a parameter into checkpoints."""
+        """Return whether this rank writes its part of a parameter into checkpoints."""
         first = self.ranks.first_of_experts if self.is_expert(parameter) else self.ranks.first
         return first and self.counts(parameter)
 
     def stored(self, parameter: Tensor) -> Any:  # Any: a slice, as checkpoints see it
-        """This rank's part of a parameter."""
+        """Return this rank's part of a parameter."""
         return slice_of(parameter, self.place_of(parameter), self.owns(parameter))
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class MegatronModel(nn.Module):
         return functional.pad(logits[..., :real], (0, width - real), value=torch.finfo(logits.dtype).min)
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross entropy of the tokens to predict, over vocabularies divided by rank."""
+        """Return the mean cross entropy of the tokens to predict, over vocabularies divided by rank."""
         wanted = targets(self.facts, labels)
         counted = wanted != IGNORED
         own = wanted.clamp(min=0)

@@ -133,7 +133,7 @@ class MegatronOptimizer(EngineOptimizer):
         return list(parts_of(self.model, params, self.inner, self._shared))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
+        """Return the state by the number of the parameter: slices of this rank, whole tensors and numbers. Local."""
         parts, inner = self._parts(), self.inner.optimizer.state
         known: dict[str, Any] = next(
             (inner[part.main] for part in parts if part.main is not None and inner.get(part.main)), {}
@@ -263,7 +263,7 @@ def _nothing(part: Part, known: Mapping[str, Any]) -> dict[str, Any]:  # Any: st
 
 
 def _fresh(part: Part, key: str, value: Any, group: Mapping[str, Any]) -> Any:  # Any: state is nested freely
-    """A stored value as the inner optimizer keeps it."""
+    """Return a stored value as the inner optimizer keeps it."""
     if not isinstance(value, Slice) or part.main is None:
         return put_where_used(key, value, group, part.parameter.device)
     room = torch.zeros_like(part.main, dtype=value.data.dtype, requires_grad=False)

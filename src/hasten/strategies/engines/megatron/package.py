@@ -58,7 +58,7 @@ class Ranks:
 
 
 def own_ranks() -> Ranks:
-    """The numbers of this process, once megatron-core has its groups."""
+    """Return the numbers of this process, once megatron-core has its groups."""
     state = package("parallel_state")
     return Ranks(
         tp=(state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),

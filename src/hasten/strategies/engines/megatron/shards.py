@@ -40,7 +40,7 @@ class Part:
         return self.parameter.detach().view(-1).narrow(0, *self.span)
 
     def laid_out(self, value: Any) -> bool:  # Any: a value of an optimizer's state
-        """Whether a value of the state has an element for each element of the updated tensor."""
+        """Return whether a value of the state has an element for each element of the updated tensor."""
         return (
             isinstance(value, Tensor)
             and self.main is not None
@@ -49,7 +49,7 @@ class Part:
         )
 
     def stored(self, value: Tensor) -> Slice:
-        """A tensor that is laid out like the updated one, as checkpoints see it."""
+        """Return a tensor that is laid out like the updated one, as checkpoints see it."""
         if self.span is None:
             return slice_of(value, self.model.place_of(self.parameter), self.model.owns(self.parameter))
         lane, lanes = self._lane()
@@ -71,16 +71,16 @@ class Part:
         return Slice(torch.zeros(1, size, dtype=dtype, device=self.parameter.device), shape, (lane, start))
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """The elements, of a tensor laid out like the updated one, that a slice of it holds."""
+        """Return the elements, of a tensor laid out like the updated one, that a slice of it holds."""
         return self.stored(tensor).data
 
     def _lane(self) -> tuple[int, int]:
-        """Which of how many differing parts of the parameter this tensor parallel rank holds."""
+        """Return which of how many differing parts of the parameter this tensor parallel rank holds."""
         return self.model.ranks.tp if self.model.split(self.parameter) else (0, 1)
 
 
 def clip_with_experts(parts: Sequence[Part], max_norm: float) -> Tensor:
-    """The norm of all gradients, which are clipped to `max_norm` unless that is 0. Ranks: every rank.
+    """Return the norm of all gradients, which are clipped to `max_norm` unless that is 0. Ranks: every rank.
 
     Experts lie on other ranks than the rest, so that each kind is summed over its own.
     """

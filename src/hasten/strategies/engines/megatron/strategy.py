@@ -73,7 +73,7 @@ def _joined(model: MegatronModel, parameter: Tensor) -> Tensor:
 
 
 def owner_of(models: list[Item], optimizers: list[Item], taken: bool) -> Item | None:
-    """The one model that is trained. Raises: PrepareError where models and optimizers are not one and one."""
+    """Return the one model that is trained. Raises: PrepareError where models and optimizers are not one and one."""
     if not optimizers:
         return None
     params = {id(p) for item in optimizers for group in item.value.param_groups for p in group["params"]}
@@ -88,7 +88,7 @@ def owner_of(models: list[Item], optimizers: list[Item], taken: bool) -> Item | 
 
 
 def groups_by_name(module: nn.Module, optimizer: Optimizer) -> dict[str, int | None]:
-    """The optimizer's group of each tensor of the Hub layout; None for one that is frozen.
+    """Return the optimizer's group of each tensor of the Hub layout; None for one that is frozen.
 
     Raises: PrepareError for a trainable parameter that no group holds.
     """
@@ -302,7 +302,7 @@ class MegatronStrategy:
         return _from_last(mine, self._pp, self._ctx.device)
 
     def _evaluate(self, model: MegatronModel, given: Given) -> Any:  # Any: an output of transformers
-        """The output of the whole model, on every stage. Ranks: every rank of the pipeline."""
+        """Return the output of the whole model, on every stage. Ranks: every rank of the pipeline."""
         if torch.is_grad_enabled():
             raise StepError(
                 f"the model was called with gradients enabled, but its layers lie on {self._pp.size} pipeline ranks, and a backward "
@@ -430,7 +430,7 @@ class MegatronStrategy:
 
 
 def _facts_of(module: Any) -> ModelFacts:  # Any: a model of transformers
-    """The numbers of the model. Raises: PrepareError for one that the engine cannot be built for."""
+    """Return the numbers of the model. Raises: PrepareError for one that the engine cannot be built for."""
     config = getattr(module, "config", None)
     model_facts(config)  # what it is, before its parts are looked at
     words, head = module.get_input_embeddings(), module.get_output_embeddings()
@@ -445,7 +445,7 @@ def _materialise(module: nn.Module, device: torch.device) -> None:
 
 
 def _tokens(micro: Any) -> Tensor:  # Any: a micro-batch of the user
-    """The token numbers of a micro-batch: `input_ids`, or its first matrix."""
+    """Return the token numbers of a micro-batch: `input_ids`, or its first matrix."""
     given = micro.get("input_ids") if isinstance(micro, Mapping) else None
     for tensor in (given, *trees.tensors(micro)):
         if isinstance(tensor, Tensor) and tensor.ndim == 2:

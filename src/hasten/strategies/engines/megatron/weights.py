@@ -14,7 +14,7 @@ from hasten.strategies.engines.megatron.layout import Entry, Place
 
 
 def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
-    """The whole tensor of the engine's model, from those of the Hub layout."""
+    """Return the whole tensor of the engine's model, from those of the Hub layout."""
     parts = [hub[name] for name in entry.hub]
     match entry.fusion:
         case "same":
@@ -37,7 +37,7 @@ def fuse(entry: Entry, hub: Mapping[str, Tensor], facts: ModelFacts) -> Tensor:
 
 
 def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: ModelFacts) -> dict[str, Tensor]:
-    """Every tensor of the Hub layout, from the whole tensors of the engine's model by name."""
+    """Return every tensor of the Hub layout, from the whole tensors of the engine's model by name."""
     hub: dict[str, Tensor] = {}
     experts: dict[str, list[Tensor]] = {}
     for entry in entries:
@@ -51,7 +51,7 @@ def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: Model
 
 
 def unfuse(entry: Entry, tensor: Tensor, facts: ModelFacts) -> dict[str, Tensor]:
-    """The tensors of the Hub layout that the whole tensor of the engine's model was made from."""
+    """Return the tensors of the Hub layout that the whole tensor of the engine's model was made from."""
     match entry.fusion:
         case "same":
             parts = [tensor] * len(entry.hub)  # tied weights stay one
@@ -94,7 +94,7 @@ def _by_kind(tensor: Tensor, facts: ModelFacts, kinds: int) -> list[Tensor]:
 
 
 def part_of(tensor: Tensor, at: Place) -> Tensor:
-    """The rows and columns of a local tensor that exist in the whole one."""
+    """Return the rows and columns of a local tensor that exist in the whole one."""
     found = tensor.view(at.view)
     for dim, size in enumerate(at.size):
         found = found.narrow(dim, 0, size)
@@ -102,13 +102,13 @@ def part_of(tensor: Tensor, at: Place) -> Tensor:
 
 
 def box_of(whole: Tensor, at: Place) -> Tensor:
-    """This rank's part of a whole tensor."""
+    """Return this rank's part of a whole tensor."""
     for dim, (start, size) in enumerate(zip(at.offset, at.size, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
 
 
 def slice_of(tensor: Tensor, at: Place, owned: bool) -> Slice:
-    """This rank's part as checkpoints see it."""
+    """Return this rank's part as checkpoints see it."""
     data = part_of(tensor.detach(), at)
     return Slice(data, at.shape, at.offset, owned=owned and data.numel() > 0)

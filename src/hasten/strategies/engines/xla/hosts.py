@@ -168,7 +168,7 @@ class AcrossHosts(Alone):
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient in host memory."""
+    """Return the gradient in host memory."""
     if parameter.grad is None:
         return torch.zeros(parameter.shape, dtype=parameter.dtype)
     return parameter.grad.cpu()

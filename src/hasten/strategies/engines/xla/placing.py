@@ -36,7 +36,7 @@ class Devices:
 
     @classmethod
     def all(cls) -> Devices:
-        """The devices this process drives."""
+        """Return the devices this process drives."""
         runtime, spmd = need("torch_xla.runtime"), need("torch_xla.distributed.spmd")
         count = int(runtime.global_runtime_device_count())
         return cls(
@@ -100,7 +100,7 @@ class PlaceOnDevices:
                     self._shard(value)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """A host tensor on the devices, laid out as a parameter of its shape is."""
+        """Return a host tensor on the devices, laid out as a parameter of its shape is."""
         return self._devices.send(tensor, self._dim(tensor) if self._shards else None)
 
     def _shard(self, tensor: Tensor) -> None:
@@ -108,7 +108,7 @@ class PlaceOnDevices:
             self._devices.shard(tensor, dim)
 
     def _dim(self, tensor: Tensor) -> int | None:
-        """The largest dimension that the devices can share; without one a tensor stays whole."""
+        """Return the largest dimension that the devices can share; without one a tensor stays whole."""
         dims = [dim for dim, size in enumerate(tensor.shape) if self._devices.divides(size)]
         return max(dims, key=lambda dim: tensor.shape[dim]) if dims else None
 
@@ -149,7 +149,7 @@ class Transfer:
         self._sync = need("torch_xla").sync
 
     def __call__(self, items: Iterator[Item]) -> Iterator[Item]:
-        """The batches on the devices. What the loop recorded with one is run when it asks for the next."""
+        """Yield the batches on the devices. What the loop recorded with one is run when it asks for the next."""
         queue: deque[tuple[Future[Any], tuple[Any, bool, Any]]] = deque()
         with ThreadPoolExecutor(1, thread_name_prefix="hasten-xla") as pool:
             for batch, *rest in items:

@@ -31,7 +31,7 @@ _WHY: Final = "strategy='xla'"
 
 
 def start(config: Config, topology: Topology) -> torch.device:
-    """The device that stands for all devices of this host, with SPMD switched on.
+    """Return the device that stands for all devices of this host, with SPMD switched on.
 
     Its random numbers follow from torch's seed.
     Raises: MissingPackageError without a torch_xla that runs here; ConfigError where several processes were started on this host,
