@@ -25,7 +25,7 @@ IMMUTABLE_MAKERS: Final = frozenset(
     """MappingProxyType frozenset tuple TypeVar ParamSpec TypeVarTuple NewType compile getLogger get_logger namedtuple
     NamedTuple TypedDict Path PurePosixPath cast object Version int float str bool bytes Fraction""".split()  # noqa: SIM905
 )
-MOST_LINES: Final = 400
+MOST_LINES: Final = 500
 MOST_LINES_OF_A_BODY: Final = 50
 LONG_WITH_REASON: Final = frozenset({"src/hasten/accelerator/facade.py"})
 """The one list of all that a training script can ask for; every method delegates, and none can go elsewhere."""
@@ -240,7 +240,7 @@ def give_reasons_for_late_imports(source: Source) -> Iterator[str]:
 
 
 def stay_short(source: Source) -> Iterator[str]:
-    """A file has fewer than 400 lines, a function's body at most 50."""
+    """A file has fewer than 500 lines, a function's body at most 50."""
     length = len(source.text.splitlines())
     if length >= MOST_LINES and source.path not in LONG_WITH_REASON:
         yield f"{source.path}:1: {length} lines; split it by purpose"
@@ -323,7 +323,7 @@ BAD: Final[tuple[tuple[Rule, str], ...]] = (
     (import_at_the_top, "def f():\n    m = importlib.import_module('x')"),
     (do_no_work_at_import, "setup_logging()"),
     (give_reasons_for_late_imports, "def f():\n    x = 1\n    from deepspeed import ops\n    return ops"),
-    (stay_short, "\n" * 400),
+    (stay_short, "\n" * 500),
     (stay_short, "def f():\n" + "    x = 1\n" * 51),
 )
 GOOD: Final[tuple[tuple[Rule, str], ...]] = (

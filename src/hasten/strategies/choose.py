@@ -75,17 +75,15 @@ def device_for(config: Config, topology: Topology) -> torch.device:
     if found:
         log.info("strategy=auto means xla: PJRT_DEVICE=TPU says that this machine has TPUs")
     if found or config.strategy == "xla":
-        device: torch.device = import_module("hasten.strategies.engines.xla.strategy").start(
-            config, topology
-        )  # an optional package
+        xla = import_module("hasten.strategies.engines.xla.strategy")  # an optional package
+        device: torch.device = xla.start(config, topology)
         return device
     return choose_device(topology.local_rank, config.cpu)
 
 
 def _on_xla(config: Config, ctx: ProcessContext) -> Strategy:
-    chosen: Strategy = import_module("hasten.strategies.engines.xla.strategy").strategy(
-        config, ctx
-    )  # an optional package
+    xla = import_module("hasten.strategies.engines.xla.strategy")  # an optional package
+    chosen: Strategy = xla.strategy(config, ctx)
     return chosen
 
 
