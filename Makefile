@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 unexport PYTHONDONTWRITEBYTECODE  # or hundreds of processes under test compile hasten anew, a second each
 
 .DEFAULT_GOAL := help
-.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-ledger clean
+.PHONY: help train docs test test-all test-exhaustive test-slurm test-megatron test-xla test-oldest test-newest check format lint types layers unit names laws parity dist bench bench-cuda bench-ledger clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,10 @@ dist: $(READY) ## build sdist and wheel of both distributions, check them, and t
 
 bench: $(READY) ## run the benchmarks and write one table
 	$(BIN)/python benchmarks/run_all.py
+
+bench-cuda: $(READY) ## measure every published table on one GPU, in at most ten minutes, and write the pages
+	$(BIN)/python benchmarks/run_all.py --cuda
+	$(BIN)/python benchmarks/published.py --write
 
 bench-ledger: $(READY) ## list every published number: its benchmark, commit and machine, and what has changed since
 	@$(BIN)/python benchmarks/published.py

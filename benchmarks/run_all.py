@@ -1,7 +1,8 @@
-"""Every benchmark that runs on a CPU, one after the other, and their numbers in one table.
+"""Every benchmark that runs on this machine, one after the other, and their numbers in one table.
 
-    python benchmarks/run_all.py            # short runs, about ten minutes on two quiet cores
+    python benchmarks/run_all.py            # short runs on the CPU, about ten minutes on two quiet cores
     python benchmarks/run_all.py --full     # the settings the committed results were made with
+    python benchmarks/run_all.py --cuda     # what the published tables are made from, on one GPU in at most ten minutes
 
 A benchmark that fails is named with the end of what it printed, and the others run all the same; the exit status then is 1.
 Each script also writes a page of its own beside the table of all, all.md: short runs to build/benchmarks, full ones to benchmarks/results.
@@ -51,6 +52,15 @@ PLANS = (
     Plan("trainer_overhead.py", ("--steps", "200", "--rounds", "5"), ("--device", "cpu")),
     Plan("fp8.py"),
 )
+CUDA_PLANS = (
+    Plan("full_loop.py", always=("--device", "cuda", "--workers", "0", "--seconds", "200")),
+    Plan("checkpoint.py", always=("--rounds", "2")),
+    Plan("offload.py", always=("--parts", "cpu", "disk")),
+    Plan("offload_tokens.py"),
+    Plan("sharding.py", always=("--rounds", "8")),
+    Plan("fp8.py", always=("--device", "cuda")),
+)
+"""Benchmarks of the published tables, the headline first."""
 NOT_HERE = {
     "plan_accuracy.py": "needs a GPU",
     "offload.py": "needs a GPU",
@@ -120,18 +130,20 @@ def run(plan: Plan, full: bool, results: Path) -> tuple[float, str | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="the settings of the committed results")
+    parser.add_argument("--cuda", action="store_true", help="the benchmarks of the published tables, on one GPU")
     parser.add_argument("--only", nargs="*", default=[], help="only these scripts")
     args = parser.parse_args()
     assert not unknown(), f"say in run_all.py how to run {unknown()}, or why not"
-    results = (RESULTS if args.full else SHORT).resolve()
+    full, plans = args.full or args.cuda, CUDA_PLANS if args.cuda else PLANS
+    results = (RESULTS if full else SHORT).resolve()
     results.mkdir(parents=True, exist_ok=True)
     lines = ["# All benchmarks", "", ", ".join(f"{key} {value}" for key, value in versions().items()), ""]
-    lines += [f"{'Full' if args.full else 'Short'} runs.", "", "| benchmark | what | numbers |", "|---|---|---|"]
+    lines += [f"{'Full' if full else 'Short'} runs.", "", "| benchmark | what | numbers |", "|---|---|---|"]
     failures = 0
-    for plan in PLANS:
+    for plan in plans:
         if args.only and plan.script not in args.only:
             continue
-        seconds, failed = run(plan, args.full, results)
+        seconds, failed = run(plan, full, results)
         print(f"{plan.script}: {f'failed: {failed}' if failed else 'done'} ({seconds:.0f} s)", flush=True)
         if failed:
             failures += 1
@@ -140,8 +152,10 @@ def main() -> None:
         page = read(Path(plan.script).stem, results)[-1]["page"]
         lines += [f"| {plan.script} | {what} | {numbers} |" for what, numbers in tables(page)]
     lines += [f"| {name} | not run | {why} |" for name, why in NOT_HERE.items() if why.startswith("needs")]
-    (results / "all.md").write_text("\n".join(lines) + "\n")
-    print(f"written: {results / 'all.md'}")
+    table = (SHORT if args.cuda else results) / "all.md"
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text("\n".join(lines) + "\n")
+    print(f"written: {table}")
     sys.exit(1 if failures else 0)
 
 
