@@ -78,9 +78,7 @@ def load_compiler() -> None:
     """Import torch's compiler; runs in a thread beside the training."""
     try:
         import_module("torch._inductor.compile_fx")  # takes seconds, so only a training that compiles imports it
-    except (
-        Exception
-    ):  # at the end of the process the import may fail half-way; a later compilation imports it again
+    except Exception:  # at the end of the process the import may fail half-way; a later compilation imports it again
         log.debug("torch's compiler was not loaded ahead", exc_info=True)
 
 

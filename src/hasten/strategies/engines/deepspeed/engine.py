@@ -48,9 +48,7 @@ def package() -> Any:  # Any: DeepSpeed is untyped
         with env.restored():  # it compiles at import, which takes seconds and is only for the Muon optimizer
             env.put_default("TORCHDYNAMO_DISABLE", "1")
             need("deepspeed.runtime.zero.muon.muon_optimizer")
-    logging.getLogger("DeepSpeed").setLevel(
-        logging.ERROR
-    )  # it warns about optimizers that it has not tested
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns about optimizers that it has not tested
     return found
 
 

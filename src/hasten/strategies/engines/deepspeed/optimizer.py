@@ -334,7 +334,9 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if scale is not None:
                 setattr(scale, key, value)
         if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
-            self.engine.optimizer._hp_optimizer_states_linked = False  # refreshes what deepspeed.utils returns of the state
+            self.engine.optimizer._hp_optimizer_states_linked = (
+                False  # refreshes what deepspeed.utils returns of the state
+            )
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
 

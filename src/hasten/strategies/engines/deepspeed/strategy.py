@@ -107,9 +107,7 @@ class DeepSpeedStrategy:
         groups = [dict(group) for group in given.param_groups if group["params"]]
         engine, linear = deepspeed_engine.start(model, given, made, self._config.deepspeed, ctx)
         if ctx.device.type != "cpu":
-            for (
-                buffer
-            ) in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
+            for buffer in model.buffers():  # DeepSpeed does not move the buffers of a model that was built partitioned
                 buffer.data = buffer.to(ctx.device)
         prepared = DeepSpeedOptimizer(engine, groups, made, ctx.world)
         complete(prepared)
