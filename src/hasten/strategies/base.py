@@ -26,7 +26,7 @@ class Retry(Protocol):
     """True if forward and backward run collectives, so that a rank that stops midway leaves the others waiting."""
 
     def begin(self) -> None:
-        """Run the collectives that the next pass would start with, and save what `put_back` restores. Ranks: every rank."""
+        """Run the collectives that the next pass would start with, and save the state that `put_back` restores. Ranks: every rank."""
         ...
 
     def quiet(self, last: bool) -> AbstractContextManager[object]:
@@ -143,7 +143,7 @@ class LoopState:
 
 
 class KeepsLoopState(Protocol):
-    """Interface through which checkpoints read and restore a wrapped model's loop state; `names` maps id(parameter) to its name."""
+    """Interface to read and restore a wrapped model's loop state; `names` maps id(parameter) to its name."""
 
     def unsettled(self, model: nn.Module) -> Callable[[], object] | None:
         """Return a collective that every rank must run before `loop_state`, or None if there is nothing to run. Local."""
@@ -186,7 +186,7 @@ class Spread(Transform, KeepsLoopState, Protocol):
 
 
 class Strategy(KeepsLoopState, Protocol):
-    """Interface of a way to spread models over processes. Models and optimizers are always prepared together."""
+    """Interface of all strategies, which spread models over processes. Models and optimizers are always prepared together."""
 
     @property
     def name(self) -> str: ...

@@ -143,9 +143,8 @@ def _sharded(config: Config, ctx: ProcessContext) -> Strategy:
     if ctx.mesh.size(Axis.TP) == ctx.world.size > 1 and config.strategy != "fsdp" and not given(config.fsdp):
         alone = import_module("hasten.strategies.tensor.alone")  # also loads torch.distributed.tensor
         return NativeStrategy("tensor", alone.SplitAlone(config.fsdp), transforms, Caps(sharded_state=True))
-    fsdp2 = import_module(
-        "hasten.strategies.fsdp.strategy"
-    )  # loads torch.distributed.tensor, which takes most of a second
+    # loads torch.distributed.tensor, which takes most of a second
+    fsdp2 = import_module("hasten.strategies.fsdp.strategy")
     spread: Spread = fsdp2.Shard(config.fsdp, mesh, keep_outputs=config.autocast.output_dtype == "keep")
     caps = Caps(sharded_state=True, hides_gradients=ctx.mesh.size(Axis.DP_REPLICATE) > 1)
     return NativeStrategy("fsdp", spread, transforms, caps)

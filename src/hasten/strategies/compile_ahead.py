@@ -96,7 +96,7 @@ class _Look:
         self._handle: RemovableHandle = blocks[0].register_forward_pre_hook(self, with_kwargs=True)
         vars(blocks[0])[SETTLING] = self
 
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's own
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's
         if not block.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if self._process is not None:
@@ -166,7 +166,7 @@ class _Look:
 class _NoLook:
     """Hook that does nothing, in copies of a block."""
 
-    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's own
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: the user's
         return None
 
 
@@ -175,7 +175,7 @@ def _without_weights(block: nn.Module) -> nn.Module:
     return copy.deepcopy(block, {id(p): nn.Parameter(_empty(p), p.requires_grad) for p in block.parameters()})
 
 
-def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subprocess.Popen[str]:  # Any: the user's own
+def _start(bare: nn.Module, block: nn.Module, args: Any, kwargs: Any) -> subprocess.Popen[str]:  # Any: the user's
     """Start a process that compiles the copy of a block."""
     device = next((tensor.device for tensor in (*block.parameters(), *block.buffers())), torch.device("cpu"))
     content = {

@@ -1,4 +1,4 @@
-"""Script of `strategies.compile_ahead`: compiles one block for given inputs, to fill the compiler's caches. No module imports it."""
+"""Script of `strategies.compile_ahead` that compiles one block for given inputs, to fill the compiler's caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hasten import trees
 
 def main(argv: list[str]) -> int:
     """Compile the block in the file that the parent process wrote."""
-    os.nice(10)  # give way to the training
+    os.nice(10)  # lower priority than the training
     sys.path[:0] = [entry for entry in _paths(argv[0]) if entry not in sys.path]
     told: dict[str, Any] = pickle.loads(Path(argv[0]).read_bytes())  # written by the parent process
     device = torch.device(told["device"])

@@ -32,9 +32,8 @@ def refuse_later_hooks(model: nn.Module) -> None:
 
 def _refused(parameter: ref[Tensor], hook: Callable[..., Any]) -> Any:  # Any: torch's handle
     owner = parameter()
-    if (
-        getattr(hook, "__module__", "").startswith("torch.") and owner is not None
-    ):  # torch's memory tracker only reads gradients
+    # torch's memory tracker only reads gradients
+    if getattr(hook, "__module__", "").startswith("torch.") and owner is not None:
         return Tensor.register_hook(owner, hook)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     raise _never_called(
         f"register_hook({getattr(hook, '__qualname__', hook)}) was called on a sharded parameter", "which is called"

@@ -14,13 +14,13 @@ from hasten.strategies.context.layout import SequenceLayout
 from hasten.strategies.context.ops import Rotation, all_parts, summed_part
 
 _TILE: Final = 512
-"""Number of queries whose scores are in memory at a time where no fused kernel fits."""
+"""Number of queries whose scores are in memory at a time if no fused kernel can be used."""
 _HALF: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Queries (batch, heads, length, width), keys and values with the same number of heads, and the mask and scale of attention."""
+    """Queries (batch, heads, length, width), keys and values with as many heads, and the mask and scale of attention."""
 
     query: Tensor
     key: Tensor

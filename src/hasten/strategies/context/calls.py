@@ -158,7 +158,7 @@ class CallHook:
                 )
 
     def _refuse_windows(self, length: int) -> None:
-        """Raise StepError for a model of transformers whose layers attend within a window, which shards of a sequence do not show."""
+        """Raise StepError for a model of transformers whose layers attend within a window that sharding would ignore."""
         config: Any = getattr(self._base, "config", None)
         kinds = getattr(config, "layer_types", None)
         for name, kind in (("sliding_window", "sliding_attention"), ("attention_chunk_size", "chunked_attention")):

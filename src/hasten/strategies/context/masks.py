@@ -77,8 +77,10 @@ class Contents:
     """Properties of the buffers of a block that decide how the block computes."""
 
     padded: bool
-    """A mask of zeros and ones hides something: models may make different masks on different ranks, or no mask where nothing is
-    hidden, so ranks have to agree."""
+    """A mask of zeros and ones hides something.
+
+    Models may then make different masks on different ranks, or no mask where nothing is hidden, so ranks have to agree.
+    """
     ignoring: tuple[bool, ...]
     """For each buffer, whether it holds labels that the loss ignores."""
     counting: tuple[bool, ...] = ()

@@ -14,7 +14,7 @@ from hasten.strategies.context.layout import SequenceLayout
 
 
 class _Swap(torch.autograd.Function):
-    """All-to-all from shards of one dimension to shards of another; the gradient takes the reverse way."""
+    """All-to-all from shards of one dimension to shards of another; the gradient takes the reverse direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -66,7 +66,7 @@ def all_parts(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def summed_part(parts: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks of the tensors that they give for this rank, without gradients. Ranks: the group."""
+    """Return the sum over ranks of the tensors that each has for this rank, without gradients. Ranks: the group."""
     if len(parts) == 1:
         return parts[0]
     given = torch.stack(parts).contiguous()

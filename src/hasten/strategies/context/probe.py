@@ -1,4 +1,4 @@
-"""Checks on a model's first call, with a few tokens, that it computes the same from sequence shards as from whole sequences."""
+"""Checks, on a model's first call, that it computes the same from sequence shards as from whole sequences."""
 
 from __future__ import annotations
 

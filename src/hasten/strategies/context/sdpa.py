@@ -84,7 +84,7 @@ class SequenceAttention:
     """Lengths of this rank's shards of the sequences."""
     masks: MaskReader
     begin: Callable[[], bool]
-    """Called once, before the first attention; returns whether padding may give ranks different masks, or some of them none."""
+    """Called once, before the first attention; returns whether masks may differ between ranks because of padding."""
     padded: bool | None = None
     hidden: Tensor | None = None
     """This rank's shard of the padding mask that was removed from a causal model's arguments (batch, 1, 1, length)."""

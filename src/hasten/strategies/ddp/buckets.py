@@ -51,8 +51,8 @@ class BucketOrders:
     def restore(self, model: nn.Module, order: Sequence[int] | None) -> Tensor | None:
         """Make the model pack gradients by `order`, or by the initial order if it is None.
 
-        Local. Returns a loss whose backward shows the order to DDP with zero gradients: a collective for every rank, which leaves
-        zero gradients behind. None if there is nothing to show.
+        Local. Returns a loss whose backward makes zero gradients ready in this order, from which DDP learns it: a collective for
+        every rank, which leaves zero gradients behind. None if the order need not change.
         """
         if not self._reorders(model):
             return None

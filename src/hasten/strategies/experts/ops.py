@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows with uneven sizes; gradients take the reverse way."""
+    """All-to-all of rows with uneven sizes; gradients take the reverse direction."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

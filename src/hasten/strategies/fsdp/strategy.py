@@ -76,7 +76,7 @@ class Layout:
     policy: MixedPrecisionPolicy
     notes: list[str]
     experts: list[nn.Module]
-    """Modules whose experts are sharded over ranks: they are sharded over the ranks with the same experts."""
+    """Modules of experts, whose shard groups span only the ranks with the same experts."""
     inside: list[nn.Module]
     """Blocks without a shard group in this run, which would have one with more processes."""
 
@@ -184,9 +184,8 @@ class Shard:
         fully_shard(model, mp_policy=layout.policy, **options)
         self._prefetch(layout.blocks)
 
-    def _for_experts(
-        self, ctx: ProcessContext, options: dict[str, Any]
-    ) -> dict[str, Any]:  # Any: keywords of fully_shard
+    # Any: keywords of fully_shard
+    def _for_experts(self, ctx: ProcessContext, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options for experts, which have copies or shards on fewer ranks."""
         copies, shards, _ = ctx.mesh.expert_sizes
         names = (Axis.DP_REPLICATE, Axis.DP_SHARD) if copies > 1 else (Axis.DP_SHARD,)
@@ -261,7 +260,7 @@ class Shard:
 
 
 def _called_inside(block: nn.Module, inputs: object) -> None:
-    """Raise if the block is called on its own: only the whole model gathers its parameters."""
+    """Raise if the block is called outside its model: only the whole model gathers its parameters."""
     first: Tensor | None = next(block.parameters(), None)
     # gathered parameters of split layers are DTensors too, but only along the tensor-parallel axis
     if isinstance(first, DTensor) and first.device_mesh.mesh_dim_names != (str(Axis.TP),):

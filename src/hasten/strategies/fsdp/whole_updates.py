@@ -43,9 +43,7 @@ class _Gather:
         self._params: list[list[Tensor]] | None = None
 
     @torch.no_grad()
-    def __call__(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:  # Any: arguments of step()
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # Any: step()'s
         if len(args) > 1 or kwargs.get("closure") is not None:  # the first argument is the optimizer
             raise StepError(
                 f"{type(optimizer).__name__}.step(closure) cannot update sharded parameters: they are gathered one by one, after "

@@ -25,9 +25,8 @@ def as_choice(policy: Any) -> Any:
     """
     if policy is None or isinstance(policy, str):
         return None if policy is None else policy.lower()
-    torchs = sys.modules.get(
-        "torch.distributed.fsdp.wrap"
-    )  # an object of that module can only be passed if the module was imported
+    # an object of this module can only be passed if the module was imported
+    torchs = sys.modules.get("torch.distributed.fsdp.wrap")
     if torchs is not None:
         if policy is torchs.transformer_auto_wrap_policy:
             return "transformer_based_wrap"

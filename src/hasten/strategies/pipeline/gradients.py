@@ -46,7 +46,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 def _give(parameter: nn.Parameter, part: Tensor) -> None:
     if is_dtensor(parameter):
-        parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a DTensor's own
+        parameter.grad = type(parameter.data).from_local(  # type: ignore[attr-defined]  # a method of DTensor
             part,
             parameter.device_mesh,
             parameter.placements,

@@ -17,12 +17,15 @@ from hasten.runtime.mesh_plan import divisors
 from hasten.strategies.tensor.layers import BLOCKS, Role, Split, matrix_of
 
 Use = Literal["unused", "shape", "divisor", "both", "unknown"]
-"""`shape`: the attribute must count the heads of one rank. `divisor`: it divides the width of all heads and must not change. `both`:
-it is used in both ways, which contradict each other."""
+"""Uses of an attribute that counts heads.
+
+`shape`: it must be the number of heads on one rank. `divisor`: it divides the width of all heads and must not change.
+`both`: it is used in both ways, which contradict each other.
+"""
 
 
 def use_of(holder: nn.Module, attribute: str) -> Use:
-    """Return how the methods of a module use one of its attributes after construction."""
+    """Return the use of a module's attribute in its methods, apart from the constructor."""
     return _use(type(holder), attribute)  # type: ignore[arg-type]  # mypy checks the hash of instances instead of the class
 
 

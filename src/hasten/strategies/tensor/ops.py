@@ -95,9 +95,8 @@ class BlockShares:
         self.group = group
         ranks, rank = group.size(), group.rank()
         each = stored // blocks
-        owners = (
-            torch.arange(stored * ranks) // each % ranks
-        )  # owner of each row of the whole: each block has `ranks` shares
+        # owner of each row of the whole weight: each block has `ranks` shares
+        owners = torch.arange(stored * ranks) // each % ranks
         here = owners[rank * stored : (rank + 1) * stored]
         self._order = torch.argsort(here, stable=True).to(device)
         self._sent = torch.bincount(here, minlength=ranks).tolist()

@@ -151,9 +151,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str], source: str, ranks: int,
 
 
 def _check_pattern(model: nn.Module, pattern: str, word: str, style: str, chosen: list[str], source: str) -> None:
-    given = [
-        known for known in STYLES if known != "replicate_heads"
-    ]  # chosen automatically if there are more ranks than key heads
+    # replicate_heads is chosen automatically if there are more ranks than key heads
+    given = [known for known in STYLES if known != "replicate_heads"]
     if style not in given:
         raise ConfigError(
             f"{source}: {pattern!r} asks for {word!r}, which is not a way to split a layer; use one of "

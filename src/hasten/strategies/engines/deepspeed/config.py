@@ -72,7 +72,7 @@ def _parameters(config: dict[str, Any], section: dict[str, Any], notes: list[str
 
 
 def keep_small_whole(config: dict[str, Any], notes: list[str]) -> None:
-    """Lower the persistence threshold so that no parameter is kept whole whose shard is on NVMe.
+    """Lower the persistence threshold so that no parameter with its shard on NVMe stays whole.
 
     DeepSpeed cannot write into such a parameter.
     """

@@ -177,7 +177,7 @@ def join(ctx: ProcessContext) -> Any:  # Any: DeepSpeed is untyped
             ("all_gather_function", "all_gather_single"),
             ("reduce_scatter_function", "reduce_scatter_single"),
         ):
-            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 knows the old names only
+            if (renamed := getattr(dist, name, None)) is not None:  # torch<2.13 has the old names only
                 setattr(talk.cdb, ours, renamed)
     return deepspeed
 

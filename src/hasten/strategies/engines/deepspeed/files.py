@@ -90,7 +90,7 @@ class ParameterFiles:
         return part
 
     def settle(self) -> None:
-        """Release shards in memory whose parameter is not gathered: shown ones, and those read ahead but not used.
+        """Release shards in memory whose parameter is not gathered: those returned by `shown`, and those read ahead but not used.
 
         DeepSpeed updates the copy in memory if there is one, and discards that copy afterwards.
         """
@@ -145,7 +145,7 @@ class ParameterFiles:
         self.remove_partition_and_release_buffers(params)
 
     def remove_partition_and_release_buffers(self, params: Sequence[Any]) -> None:
-        """Release shards; those that were shown are written first."""
+        """Release shards; those returned by `shown` are written first."""
         for param in params:
             key = id(param)
             if key in self._reads:
@@ -160,7 +160,7 @@ class ParameterFiles:
             param.ds_tensor.status = self._status.NOT_AVAILABLE
 
     def swap_into_buffer(self, param: Any, dest_buffer: Tensor) -> None:
-        """Copy a shard into memory that DeepSpeed keeps (`max_in_cpu`)."""
+        """Copy a shard into host memory of DeepSpeed (`max_in_cpu`)."""
         dest_buffer.copy_(self.copied(param))
 
     def reserve_partitioned_swap_space(self, partition_num_elems: Sequence[int]) -> None:
@@ -243,7 +243,7 @@ def place(
     partition = init(config_dict_or_path=config, param_swapper=files)
     for parameter in model.parameters():
         if hasattr(parameter, "ds_id"):
-            parameter.all_gather()  # type: ignore[attr-defined]  # given to it by DeepSpeed
+            parameter.all_gather()  # type: ignore[attr-defined]  # set by DeepSpeed
         parameter.data = parameter.data.to(ctx.device, files.dtype_of(parameter))
         partition._zero_init_param(parameter)
 

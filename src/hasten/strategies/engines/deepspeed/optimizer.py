@@ -334,9 +334,8 @@ class DeepSpeedOptimizer(EngineOptimizer):
             if scale is not None:
                 setattr(scale, key, value)
         if inner and hasattr(self.engine.optimizer, "_hp_optimizer_states_linked"):
-            self.engine.optimizer._hp_optimizer_states_linked = (
-                False  # refreshes what deepspeed.utils returns of the state
-            )
+            # refresh the state that deepspeed.utils returns
+            self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
         self.stale = self.stage == 3
 
@@ -353,7 +352,7 @@ class DeepSpeedOptimizer(EngineOptimizer):
         return lambda: self.load_state_dict(before)
 
     def refresh(self) -> None:
-        """Copy loaded weights to the parameters that ZeRO-3 keeps whole or has not yet released. Ranks: every rank."""
+        """Copy loaded weights to the parameters that ZeRO-3 holds whole or has not yet released. Ranks: every rank."""
         if self._files is not None:
             self._files.settle()
         if not self.stale:

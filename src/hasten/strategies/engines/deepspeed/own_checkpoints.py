@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints (`engine.save_checkpoint`, `load_checkpoint`) of an engine whose schedule and window belong to the loop."""
+"""Checkpoints by DeepSpeed (`engine.save_checkpoint`, `load_checkpoint`), with the schedule and options of the loop."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def decoder_layers(config: Any, number: int) -> Any:
 
 @cache  # the class, not an instance: its base class is imported late
 def _router() -> Any:
-    """Return megatron-core's router without Transformer Engine, whose function version 0.16 calls even if not installed."""
+    """Return a router class without Transformer Engine, which the router of megatron-core 0.16 always needs."""
     base: Any = package("transformer.moe.router").TopKRouter
 
     class Router(base):  # type: ignore[misc]  # megatron-core is untyped

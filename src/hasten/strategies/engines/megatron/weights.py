@@ -44,7 +44,7 @@ def to_hub(entries: Iterable[Entry], tensors: Mapping[str, Tensor], facts: Model
         found = unfuse(entry, tensors[entry.name], facts)
         if entry.expert is None:
             hub |= found
-        else:  # experts come in order
+        else:  # experts are listed in order
             for name, tensor in found.items():
                 experts.setdefault(name, []).append(tensor)
     return hub | {name: torch.stack(parts) for name, parts in experts.items()}

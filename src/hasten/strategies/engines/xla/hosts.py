@@ -123,9 +123,8 @@ class AcrossHosts(Alone):
         reached, self._reached, self._pass = self._reached, set(), -1
         models = [model for model, number in self._numbers.items() if number in reached and model not in self._quiet]
         if models:
-            need(
-                "torch_xla"
-            ).sync()  # gradients are read one by one, and each read would otherwise compile a separate program
+            # gradients are read one by one, and each read would otherwise compile a separate program
+            need("torch_xla").sync()
         for model in sorted(models, key=self._numbers.__getitem__):
             self._average([parameter for parameter in model.parameters() if parameter.requires_grad])
             self._copy_buffers([x for module in model.modules() for _, x in own_buffers(module, persistent_only=True)])

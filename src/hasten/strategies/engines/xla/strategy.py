@@ -67,7 +67,7 @@ def _try_backward(device: torch.device) -> None:
 
 
 def refuse_processes(topology: Topology) -> None:
-    """Raise if several processes were started on a host, whose devices one process drives, or if hosts cannot connect."""
+    """Raise if a host has several processes (one drives all its devices), or if hosts have no rendezvous."""
     if topology.local_world_size > 1:
         raise ConfigError(
             f"{topology.local_world_size} processes were started on this machine with strategy='xla', where one process drives all devices "
