@@ -34,7 +34,7 @@ class Account:
     parameters: int
     """Bytes of the parameters on this rank."""
     planned: Held
-    """Estimated bytes on a rank, with gradients and the optimizer's state as far as its size is known before the first update."""
+    """Estimated bytes on a rank, with gradients and, if its size is known before the first update, the optimizer's state."""
     optimizer: str
     """Class name of the model's optimizer if its state is among the planned bytes; empty otherwise."""
     sent: Traffic

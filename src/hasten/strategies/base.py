@@ -26,7 +26,7 @@ class Retry(Protocol):
     """True if forward and backward run collectives, so that a rank that stops midway leaves the others waiting."""
 
     def begin(self) -> None:
-        """Run the collectives that the next pass would start with, and save the state that `put_back` restores. Ranks: every rank."""
+        """Run the collectives that start the next pass, and save the state that `put_back` restores. Ranks: every rank."""
         ...
 
     def quiet(self, last: bool) -> AbstractContextManager[object]:
@@ -263,7 +263,7 @@ def is_trainable(model: nn.Module) -> bool:
 
 
 def parameter_device(model: nn.Module) -> torch.device | None:
-    """Return the device of the model's first parameter or buffer, or None when it has neither."""
+    """Return the device of the model's first parameter or buffer, or None when there is neither."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return None

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def choose(config: Config, ctx: ProcessContext) -> Strategy:
-    """Return the strategy the settings ask for. Raises: ConfigError for settings that contradict each other."""
+    """Return the strategy the settings ask for. Raises: ConfigError for settings that cannot be combined."""
     if ctx.mesh.size(Axis.CP) > 1 and config.dynamo.backend != "no":
         raise ConfigError(
             f"cp_size={ctx.mesh.size(Axis.CP)} replaces attention while a block runs, and dynamo backend "

@@ -181,7 +181,7 @@ class ContextParallel:
                     )
 
     def _named(self, chosen: list[tuple[Tensor, int]], labels: Tensor | Literal["auto"] | None) -> Tensor | None:
-        """Return the labels given by the caller, which weigh this rank's loss; None if none were given."""
+        """Return the caller's labels, which determine the weight of this rank's loss; None without labels."""
         if not isinstance(labels, Tensor):
             return None
         if any(tensor is labels for tensor, _ in chosen):
@@ -194,7 +194,7 @@ class ContextParallel:
     def _found(
         self, chosen: list[tuple[Tensor, int]], wholes: list[tuple[Tensor, int]], contents: Contents
     ) -> Tensor | None:
-        """Return the buffer with ignored labels, which weighs this rank's loss; None if no buffer has any."""
+        """Return the buffer with ignored labels, which determines the weight of this rank's loss; None if there is none."""
         found = [number for number, ignoring in enumerate(contents.ignoring) if ignoring]
         if any(not torch.equal(self._real(*wholes[n]), self._real(*wholes[found[0]])) for n in found[1:]):
             raise ConfigError(

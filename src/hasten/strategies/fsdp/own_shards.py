@@ -86,7 +86,7 @@ def update_own_shards(optimizer: Optimizer) -> None:
     collect: Collect | None = getattr(optimizer, "_init_group", None)
     if type(optimizer) in ELEMENTWISE and collect is not None and not isinstance(collect, partial):
         makes_state = type(optimizer) is SGD
-        optimizer._init_group = partial(_collect_shards, collect, makes_state)  # type: ignore[attr-defined]  # torch's inner seam
+        optimizer._init_group = partial(_collect_shards, collect, makes_state)  # type: ignore[attr-defined]  # a private method of torch
         if makes_state:
             optimizer.register_step_post_hook(_file_momenta)
 

@@ -51,7 +51,7 @@ class _Chosen:
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.function is other.function
 
-    __hash__ = None  # type: ignore[assignment]  # compared, never a key
+    __hash__ = None  # type: ignore[assignment]  # compared, never hashed
 
 
 class _Asked(_Chosen):

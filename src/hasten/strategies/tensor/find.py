@@ -194,7 +194,7 @@ def _divisible_heads(holder: nn.Module, width: int, names: list[str], split: Spl
     return False
 
 
-# -- perceptrons ------------------------------------------------------------------------------------------------------
+# -- MLPs -------------------------------------------------------------------------------------------------------------
 def _split_perceptrons(layers: Layers, block: nn.Module, split: Split) -> None:
     """Split layers that widen by columns, and the layer that restores their width by rows."""
     normed = {

@@ -237,7 +237,7 @@ class DeepSpeedStrategy:
         self._clipped(parameters, "clip_grad_value_").clamp(limit)
 
     def _clipped(self, parameters: Sequence[Tensor], call: str) -> DeepSpeedOptimizer:
-        """Return the optimizer of the engine with exactly these parameters. Raises: StepError if there is none."""
+        """Return the optimizer of the engine that trains exactly these parameters. Raises: StepError if there is none."""
         wanted = {id(parameter) for parameter in parameters}
         chosen = [one for one in self.engines if wanted & _held(one)]
         held = {number for one in chosen for number in _held(one)}

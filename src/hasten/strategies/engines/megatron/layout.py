@@ -25,7 +25,7 @@ class Entry:
     hub: tuple[str, ...]
     """Tensors of the Hub layout that it is made from."""
     fusion: Fusion = "same"
-    """Conversion from these tensors: `joint_qkv` is one matrix of queries, keys and values, `expert` a row of a tensor."""
+    """Conversion from these tensors: `joint_qkv` is one matrix of queries, keys and values, `expert` one entry of a stack."""
     split: Split = "whole"
     """Sharded dimension; `gated` stands for two matrices, each sharded by rows."""
     expert: int | None = None
